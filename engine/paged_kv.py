@@ -1,0 +1,201 @@
+"""Paged KV: a pool of pages with reference counts, the block tables of sequences, and reuse by prefix.
+
+Who owns which page:
+
+    free list ── allocate ──> sequence(s) ── release ──> free list        (page not in the prefix index)
+                                  │  ▲
+                               release │ match (reference count + 1)
+                                  ▼  │
+                              prefix index, unreferenced ── evict ──> free list
+
+A page is writable by the one sequence that allocated it; a page in the prefix index is full and never
+written again. Rollback moves a length and frees whole pages; it copies nothing.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 16  # tokens
+
+
+# The serial of the page before (0 at the start) and this page's tokens: exact, so that no collision can leak KV.
+Prefix = tuple[int, tuple[int, ...]]
+
+
+class OutOfPages(Exception):
+    """The pool cannot supply the pages asked for."""
+
+
+class PagePool:
+    """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._page_of_prefix: dict[Prefix, int] = {}
+        self._prefix_of_page: dict[int, Prefix] = {}
+        self._serial_of_page: dict[int, int] = {}
+        self._next_serial = 1
+        self._reusable: OrderedDict[int, None] = OrderedDict()  # unreferenced pages with a prefix, oldest first
+
+    @property
+    def available(self) -> int:
+        """Pages that can be allocated, evicting reusable ones where needed."""
+        return len(self._free) + len(self._reusable)
+
+    @property
+    def held(self) -> int:
+        """Pages that sequences refer to."""
+        return self.num_pages - self.available
+
+    def allocate(self, count: int) -> list[int]:
+        if count > self.available:
+            raise OutOfPages(f"{count} pages wanted, {self.available} of {self.num_pages} available")
+        while len(self._free) < count:
+            self.evict_one()
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self.references[page] = 1
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        for page in pages:
+            if self.references[page] < 1:
+                raise ValueError(f"page {page} is released more often than it is held")
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                if page in self._prefix_of_page:
+                    self._reusable[page] = None
+                else:
+                    self._free.append(page)
+
+    def match(self, prefix: Prefix) -> tuple[int, int] | None:
+        """The page that holds `prefix`, referenced once more, and its serial, or None."""
+        page = self._page_of_prefix.get(prefix)
+        if page is None:
+            return None
+        self._reusable.pop(page, None)
+        self.references[page] += 1
+        return page, self._serial_of_page[page]
+
+    def index(self, page: int, prefix: Prefix) -> int:
+        """Let later sequences reuse a full, held page; the first page indexed for a prefix stays.
+
+        Returns the serial that names this prefix in the prefixes that extend it.
+        """
+        if self.references[page] < 1:
+            raise ValueError(f"page {page} is not held")
+        known = self._page_of_prefix.get(prefix)
+        if known is not None:
+            return self._serial_of_page[known]
+        if page in self._prefix_of_page:
+            raise ValueError(f"page {page} is indexed already")
+        self._page_of_prefix[prefix], self._prefix_of_page[page] = page, prefix
+        self._serial_of_page[page], self._next_serial = self._next_serial, self._next_serial + 1
+        return self._serial_of_page[page]
+
+    def evict_one(self) -> None:
+        """Forget the reusable page that was released longest ago."""
+        page, _ = self._reusable.popitem(last=False)
+        del self._page_of_prefix[self._prefix_of_page.pop(page)]
+        del self._serial_of_page[page]
+        self._free.append(page)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page is in exactly one place."""
+        free, reusable = set(self._free), set(self._reusable)
+        held = {page for page, count in enumerate(self.references) if count}
+        assert len(free) == len(self._free) and not free & reusable and not held & (free | reusable)
+        assert len(free) + len(reusable) + len(held) == self.num_pages
+        assert {p: h for h, p in self._page_of_prefix.items()} == self._prefix_of_page
+        assert reusable <= set(self._prefix_of_page) and not free & set(self._prefix_of_page)
+
+
+@dataclass
+class SequenceKV:
+    """A sequence's block table. `length` tokens have KV; `pages` may reach beyond it."""
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    indexed: int = 0  # leading pages offered to the prefix index
+    serial: int = 0  # of the last of them
+
+
+class PagedKV:
+    """The KV tensors of one model and the block tables over them.
+
+    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (num_pages, kv_heads, PAGE_SIZE, head_dim)
+        self.kv_heads = kv_heads
+        self.k_pages: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v_pages: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.pool = PagePool(num_pages)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k_pages)
+
+    def grow(self, sequence: SequenceKV, length: int) -> None:
+        """Allocate pages so that `length` tokens fit; sequence.length is left to the writer."""
+        missing = pages_for(length) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages += self.pool.allocate(missing)
+
+    def truncate(self, sequence: SequenceKV, length: int) -> None:
+        """Roll back to `length` tokens: free the pages behind it."""
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
+        if length < sequence.indexed * PAGE_SIZE:
+            raise ValueError(f"cannot truncate to {length}: {sequence.indexed} pages are indexed by prefix")
+        sequence.length = length
+        keep = pages_for(length)
+        self.pool.release(sequence.pages[keep:])
+        del sequence.pages[keep:]
+
+    def release(self, sequence: SequenceKV) -> None:
+        """Give all pages back; the sequence is empty afterwards."""
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.length, sequence.indexed, sequence.serial = [], 0, 0, 0
+
+    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
+        """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""
+        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
+            found = self.pool.match(_next_prefix(sequence, tokens))
+            if found is None:
+                break
+            page, sequence.serial = found
+            sequence.pages.append(page)
+            sequence.indexed += 1
+        sequence.length = sequence.indexed * PAGE_SIZE
+        return sequence.length
+
+    def index_prefix(self, sequence: SequenceKV, tokens: list[int]) -> None:
+        """Offer the full pages of `tokens`, whose KV must be dense and committed, to later sequences."""
+        while (sequence.indexed + 1) * PAGE_SIZE <= min(len(tokens), sequence.length):
+            page = sequence.pages[sequence.indexed]
+            sequence.serial = self.pool.index(page, _next_prefix(sequence, tokens))
+            sequence.indexed += 1
+
+
+def pages_for(length: int) -> int:
+    return -(-length // PAGE_SIZE)
+
+
+def _next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
+    start = sequence.indexed * PAGE_SIZE
+    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE])

@@ -1,0 +1,74 @@
+"""Running a model over a batch of sequences. One call is one step; the caller decides what is in it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.batch import SequenceInput, build_batch
+from engine.paged_kv import PagedKV
+
+
+@dataclass
+class SequenceOutput:
+    """logits: [rows, vocab] float32 for the rows asked for, or None.
+
+    block_weights: [layers, heads, blocks] float32 of the last token, or None.
+    """
+
+    logits: Tensor | None = None
+    block_weights: Tensor | None = None
+
+
+class Runner(Protocol):
+    """What the services need of a model. Tests and benchmarks may stand in another for `ModelRunner`."""
+
+    kv: PagedKV
+    vocab_size: int
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """Run all inputs in one pass, write their KV and advance their lengths. Outputs in input order."""
+        ...
+
+
+class ModelRunner:
+    """A transformers causal LM loaded with the `specahead` attention (engine.loading) over paged KV."""
+
+    def __init__(self, model: nn.Module, kv: PagedKV, vocab_size: int) -> None:
+        self.model = model
+        self.kv = kv
+        self.vocab_size = vocab_size
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        batch = build_batch(inputs, self.kv, self.device)
+        keep_none = len(batch.logits_rows) == 0
+        result = self.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=torch.zeros(1, dtype=torch.long) if keep_none else batch.logits_rows,
+            batch=batch,
+        )
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        outputs = [SequenceOutput() for _ in inputs]
+        logits = result.logits[0].float()
+        row = 0
+        for i in batch.order:
+            rows = {"none": 0, "last": 1, "all": len(inputs[i].tokens)}[inputs[i].logits]
+            if rows:
+                outputs[i].logits = logits[row : row + rows]
+                row += rows
+        place = 0
+        for part in batch.parts:
+            count = len(part.kv_lengths)
+            if part.block_size:
+                weights = torch.stack(part.block_weights, 1)  # [sequences, layers, heads, blocks]
+                for j in range(count):
+                    blocks = -(-int(part.kv_lengths[j]) // part.block_size)
+                    outputs[batch.order[place + j]].block_weights = weights[j, :, :, :blocks]
+            place += count
+        return outputs

@@ -1,0 +1,55 @@
+"""From logits to the distribution that tokens are drawn from, and the uniforms that draw them.
+
+Uniforms depend on (seed, position, use) alone, so a session's draws do not depend on its batch or on how its
+rounds fell. Each position is decided once, with its own uniforms: that keeps speculative sampling exact.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_p in (0, 1]."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+    """softmax(logits / temperature) cut to the smallest set of mass >= top_p and renormalised.
+
+    logits [rows, vocab]; temperature (> 0), top_p [rows]. Returns [rows, vocab] float32.
+    """
+    probs = (logits.float() / temperature[:, None]).softmax(-1)
+    if bool((top_p < 1).any()):
+        ordered, order = probs.sort(-1, descending=True, stable=True)
+        before = ordered.double().cumsum(-1) - ordered
+        kept = ordered.where(before < top_p[:, None], 0.0)
+        kept[:, 0] = ordered[:, 0]
+        cut = torch.zeros_like(probs).scatter_(-1, order, kept)
+        probs = cut.where(top_p[:, None] < 1, probs)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
+    """The `support` likeliest entries of each row, renormalised: ids [rows, s] int64 and probs [rows, s] float32."""
+    top, ids = probs.topk(min(support, probs.shape[-1]), dim=-1)
+    return ids, top / top.sum(-1, keepdim=True)
+
+
+def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:
+    """Uniforms in [0, 1) of positions start … start + count - 1, [count] float64 (Philox 4x64, counter-based)."""
+    # One counter step gives four words; a position uses one step, so that neighbours never share a word.
+    bits = np.random.Philox(key=[seed & (2**64 - 1), use], counter=[start, 0, 0, 0])
+    return (bits.random_raw(4 * count)[::4] >> np.uint64(11)).astype(np.float64) * 2.0**-53

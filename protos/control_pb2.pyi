@@ -1,0 +1,149 @@
+from protos import speculation_pb2 as _speculation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Exactness(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXACTNESS_UNSPECIFIED: _ClassVar[Exactness]
+    EXACTNESS_EXACT: _ClassVar[Exactness]
+    EXACTNESS_APPROXIMATE: _ClassVar[Exactness]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ABORT: _ClassVar[FinishReason]
+EXACTNESS_UNSPECIFIED: Exactness
+EXACTNESS_EXACT: Exactness
+EXACTNESS_APPROXIMATE: Exactness
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ABORT: FinishReason
+
+class ServeFrame(_message.Message):
+    __slots__ = ("open", "abort")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    abort: Abort
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    prompt_tokens: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _speculation_pb2.Sampling
+    exactness: Exactness
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class ServedFrame(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[ServedEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[ServedEvent, _Mapping]]] = ...) -> None: ...
+
+class ServedEvent(_message.Message):
+    __slots__ = ("commit", "closed")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    commit: Commit
+    closed: Closed
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_pages_read", "kv_pages_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_READ_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    at: _speculation_pb2.At
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    drafted: int
+    accepted: int
+    finish_reason: FinishReason
+    kv_pages_read: int
+    kv_pages_total: int
+    announced_bytes: int
+    stale_rounds: int
+    prefill_seconds: float
+    wait_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_pages_read: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+
+class Closed(_message.Message):
+    __slots__ = ("session", "code", "message")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    code: int
+    message: str
+    def __init__(self, session: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServiceStatus(_message.Message):
+    __slots__ = ("peer", "pid", "attached", "refusal", "counters", "gauges")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class GaugesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    pid: int
+    attached: _containers.RepeatedScalarFieldContainer[str]
+    refusal: str
+    counters: _containers.ScalarMap[str, float]
+    gauges: _containers.ScalarMap[str, float]
+    def __init__(self, peer: _Optional[str] = ..., pid: _Optional[int] = ..., attached: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
