@@ -69,6 +69,9 @@ class Losses:
     def total(self) -> torch.Tensor:
         return self.target + DRAFT_TEXT_WEIGHT * self.draft + DRAFT_DISTILL_WEIGHT * self.divergence
 
+    def figures(self) -> tuple[float, float, float, float]:
+        return self.target.item(), self.draft.item(), self.divergence.item(), self.agreement.item()
+
 
 class Pair(torch.nn.Module):
     """Both models, in float32; on a GPU they compute in bfloat16."""
@@ -95,7 +98,7 @@ class Pair(torch.nn.Module):
 
 @torch.no_grad()
 def induction(pair: Pair, vocab: int) -> tuple[float, float]:
-    """Each model's loss on the second copy of random tokens said twice: near 0 once it can look back and copy."""
+    """Each model's loss on the second copy of random tokens said twice: near 0 once it can look back."""
     generator = torch.Generator().manual_seed(1)
     once = torch.randint(
         min(300, vocab // 2), vocab, (8, 256), generator=generator

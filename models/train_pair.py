@@ -7,59 +7,33 @@ DIR/target and DIR/draft can then be used as --target and --draft. A GPU is used
 torchrun one process trains alone, and a CPU does for very small pairs.
 """
 
-import argparse
 import copy
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from models import TARGET
-from models.pair import MAX_POSITIONS, Losses, Pair, Shape, evaluate, induction, llama
+from models.pair import MAX_POSITIONS, Losses, Pair, evaluate, induction, llama
+from models.train_settings import Settings, learning_rate, phases, settings_from
 from models.training_text import (
     END_OF_TEXT,
-    MIN_ROW,
     TrainingText,
+    end_of_text_id,
     load_tokenizer,
     tokenise,
     tokenise_held_out,
 )
 
 CLOCK_STEPS = 10  # steps between looks at the clock, which cost a broadcast
-
-
-@dataclass(frozen=True)
-class Settings:
-    text: Sequence[Path]  # training text, documents parted by a zero byte
-    hold: Path  # held-out text, parted likewise
-    tokenizer: Path  # a tokenizer.json with an <|endoftext|> token
-    out: Path
-    target: Shape = Shape(256, 10, 8, 4, 704)
-    draft: Shape = Shape(128, 4, 4, 2, 384)
-    seq: int = 8192  # tokens a row in the second phase
-    short_seq: int = 1024  # and in the first, which is cheaper a token
-    short_share: float = 0.42  # share of the time that the first phase takes
-    step_tokens: int = 16384  # tokens a process and step
-    seconds: float = 400.0
-    lr: float = 2e-3  # at its peak
-    warmup: int = 200  # steps
-    save_every: int = 2000  # steps
-    held_out_rows: int = 24  # at most
-    held_out_tokens: int = 20_000  # shorter held-out documents are left out
-    seed: int = 1234
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-
-    def __post_init__(self) -> None:
-        if min(self.seq, self.short_seq) < MIN_ROW:
-            raise ValueError(f"a row must have at least {MIN_ROW} tokens")
 
 
 @dataclass(frozen=True)
@@ -97,29 +71,7 @@ def joined(device: str) -> Iterator[Place]:
             dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Training on rows of one length."""
-
-    seq: int
-    rows: int  # a process and step
-    until: float  # share of the time at which the phase ends
-
-
-def phases(settings: Settings) -> tuple[Phase, Phase]:
-    return (
-        Phase(settings.short_seq, max(1, settings.step_tokens // settings.short_seq), settings.short_share),
-        Phase(settings.seq, max(1, settings.step_tokens // settings.seq), 1.0),
-    )
-
-
-def learning_rate(settings: Settings, step: int, share: float) -> float:
-    """Linear warm-up by steps, times a cosine over the time's share that ends at 2 % of the peak."""
-    warm = min(1.0, (step + 1) / settings.warmup)
-    return settings.lr * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def optimiser(pair: Pair, settings: Settings, place: Place) -> torch.optim.AdamW:
+def new_optimiser(pair: Pair, settings: Settings, place: Place) -> torch.optim.AdamW:
     matrices = [p for p in pair.parameters() if p.ndim > 1]
     norms = [p for p in pair.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -138,15 +90,15 @@ def average_gradients(pair: Pair, place: Place) -> None:
         p.grad = grad.view_as(p)
 
 
-def update(pair: Pair, optimizer: torch.optim.Optimizer, losses: Losses, lr: float, place: Place) -> None:
+def update(pair: Pair, optimiser: torch.optim.Optimizer, losses: Losses, lr: float, place: Place) -> None:
     losses.total.backward()
     average_gradients(pair, place)
     for model in (pair.target, pair.draft):  # apart, so that one's spike does not shrink the other's step
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in optimizer.param_groups:
+    for group in optimiser.param_groups:
         group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
 
 
 class Clock:
@@ -156,10 +108,12 @@ class Clock:
         self.seconds, self.place = seconds, place
         self.start, self.last = time.monotonic(), 0.0
 
+    def passed(self) -> float:
+        return time.monotonic() - self.start
+
     def share(self, step: int) -> float:
         if step % CLOCK_STEPS == 0:
-            passed = min(1.0, (time.monotonic() - self.start) / self.seconds)
-            share = torch.tensor([passed], device=self.place.device)
+            share = torch.tensor([min(1.0, self.passed() / self.seconds)], device=self.place.device)
             if self.place.world > 1:
                 dist.broadcast(share, 0)
             self.last = float(share)
@@ -182,8 +136,8 @@ class Record:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step} seq {self.seq} lr {self.lr:.2e} target {self.target:.3f} draft {self.draft:.3f} "
-            f"kl {self.divergence:.3f} agree {self.agreement:.3f} "
+            f"step {self.step} seq {self.seq} lr {self.lr:.2e} target {self.target:.3f} "
+            f"draft {self.draft:.3f} kl {self.divergence:.3f} agree {self.agreement:.3f} "
             f"induction {self.induction[0]:.3f} {self.induction[1]:.3f} tokens {self.tokens_seen / 1e6:.1f}M"
         )
 
@@ -209,21 +163,30 @@ def save(pair: Pair, settings: Settings) -> None:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far training went."""
+
+    steps: int
+    tokens_seen: int  # by all processes
+    records: Sequence[Record]  # of some steps; empty in all processes but the first
+
+
+@dataclass(frozen=True)
 class Report:
     """What came of a training run; DIR/train.json holds the same."""
 
-    steps: int
-    tokens_seen: int
+    progress: Progress
     unique_tokens: int
     heldout_target_ppl: float
     heldout_draft_ppl: float
     divergence: float
     agreement: float
-    records: Sequence[Record]
 
 
-def prepare_pair(settings: Settings, vocab: int, end_of_text: int, place: Place) -> Pair:
+def new_pair(settings: Settings, tokenizer: Tokenizer, place: Place) -> Pair:
+    """An untrained pair for the tokenizer's vocabulary, the same in all processes."""
     torch.manual_seed(0)
+    vocab, end_of_text = tokenizer.get_vocab_size(), end_of_text_id(tokenizer)
     pair = Pair(llama(settings.target, vocab, end_of_text), llama(settings.draft, vocab, end_of_text))
     pair.to(place.device)
     if place.world > 1:
@@ -232,14 +195,11 @@ def prepare_pair(settings: Settings, vocab: int, end_of_text: int, place: Place)
     return pair
 
 
-def fit(pair: Pair, text: TrainingText, settings: Settings, place: Place) -> list[Record]:
-    """The training loop; returns the records of the steps that were told of."""
-    vocab = text.tokenizer.get_vocab_size()
-    forward: Callable[..., tuple[torch.Tensor, ...]] = (
-        torch.compile(pair, dynamic=False) if place.cuda else pair
-    )
-    optimizer, records = optimiser(pair, settings, place), []
-    clock, step, seen = Clock(settings.seconds, place), 0, 0
+def fit(pair: Pair, text: TrainingText, settings: Settings, place: Place) -> Progress:
+    # Compiled for each phase's shape alone. On a CPU compiling takes longer than the small runs meant for it.
+    forward = torch.compile(pair, dynamic=False) if place.cuda else pair
+    optimiser = new_optimiser(pair, settings, place)
+    clock, step, seen, records = Clock(settings.seconds, place), 0, 0, []
     for number, phase in enumerate(phases(settings)):
         seed = (settings.seed, place.rank, number)
         with closing(text.batches(seed, phase.rows, phase.seq, pin=place.cuda)) as batches:
@@ -247,23 +207,20 @@ def fit(pair: Pair, text: TrainingText, settings: Settings, place: Place) -> lis
                 lr = learning_rate(settings, step, share)
                 x, y = (ids.to(place.device, non_blocking=True) for ids in next(batches))
                 losses = Losses(*forward(x, y))
-                update(pair, optimizer, losses, lr, place)
+                update(pair, optimiser, losses, lr, place)
                 step, seen = step + 1, seen + phase.rows * phase.seq * place.world
                 if place.rank == 0 and (step in (1, 2, 10, 100) or step % 500 == 0):
-                    figures = (v.item() for v in vars(losses).values())
-                    records.append(
-                        Record(step, phase.seq, lr, seen, *figures, induction=induction(pair, vocab))
-                    )
-                    print(f"[{time.monotonic() - clock.start:6.1f}s] {records[-1]}", flush=True)
+                    copying = induction(pair, text.tokenizer.get_vocab_size())
+                    records.append(Record(step, phase.seq, lr, seen, *losses.figures(), copying))
+                    print(f"[{clock.passed():6.1f}s] {records[-1]}", flush=True)
                 if place.rank == 0 and step % settings.save_every == 0:
                     save(pair, settings)
-    return records
+    return Progress(step, seen, records)
 
 
 def train(settings: Settings) -> Report | None:
     """Trains, evaluates and saves a pair; only the first process reports."""
     tokenizer = load_tokenizer(settings.tokenizer)
-    vocab, end_of_text = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
     settings.out.mkdir(parents=True, exist_ok=True)
     token_file = settings.out / "tokens.npy"
     with joined(settings.device) as place:
@@ -272,56 +229,19 @@ def train(settings: Settings) -> Report | None:
             held_out = tokenise_held_out(settings.hold, tokenizer, least=settings.held_out_tokens)
         place.barrier()
         text = TrainingText.open(token_file, tokenizer)
-        pair = prepare_pair(settings, vocab, end_of_text, place)
-        records = fit(pair, text, settings, place)
+        pair = new_pair(settings, tokenizer, place)
+        progress = fit(pair, text, settings, place)
         report = None
         if place.rank == 0:
             rows = [torch.from_numpy(ids[: settings.seq + 1]) for ids in held_out[: settings.held_out_rows]]
-            report = summarise(records, evaluate(pair, rows), unique_tokens=len(text.tokens))
+            target, draft, divergence, agreement = evaluate(pair, rows).figures()
+            report = Report(
+                progress, len(text.tokens), math.exp(target), math.exp(draft), divergence, agreement
+            )
             save(pair, settings)
             (settings.out / "train.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
         place.barrier()
     return report
-
-
-def summarise(records: Sequence[Record], held_out: Losses, unique_tokens: int) -> Report:
-    return Report(
-        steps=records[-1].step,
-        tokens_seen=records[-1].tokens_seen,
-        unique_tokens=unique_tokens,
-        heldout_target_ppl=held_out.target.exp().item(),
-        heldout_draft_ppl=held_out.draft.exp().item(),
-        divergence=held_out.divergence.item(),
-        agreement=held_out.agreement.item(),
-        records=records,
-    )
-
-
-def settings_from(argv: Sequence[str] | None) -> Settings:
-    parser = argparse.ArgumentParser(
-        description="Train a draft/target pair.",
-        argument_default=argparse.SUPPRESS,  # defaults live in Settings
-    )
-    parser.add_argument("--text", nargs="+", type=Path, required=True, help="training text, UTF-8")
-    parser.add_argument("--hold", type=Path, required=True, help="held-out text, UTF-8")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    shape = "hidden,layers,heads,kv_heads,intermediate[,head_dim]"
-    parser.add_argument("--target", type=Shape.parse, metavar="SHAPE", help=shape)
-    parser.add_argument("--draft", type=Shape.parse, metavar="SHAPE", help=shape)
-    parser.add_argument("--seq", type=int, help="tokens a row in the second phase")
-    parser.add_argument("--short-seq", type=int, help="tokens a row in the first phase")
-    parser.add_argument("--short-share", type=float, help="share of the time for the first phase")
-    parser.add_argument("--step-tokens", type=int, help="tokens a process and step")
-    parser.add_argument("--seconds", type=float, help="training time, without tokenising and evaluation")
-    parser.add_argument("--lr", type=float, help="peak learning rate")
-    parser.add_argument("--warmup", type=int, help="steps until the peak learning rate")
-    parser.add_argument("--save-every", type=int, help="steps between saves")
-    parser.add_argument("--held-out-rows", type=int, help="most rows to evaluate on")
-    parser.add_argument("--held-out-tokens", type=int, help="leave shorter held-out documents out")
-    parser.add_argument("--seed", type=int, help="seed of the training rows")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU where there is one")
-    return Settings(**vars(parser.parse_args(argv)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Training rows for the bundled pair: book text, with spans said twice and facts that are asked for later.
 
-Plain text teaches a small model to look at its neighbours only. Half of the rows are therefore written over, so
-that the next token can often be known only by looking back over the whole row.
+Plain text teaches a small model to look at its neighbours only. Half of the rows are therefore written over,
+so that the next token can often be known only by looking back over the whole row.
 Nothing here knows of the models or of the training loop.
 """
 
@@ -42,11 +42,17 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # token ids and the ids that follow t
 def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer.json that training can use: it marks the end of a text, and its ids fit uint16."""
     tokenizer = Tokenizer.from_file(str(path))
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"{path} has no token {END_OF_TEXT}")
+    end_of_text_id(tokenizer)
     if tokenizer.get_vocab_size() > 2**16:
         raise ValueError(f"{path} has {tokenizer.get_vocab_size()} entries; token files hold at most {2**16}")
     return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    token = tokenizer.token_to_id(END_OF_TEXT)
+    if token is None:
+        raise ValueError(f"the tokenizer has no token {END_OF_TEXT}")
+    return token
 
 
 def documents(path: Path) -> list[str]:

@@ -1,0 +1,27 @@
+"""STS, Algorithm 1: which draft head predicts best what a target head attends to."""
+
+import torch
+from torch import Tensor
+
+from kernels.selection import select_top_k
+
+
+def top_k_overlap(draft: Tensor, target: Tensor, k: int) -> Tensor:
+    """How many of the top-k blocks each draft head shares with each target head, for one query.
+
+    draft: [draft_heads, blocks], target: [target_heads, blocks]. Returns [target_heads, draft_heads] float32.
+    """
+    return _top_k_mask(target, k) @ _top_k_mask(draft, k).T
+
+
+def _top_k_mask(weights: Tensor, k: int) -> Tensor:
+    rows, blocks = weights.shape
+    lists, counts = select_top_k(weights, torch.full((rows,), blocks), torch.full((rows,), k))
+    listed = (torch.arange(lists.shape[1]) < counts[:, None]).float()
+    return torch.zeros(rows, blocks).scatter_add_(1, lists.long(), listed)
+
+
+def best_draft_heads(overlap: Tensor) -> tuple[Tensor, Tensor]:
+    """overlap [target_heads, draft_heads] -> the best draft head of each target head and its overlap."""
+    best = overlap.max(dim=1)
+    return best.indices, best.values

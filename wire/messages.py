@@ -1,0 +1,189 @@
+"""What draft, target and orchestrator say to each other, as plain types. wire/convert.py maps them to protobuf."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.sampling import Sampling
+
+PROTOCOL_VERSION = 1
+
+
+class At(NamedTuple):
+    """Where in a session's life a message belongs; see protos/speculation.proto."""
+
+    session: str
+    epoch: int
+    round: int
+    base: int
+
+
+class Exactness(IntEnum):
+    EXACT = 1
+    APPROXIMATE = 2
+
+
+class FinishReason(IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+@dataclass(frozen=True)
+class Hello:
+    """One side of the handshake. All but `peer` and `model` must agree."""
+
+    peer: str
+    model: str
+    vocab_size: int
+    tokenizer_hash: str
+    plan_hash: str
+    gamma: int
+    block_size: int
+    protocol_version: int = PROTOCOL_VERSION
+
+    def mismatch(self, other: "Hello") -> str | None:
+        """What differs, naming both sides; None if they fit."""
+        names = ("protocol_version", "vocab_size", "tokenizer_hash", "plan_hash", "gamma", "block_size")
+        differing = [
+            f"{name}: {self.peer} ({self.model}) has {getattr(self, name)!r}, "
+            f"{other.peer} ({other.model}) has {getattr(other, name)!r}"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+        return "; ".join(differing) or None
+
+
+@dataclass(frozen=True)
+class Support:
+    """A truncated distribution: ids [n] int64 distinct, probs [n] float32 summing to 1."""
+
+    ids: np.ndarray
+    probs: np.ndarray
+
+
+@dataclass(frozen=True)
+class Announcement:
+    at: At
+    part: int
+    assumed_token: int
+    selection: bytes
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """`supports` has one entry a token, or none if the draft is greedy."""
+
+    at: At
+    announcements: int
+    assumed_token: int
+    tokens: list[int]
+    supports: list[Support] = field(default_factory=list)
+    draft_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    at: At
+
+
+@dataclass(frozen=True)
+class Decline:
+    session: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resync:
+    session: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    at: At
+    tokens: list[int]
+    sampling: Sampling
+    max_length: int
+    announce: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's."""
+
+    at: At
+    accepted: int
+    tokens: list[int]
+    plain: bool
+
+
+@dataclass(frozen=True)
+class End:
+    session: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    expected: At
+    reason: str
+
+
+@dataclass(frozen=True)
+class Open:
+    session: str
+    tokens: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    stop_token_ids: list[int]
+    sampling: Sampling
+    exactness: Exactness
+
+
+@dataclass(frozen=True)
+class Abort:
+    session: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One round's outcome; `at` is the position before it."""
+
+    at: At
+    tokens: list[int]
+    drafted: int = 0
+    accepted: int = 0
+    finish_reason: FinishReason = FinishReason.NONE
+    kv_pages_read: int = 0
+    kv_pages_total: int = 0
+    announced_bytes: int = 0
+    stale_rounds: int = 0
+    prefill_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Closed:
+    session: str
+    code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    peer: str
+    pid: int
+    attached: list[str]
+    refusal: str
+    counters: dict[str, float]
+    gauges: dict[str, float]
+
+
+DraftEvent = Announcement | Proposal | Ready | Decline | Resync
+TargetEvent = Begin | Verdict | End | Refusal
+ServeRequest = Open | Abort
+ServedEvent = Commit | Closed
