@@ -1,0 +1,1 @@
+"""The drafter and its server. Knows nothing of the target's KV."""

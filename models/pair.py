@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MAX_POSITIONS = 32768
-DRAFT_TEXT_WEIGHT, DRAFT_DISTILL_WEIGHT = (
-    0.3,
-    0.7,
-)  # the draft's own cross-entropy, its divergence from the target
+DRAFT_TEXT_WEIGHT = 0.3  # of the draft's own cross-entropy
+DRAFT_DISTILL_WEIGHT = 0.7  # of its divergence from the target
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,8 @@ class Pair(torch.nn.Module):
 def induction(pair: Pair, vocab: int) -> tuple[float, float]:
     """Each model's loss on the second copy of random tokens said twice: near 0 once it can look back."""
     generator = torch.Generator().manual_seed(1)
-    once = torch.randint(
-        min(300, vocab // 2), vocab, (8, 256), generator=generator
-    )  # no bytes, no special tokens
+    lowest = min(300, vocab // 2)  # bytes and special tokens come first in a vocabulary
+    once = torch.randint(lowest, vocab, (8, 256), generator=generator)
     twice = torch.cat([once, once], 1).to(pair.target.device)
 
     def loss(model: LlamaForCausalLM) -> float:

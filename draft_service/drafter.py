@@ -1,0 +1,327 @@
+"""Drafts for all sessions of all targets, step by step. Knows nothing of gRPC: events in, events out.
+
+A step runs every session that has something to draft, each at its own place in its round, and a share of the
+prompts still to be read. State changes only between steps.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_service.session import DraftSession, common_prefix
+from engine.batch import SequenceInput
+from engine.paged_kv import pages_for
+from engine.runner import Runner, SequenceOutput
+from engine.sampling import USE_DRAFT, Sampling, limit_support, truncated_probs, uniforms
+from engine.step_loop import share_prefill
+from kernels.rejection import draw
+from sparsity.plan import Plan
+from sparsity.policy import select_top_k_blocks
+from wire.messages import (
+    Announcement,
+    Begin,
+    Decline,
+    DraftEvent,
+    End,
+    Proposal,
+    Ready,
+    Refusal,
+    Resync,
+    Support,
+    TargetEvent,
+    Verdict,
+)
+from wire.selection_codec import encode_selection
+
+Send = Callable[[DraftEvent], None]
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
+
+    ahead: draft the next round while one is judged. prefill_chunk: prompt tokens a step, over all sessions.
+    """
+
+    gamma: int = 4
+    support: int = 64
+    ahead: bool = True
+    prefill_chunk: int = 512
+    max_context: int = 32768
+
+
+@dataclass
+class Drafted:
+    """What one step gave one session."""
+
+    token: int | None = None
+    support: Support | None = None
+    block_weights: Tensor | None = None
+
+
+@dataclass
+class Step:
+    sessions: list[tuple["Peer", DraftSession]]
+    inputs: list[SequenceInput]
+
+
+@dataclass
+class StepResult:
+    drafted: list[Drafted]
+    seconds: float
+
+
+class Peer:
+    """A target at the other end of a stream: its sessions, and how to send to it."""
+
+    def __init__(self, name: str, send: Send) -> None:
+        self.name = name
+        self.send = send
+        self.sessions: dict[str, DraftSession] = {}
+        self.ended: deque[str] = deque(maxlen=1024)  # a Begin that comes after its End must not open a session
+
+
+class Drafter:
+    def __init__(self, runner: Runner, plan: Plan, settings: DrafterSettings) -> None:
+        self.runner = runner
+        self.plan = plan
+        self.settings = settings
+        self.counters: Counter[str] = Counter()
+        self._peers: list[Peer] = []
+        self._inbox: list[tuple[Peer, TargetEvent | None]] = []
+        self._waiting: deque[tuple[Peer, Begin]] = deque()  # sessions without room
+        self._reserved = 0
+
+    # Events from targets. They are applied between steps.
+
+    def attach(self, peer: Peer) -> None:
+        self._peers.append(peer)
+
+    def detach(self, peer: Peer) -> None:
+        """Forget a target whose stream broke, with all its sessions."""
+        self._inbox.append((peer, None))
+
+    def receive(self, peer: Peer, event: TargetEvent) -> None:
+        self._inbox.append((peer, event))
+
+    @property
+    def session_count(self) -> int:
+        return sum(len(peer.sessions) for peer in self._peers)
+
+    def _apply_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for peer, event in inbox:
+            match event:
+                case None:
+                    for session in list(peer.sessions.values()):
+                        self._drop(peer, session)
+                    self._peers.remove(peer)
+                    self._waiting = deque(item for item in self._waiting if item[0] is not peer)
+                case Begin():
+                    self._begin(peer, event)
+                case Verdict():
+                    self._judge(peer, event)
+                case End(session_id):
+                    peer.ended.append(session_id)
+                    self._waiting = deque(w for w in self._waiting if w[0] is not peer or w[1].at.session != session_id)
+                    if session_id in peer.sessions:
+                        self._drop(peer, peer.sessions[session_id])
+                case Refusal(expected, _):
+                    self.counters["refused_frames"] += 1
+                    peer.send(Resync(expected.session))
+
+    def _begin(self, peer: Peer, begin: Begin) -> None:
+        name = begin.at.session
+        if name in peer.ended:
+            self.counters["stale_frames"] += 1
+            return
+        known = peer.sessions.get(name)
+        if known is not None:
+            if known.judged > begin.at.round:
+                self.counters["stale_frames"] += 1
+                return
+            self._drop(peer, known)
+        self._waiting = deque(w for w in self._waiting if w[0] is not peer or w[1].at.session != name)
+        if begin.max_length > self.settings.max_context:
+            peer.send(Decline(name, f"{begin.max_length} tokens, the draft model reads {self.settings.max_context}"))
+            return
+        need = self._need(begin.max_length)
+        if self._reserved + need > self.runner.kv.pool.num_pages:
+            self.counters["declined_sessions"] += 1
+            peer.send(Decline(name, "no room"))
+            self._waiting.append((peer, begin))
+            return
+        self._reserved += need
+        session = DraftSession.from_begin(begin, self.settings.gamma)
+        self.runner.kv.reuse_prefix(session.kv, session.tokens[:-1])
+        peer.sessions[name] = session
+
+    def _need(self, max_length: int) -> int:
+        """Pages that a session may come to hold: its tokens and two rounds drafted beyond them."""
+        return pages_for(max_length + 2 * (self.settings.gamma + 1))
+
+    def _drop(self, peer: Peer, session: DraftSession) -> None:
+        self.runner.kv.release(session.kv)
+        self._reserved -= self._need(session.max_length)
+        del peer.sessions[session.id]
+        if self._waiting:
+            waiting_peer, begin = self._waiting.popleft()
+            # It went on without us: ask for where it stands now.
+            waiting_peer.send(Resync(begin.at.session))
+
+    def _judge(self, peer: Peer, verdict: Verdict) -> None:
+        name = verdict.at.session
+        session = peer.sessions.get(name)
+        if session is None:
+            waiting = any(p is peer and b.at.session == name for p, b in self._waiting)
+            if name not in peer.ended and not waiting:
+                peer.send(Resync(name))
+            return
+        if verdict.at.round <= session.judged:
+            self.counters["repeated_verdicts"] += 1
+            return
+        session.early_verdicts[verdict.at.round - 1] = verdict
+        if len(session.early_verdicts) > 64:
+            peer.send(Resync(name))
+            session.early_verdicts.clear()
+        while (ready := session.early_verdicts.pop(session.judged, None)) is not None:
+            try:
+                self._take_verdict(peer, session, ready)
+            except ValueError:
+                self.counters["resyncs"] += 1
+                peer.send(Resync(name))
+                return
+
+    def _take_verdict(self, peer: Peer, session: DraftSession, verdict: Verdict) -> None:
+        before, epoch = session.tokens[verdict.at.base :], session.epoch
+        if session.apply(verdict):
+            if session.epoch != epoch:
+                self._send_again(peer, session)
+        else:
+            common = verdict.at.base + common_prefix(before, verdict.tokens)
+            # The last token is always run again: its logits start the next round.
+            self.runner.kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
+        kv = self.runner.kv
+        kv.index_prefix(session.kv, session.tokens[: min(session.committed, session.kv.length)])
+
+    def _send_again(self, peer: Peer, session: DraftSession) -> None:
+        """The epoch has moved but the work drafted ahead still holds: say again what was said of it."""
+        if session.selection is not None:
+            self._announce(peer, session)
+        if session.proposal is not None:
+            self._propose(peer, session)
+
+    # Steps.
+
+    def plan_step(self) -> Step | None:
+        self._apply_inbox()
+        ready: list[tuple[Peer, DraftSession]] = []
+        reading: list[tuple[Peer, DraftSession]] = []
+        for peer in self._peers:
+            for session in peer.sessions.values():
+                if session.wants_step(self.settings.ahead):
+                    # A few tokens behind is catching up, not reading a prompt.
+                    short = len(session.tokens) - session.kv.length <= 2 * (self.settings.gamma + 1)
+                    (ready if short else reading).append((peer, session))
+        if not ready and not reading:
+            return None
+        step = Step([], [])
+        for peer, session in ready:
+            if session.ready_due:
+                session.ready_due = False
+                peer.send(Ready(session.at))
+            emit = session.announce and len(session.tokens) == session.base and session.selection is None
+            block_size = self.plan.block_size if emit else 0
+            step.sessions.append((peer, session))
+            step.inputs.append(SequenceInput(session.kv, session.pending, "last", block_size=block_size))
+        shares = share_prefill([len(session.pending) - 1 for _, session in reading], self.settings.prefill_chunk)
+        for (peer, session), share in zip(reading, shares, strict=True):
+            if share:
+                step.sessions.append((peer, session))
+                step.inputs.append(SequenceInput(session.kv, session.pending[:share]))
+        return step
+
+    def execute(self, step: Step) -> StepResult:
+        """Runs in the model thread; touches no session but through the inputs' KV."""
+        started = time.perf_counter()
+        outputs = self.runner.forward(step.inputs)
+        drafted = [Drafted(block_weights=output.block_weights) for output in outputs]
+        rows = [i for i, output in enumerate(outputs) if output.logits is not None]
+        if rows:
+            sessions = [step.sessions[i][1] for i in rows]
+            logits = torch.cat([outputs[i].logits for i in rows])  # type: ignore[misc]
+            places = [len(session.tokens) for session in sessions]
+            choices = draft_tokens(logits, [s.sampling for s in sessions], places, self.settings.support)
+            for i, (token, support) in zip(rows, choices, strict=True):
+                drafted[i].token, drafted[i].support = token, support
+        return StepResult(drafted, time.perf_counter() - started)
+
+    def finish_step(self, step: Step, result: StepResult) -> None:
+        for (peer, session), drafted in zip(step.sessions, result.drafted, strict=True):
+            if drafted.token is None:
+                self.runner.kv.index_prefix(session.kv, session.tokens[: min(session.committed, session.kv.length)])
+                continue
+            session.draft_seconds += result.seconds
+            if drafted.block_weights is not None:
+                session.selection = select_top_k_blocks(drafted.block_weights, self.plan)
+                self._announce(peer, session)
+            session.tokens.append(drafted.token)
+            if session.proposal is not None:  # this was the guess at what the target will add
+                session.judging = session.selection
+                session.start_round(session.round + 1, len(session.tokens))
+                continue
+            if drafted.support is not None:
+                session.supports.append(drafted.support)
+            if len(session.tokens) - session.base == session.gamma_here:
+                self._propose(peer, session)
+
+    def _announce(self, peer: Peer, session: DraftSession) -> None:
+        assert session.selection is not None
+        reference = session.reference
+        if reference is None:
+            data = encode_selection(session.selection)
+        else:
+            data = encode_selection(session.selection, reference.selection, (reference.epoch, reference.round))
+        self.counters["announcements"] += 1
+        self.counters["announced_bytes"] += len(data)
+        peer.send(Announcement(session.at, 0, session.tokens[session.base - 1], data))
+
+    def _propose(self, peer: Peer, session: DraftSession) -> None:
+        self.counters["proposals"] += 1
+        session.proposal = Proposal(
+            at=session.at,
+            announcements=0 if session.selection is None else 1,
+            assumed_token=session.tokens[session.base - 1],
+            tokens=session.tokens[session.base : session.base + session.gamma_here],
+            supports=session.supports,
+            draft_seconds=session.draft_seconds,
+        )
+        peer.send(session.proposal)
+
+
+def draft_tokens(
+    logits: Tensor, samplings: list[Sampling], places: list[int], support: int
+) -> list[tuple[int, Support | None]]:
+    """Choose a token for each row of logits [rows, vocab]; with its truncated distribution unless greedy.
+
+    places: the position that each row's token will take.
+    """
+    chosen: list[tuple[int, Support | None]] = [(token, None) for token in logits.argmax(-1).tolist()]
+    sampled = [i for i, sampling in enumerate(samplings) if not sampling.greedy]
+    if sampled:
+        temperature = torch.tensor([samplings[i].temperature for i in sampled], device=logits.device)
+        top_p = torch.tensor([samplings[i].top_p for i in sampled], device=logits.device)
+        probs = truncated_probs(logits[sampled], temperature, top_p)
+        ids, top = (t.cpu() for t in limit_support(probs, support))
+        numbers = [uniforms(samplings[i].seed, places[i], 1, USE_DRAFT)[0] for i in sampled]
+        picks = draw(top, torch.from_numpy(np.array(numbers)))
+        for row, i in enumerate(sampled):
+            held = top[row] > 0
+            token = int(ids[row, picks[row]])
+            chosen[i] = (token, Support(ids[row][held].numpy(), top[row][held].numpy()))
+    return chosen

@@ -1,0 +1,121 @@
+"""One session as the draft sees it: the committed tokens, its own guesses behind them, and where they stand.
+
+All of it is disposable: a Begin rebuilds it. Rounds are proposed one ahead of the verdicts: while round r is
+being judged, round r + 1 is drafted on the guess that all of r is accepted and that the target then adds the
+token that the draft itself would have.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.paged_kv import SequenceKV
+from engine.sampling import Sampling
+from sparsity.selection import BlockSelection
+from wire.messages import At, Begin, Proposal, Support, Verdict
+
+
+@dataclass
+class Reference:
+    """A selection that the target is known to hold, and its name on the wire."""
+
+    epoch: int
+    round: int
+    selection: BlockSelection
+
+
+@dataclass
+class DraftSession:
+    """`tokens`: committed ones, then drafted ones; KV exists for the first kv.length of them."""
+
+    id: str
+    tokens: list[int]
+    committed: int
+    epoch: int
+    judged: int  # rounds with a verdict: the next verdict is for round `judged`
+    sampling: Sampling
+    max_length: int
+    announce: bool
+    gamma: int
+    ready_due: bool = True  # the target does not wait for this draft until it says Ready
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    # The round being drafted.
+    round: int = 0
+    base: int = 0
+    supports: list[Support] = field(default_factory=list)
+    selection: BlockSelection | None = None  # announced for this round
+    proposal: Proposal | None = None  # sent for this round
+    draft_seconds: float = 0.0
+    # The round under judgement, while this one is drafted ahead of its verdict.
+    judging: BlockSelection | None = None
+    reference: Reference | None = None
+    early_verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+    @staticmethod
+    def from_begin(begin: Begin, gamma: int) -> "DraftSession":
+        session = DraftSession(
+            id=begin.at.session,
+            tokens=list(begin.tokens),
+            committed=len(begin.tokens),
+            epoch=begin.at.epoch,
+            judged=begin.at.round,
+            sampling=begin.sampling,
+            max_length=begin.max_length,
+            announce=begin.announce,
+            gamma=gamma,
+        )
+        session.start_round(begin.at.round, len(begin.tokens))
+        return session
+
+    @property
+    def at(self) -> At:
+        return At(self.id, self.epoch, self.round, self.base)
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens still to run before the next one can be drafted."""
+        return self.tokens[self.kv.length :]
+
+    @property
+    def gamma_here(self) -> int:
+        """Tokens to propose in this round: the target adds one, and neither goes beyond max_length."""
+        return max(1, min(self.gamma, self.max_length - self.base - 1))
+
+    def wants_step(self, ahead: bool) -> bool:
+        """Whether there is anything to draft before the next verdict."""
+        if len(self.tokens) >= self.max_length:
+            return False
+        return self.proposal is None or (ahead and self.round == self.judged)
+
+    def start_round(self, round_: int, base: int) -> None:
+        self.round, self.base = round_, base
+        self.supports, self.selection, self.proposal, self.draft_seconds = [], None, None, 0.0
+
+    def apply(self, verdict: Verdict) -> bool:
+        """Take the verdict on round `judged`; True if what was drafted beyond it still holds.
+
+        Raises ValueError if the verdict does not continue the tokens known here.
+        """
+        base, tokens = verdict.at.base, verdict.tokens
+        if base != self.committed:
+            raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
+        judged_selection = self.judging if self.round > self.judged else self.selection
+        if judged_selection is not None and not verdict.plain:
+            self.reference = Reference(self.epoch, self.judged, judged_selection)
+        new_length = base + len(tokens)
+        ahead_holds = self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens
+        self.judging = None
+        self.committed = new_length
+        self.epoch, self.judged = verdict.at.epoch, verdict.at.round
+        if not ahead_holds:
+            self.tokens[base:] = tokens
+            self.start_round(self.judged, new_length)
+        if verdict.plain:
+            self.ready_due = True
+        return ahead_holds
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading elements two lists share."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

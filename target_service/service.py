@@ -1,0 +1,67 @@
+"""The target process: a model, a verifier, and the server that drafts and the orchestrator dial."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.runner import Runner
+from engine.step_loop import run_step_loop
+from protos import control_pb2_grpc, speculation_pb2_grpc
+from sparsity.plan import Plan
+from target_service.servicer import ControlServicer, SpeculationServicer
+from target_service.verifier import Verifier, VerifierSettings
+from wire.errors import Unavailable
+from wire.messages import Hello, ServiceStatus
+from wire.server import RunningServer, start_server
+
+
+@dataclass(frozen=True)
+class TargetServiceSettings:
+    """listen_port 0: any free one."""
+
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    verifier: VerifierSettings = field(default_factory=VerifierSettings)
+
+
+async def serve(
+    settings: TargetServiceSettings,
+    runner: Runner,
+    plan: Plan,
+    hello: Hello,
+    on_ready: Callable[[RunningServer], None],
+) -> None:
+    """Runs until cancelled; ends with an exception if a step fails."""
+    verifier = Verifier(runner, plan, settings.verifier)
+    wake = asyncio.Event()
+    speculation = SpeculationServicer(verifier, hello, wake)
+
+    def status() -> ServiceStatus:
+        return ServiceStatus(
+            peer=hello.peer,
+            pid=os.getpid(),
+            attached=list(speculation.attached),
+            refusal=speculation.refusal,
+            counters={name: float(value) for name, value in verifier.counters.items()},
+            gauges=verifier.gauges,
+        )
+
+    control = ControlServicer(verifier, wake, status)
+    server = await start_server(
+        settings.listen_host,
+        settings.listen_port,
+        [
+            (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
+            (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
+        ],
+    )
+    await server.set_serving(True)
+    on_ready(server)
+    try:
+        await run_step_loop(
+            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+        )
+    finally:
+        verifier.close_all(Unavailable("the target is stopping"))
+        await server.stop(0.5)

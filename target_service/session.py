@@ -1,0 +1,116 @@
+"""One session as the target sees it. The target is the authority on committed tokens."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.paged_kv import SequenceKV
+from engine.sampling import Sampling
+from sparsity.selection import BlockSelection
+from wire.messages import At, Exactness, Proposal, Verdict
+
+if TYPE_CHECKING:
+    from target_service.verifier import DraftPeer
+
+RoundKey = tuple[int, int]  # (epoch, round)
+
+
+@dataclass
+class Announced:
+    """What a draft announced for a round: the joined selection, which parts came, how many bytes."""
+
+    selection: BlockSelection
+    assumed_token: int
+    parts: set[int]
+    size: int
+
+
+@dataclass
+class RoundStats:
+    """Of the round in the making; reset with every commit."""
+
+    stale_rounds: int = 0
+    announced_bytes: int = 0
+    prefill_seconds: float = 0.0
+    waiting_since: float | None = None
+
+
+@dataclass
+class TargetSession:
+    """`tokens` are committed, the prompt included; KV exists for all but the last once the prompt is read."""
+
+    id: str
+    tokens: list[int]
+    max_length: int
+    stop_token_ids: frozenset[int]
+    sampling: Sampling
+    exactness: Exactness
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    epoch: int = 0
+    round: int = 0
+    draft: "DraftPeer | None" = None
+    drafted: bool = False  # whether to wait for the draft's proposals
+    proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
+    announced: dict[RoundKey, Announced] = field(default_factory=dict)
+    held: tuple[RoundKey, BlockSelection] | None = None  # of the last round judged by announcement
+    last_judged: tuple[RoundKey, Verdict] | None = None
+    stats: RoundStats = field(default_factory=RoundStats)
+
+    @property
+    def at(self) -> At:
+        return At(self.id, self.epoch, self.round, len(self.tokens))
+
+    @property
+    def key(self) -> RoundKey:
+        return self.epoch, self.round
+
+    @property
+    def unread(self) -> int:
+        """Committed tokens without KV, not counting the last one, which the next round runs."""
+        return len(self.tokens) - 1 - self.kv.length
+
+    @property
+    def sparse(self) -> bool:
+        return self.exactness is Exactness.APPROXIMATE
+
+    def ready_proposal(self) -> Proposal | None:
+        """The proposal for the current round, if it and all announcements it speaks of are here."""
+        proposal = self.proposals.get(self.key)
+        if proposal is None:
+            return None
+        announced = self.announced.get(self.key)
+        parts = len(announced.parts) if announced else 0
+        return proposal if parts >= proposal.announcements else None
+
+    def foreseen(self, round_: int) -> int | None:
+        """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
+        announced = self.announced.get((self.epoch, round_))
+        if announced is not None:
+            return announced.assumed_token
+        proposal = self.proposals.get((self.epoch, round_))
+        return None if proposal is None else proposal.assumed_token
+
+    def commit(self, tokens: list[int], agreed: bool, judged: Proposal | None) -> None:
+        """Append tokens and go to the next round; the epoch rises unless the draft foresaw the outcome.
+
+        judged: the proposal that was verified, if the draft that made it still stands behind it.
+        """
+        if judged is not None and self.key in self.announced:
+            self.held = self.key, self.announced[self.key].selection
+        self.tokens += tokens
+        self.round += 1
+        if not agreed:
+            self.epoch += 1
+        self.stats = RoundStats()
+        self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
+        self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
+
+    def _is_ahead(self, key: RoundKey) -> bool:
+        return key[0] == self.epoch and key[1] >= self.round
+
+    def forget_draft(self) -> None:
+        """The draft is gone or the session moves to another: nothing that it sent counts any more."""
+        self.draft, self.drafted = None, False
+        self.epoch += 1
+        self.proposals.clear()
+        self.announced.clear()
+        self.held = self.last_judged = None
