@@ -51,10 +51,7 @@ async def _speculate(
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))
     first = await call.read()
     if first is grpc.aio.EOF or first.WhichOneof("body") != "welcome":
-        await call.code()  # raises nothing; makes the status available
-        raise grpc.aio.AioRpcError(
-            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-        )
+        await _raise_status(call)
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
     outbox: Outbox[DraftEvent] = Outbox()
@@ -62,15 +59,23 @@ async def _speculate(
     drafter.attach(peer)
     sender = asyncio.create_task(_send(call, outbox))
     try:
-        async for frame in call:
+        # read(), not iteration: gRPC forbids mixing the two on one call.
+        while (frame := await call.read()) is not grpc.aio.EOF:
             for event in frame.batch.events:
                 drafter.receive(peer, convert.target_event_from_pb(event))
             wake.set()
+        await _raise_status(call)
     finally:
         outbox.close()
         sender.cancel()
         drafter.detach(peer)
         wake.set()
+
+
+async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
+    """read() reports the end of a stream; this says why it ended."""
+    metadata = await call.initial_metadata(), await call.trailing_metadata()
+    raise grpc.aio.AioRpcError(await call.code(), *metadata, await call.details())
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: Outbox[DraftEvent]) -> None:

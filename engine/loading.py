@@ -113,3 +113,29 @@ def stop_token_ids(model: str, tokenizer: Any) -> list[int]:
     if found is None:
         found = tokenizer.eos_token_id
     return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What a service process needs to open its model. kv_tokens: room in all; threads 0: torch's choice."""
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_tokens: int = 131072
+    threads: int = 0
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    runner: ModelRunner
+    shape: ModelShape
+    tokenizer_hash: str
+
+
+def open_model(settings: ModelSettings) -> OpenedModel:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = default_device() if settings.device == "auto" else settings.device
+    runner = load_runner(settings.model, resolve_dtype(settings.dtype, device), device, settings.kv_tokens)
+    return OpenedModel(runner, read_shape(runner.model.config), tokenizer_hash(load_tokenizer(settings.model)))

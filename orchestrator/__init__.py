@@ -1,0 +1,1 @@
+"""Launch, cluster, session ledger, routing and the client gateways. Holds no tensors."""

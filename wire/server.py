@@ -1,6 +1,10 @@
 """Starting a gRPC server the way every process of specahead does: health, reflection, errors as statuses."""
 
+import asyncio
+import contextlib
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,3 +86,17 @@ async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[
             yield item
     except ServiceError as error:
         await context.abort(error.status, str(error))
+
+
+async def serve_until_signal(
+    name: str, run: Callable[[Callable[[RunningServer], None]], Awaitable[None]]
+) -> None:
+    """Run a service process: say where it listens, stop it on SIGINT or SIGTERM."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(
+        run(lambda server: print(f"{name} service, pid {os.getpid()}, at {server.address}", flush=True))
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

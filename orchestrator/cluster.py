@@ -1,0 +1,172 @@
+"""Placing the services with Ray. Ray starts, watches and restarts the processes; no token passes through it."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from draft_service.drafter import DrafterSettings
+from draft_service.service import DraftProcess, DraftServiceSettings
+from draft_service.service import run as run_draft
+from engine.loading import ModelSettings
+from orchestrator.settings import Settings
+from target_service.service import TargetProcess, TargetServiceSettings
+from target_service.service import run as run_target
+from target_service.verifier import VerifierSettings
+from wire.server import RunningServer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServiceInfo:
+    """Where a service listens and which process it is."""
+
+    address: str
+    pid: int
+
+
+class ServiceActor:
+    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
+
+    def __init__(self, process: DraftProcess | TargetProcess) -> None:
+        self._started = threading.Event()
+        self._address = ""
+        self._failure: BaseException | None = None
+        self._ready = False
+        threading.Thread(target=self._run, args=(process,), name="service", daemon=True).start()
+
+    def _run(self, process: DraftProcess | TargetProcess) -> None:
+        def on_ready(server: RunningServer) -> None:
+            self._address, self._ready = server.address, True
+            self._started.set()
+
+        try:
+            run = run_draft(process, on_ready) if isinstance(process, DraftProcess) else run_target(process, on_ready)
+            asyncio.run(run)
+        except BaseException as error:
+            log.exception("the %s service failed", process.name)
+            self._failure = error
+            if self._ready:  # it served already: let Ray start it anew
+                os._exit(1)
+        self._started.set()
+
+    def info(self) -> ServiceInfo:
+        """Waits for the service to listen; raises what kept it from that."""
+        self._started.wait()
+        if self._failure is not None:
+            raise RuntimeError(f"{type(self._failure).__name__}: {self._failure}")
+        return ServiceInfo(self._address, os.getpid())
+
+
+class ClusterError(RuntimeError):
+    """Ray or a service could not be started."""
+
+
+@dataclass
+class Cluster:
+    """The running services. `started_ray`: whether this process started Ray and so stops it."""
+
+    target: Any
+    draft: Any
+    target_info: ServiceInfo
+    draft_info: ServiceInfo
+    started_ray: bool
+
+    def stop(self) -> None:
+        for actor in (self.draft, self.target):
+            ray.kill(actor, no_restart=True)
+        ray.shutdown()
+
+
+def connect_ray(settings: Settings) -> bool:
+    """Join a running Ray, or start one on loopback; True if it was started here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
+    if settings.ray_address != "auto":
+        ray.init(address=settings.ray_address, **options)
+        return False
+    try:
+        ray.init(address="auto", **options)
+        return False
+    except ConnectionError:
+        _keep_ray_on_loopback()
+        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **options)
+        return True
+
+
+def _keep_ray_on_loopback() -> None:
+    """Ray replaces a loopback node address by the machine's own unless clusters are off, as on a laptop.
+
+    The switch is read from the environment at `import ray`; child processes read it again.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def start_services(settings: Settings, started_ray: bool) -> Cluster:
+    """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
+    target_port = settings.target_port or _free_port(settings.service_host)
+    target_address = f"{settings.service_host}:{target_port}"
+    on_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 2)
+    threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
+
+    def model(name: str, kv_tokens: int) -> ModelSettings:
+        return ModelSettings(name, settings.device, settings.dtype, kv_tokens, threads)
+
+    budget = settings.budget or None
+    max_context = settings.max_context
+    target_process = TargetProcess(
+        model(settings.target, settings.target_kv_tokens),
+        settings.plan,
+        TargetServiceSettings(
+            settings.service_host,
+            target_port,
+            VerifierSettings(
+                gamma=settings.gamma,
+                prefill_chunk=settings.prefill_chunk,
+                draft_timeout=settings.draft_timeout,
+                max_sessions=settings.max_sessions,
+                max_queued=settings.max_queued,
+                max_context=max_context,
+            ),
+        ),
+        budget,
+    )
+    draft_process = DraftProcess(
+        model(settings.draft, settings.draft_kv_tokens),
+        settings.plan,
+        DraftServiceSettings(
+            [target_address],
+            settings.service_host,
+            0,
+            DrafterSettings(
+                gamma=settings.gamma, ahead=settings.ahead, prefill_chunk=settings.prefill_chunk, max_context=max_context
+            ),
+        ),
+        budget,
+    )
+    # Fractional CPUs: placement asks for room, the models' threads are set above.
+    options = {"num_cpus": 0.1, "num_gpus": 1 if on_gpu else 0, "max_restarts": -1, "max_task_retries": -1}
+    actor = ray.remote(ServiceActor)
+    target = actor.options(name="target", **options).remote(target_process)
+    draft = actor.options(name="draft", **options).remote(draft_process)
+    try:
+        target_info, draft_info = ray.get([target.info.remote(), draft.info.remote()])
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        raise ClusterError(f"a service could not start: {cause}") from None
+    return Cluster(target, draft, target_info, draft_info, started_ray)
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now. The target keeps it over restarts, so that its peers find it again."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,127 @@
+"""specahead.v1.Inference for clients."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from orchestrator.generation import Chunk, Frontend
+from orchestrator.ledger import SpeculationTotals
+from orchestrator.requests import GenerationRequest, check_model, encode_prompt
+from protos import control_pb2, inference_pb2, inference_pb2_grpc
+from wire.errors import InvalidArgument, NotFound
+from wire.messages import FinishReason
+from wire.server import guarded, guarded_stream
+
+_EXACTNESS = {
+    control_pb2.EXACTNESS_UNSPECIFIED: None,
+    control_pb2.EXACTNESS_EXACT: "exact",
+    control_pb2.EXACTNESS_APPROXIMATE: "approximate",
+}
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        async with aclosing(self._generate(request)) as responses:
+            async for response in guarded_stream(context, responses):
+                yield response
+
+    async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        request = _request_from_pb(pb)
+        record = await self._frontend.prepare(request)
+        async with aclosing(self._frontend.generate(record, request.stop)) as chunks:
+            async for chunk in chunks:
+                yield _chunk_to_pb(record.session, chunk)
+
+    async def Abort(
+        self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.AbortResponse:
+        async def abort() -> inference_pb2.AbortResponse:
+            if not self._frontend.abort(request.request_id):
+                raise NotFound(f"no request {request.request_id!r} is running")
+            return inference_pb2.AbortResponse()
+
+        return await guarded(context, abort())
+
+    async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
+        limits = self._frontend.limits
+        model = inference_pb2.Model(
+            id=limits.model_name,
+            max_model_len=limits.max_context,
+            vocab_size=limits.vocab_size,
+            draft=self._frontend.draft_name,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        async def tokenize() -> inference_pb2.TokenizeResponse:
+            limits = self._frontend.limits
+            check_model(request.model, limits)
+            tokens = encode_prompt(request.text, self._frontend.tokenizer, limits)
+            return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=limits.max_context)
+
+        return await guarded(context, tokenize())
+
+
+def _request_from_pb(pb: inference_pb2.GenerateRequest) -> GenerationRequest:
+    kind = pb.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt: set text or token_ids")
+    if pb.exactness not in _EXACTNESS:
+        raise InvalidArgument(f"exactness {pb.exactness} is neither exact nor approximate")
+
+    def given(name: str) -> Any:
+        return getattr(pb, name) if pb.HasField(name) else None  # type: ignore[arg-type]
+
+    return GenerationRequest(
+        prompt=pb.text if kind == "text" else list(pb.token_ids.ids),
+        request_id=pb.request_id,
+        model=pb.model or None,
+        max_tokens=given("max_tokens"),
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        seed=given("seed"),
+        stop=list(pb.stop),
+        exactness=_EXACTNESS[pb.exactness],
+        ignore_eos=pb.ignore_eos,
+    )
+
+
+def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id, text=chunk.text, token_ids=chunk.tokens, finish_reason=int(chunk.finish_reason)
+    )
+    if chunk.finish_reason is not FinishReason.NONE:
+        response.usage.CopyFrom(
+            inference_pb2.Usage(
+                prompt_tokens=chunk.prompt_tokens,
+                completion_tokens=chunk.completion_tokens,
+                total_tokens=chunk.prompt_tokens + chunk.completion_tokens,
+            )
+        )
+        response.speculation.CopyFrom(_totals_to_pb(chunk.totals))
+    return response
+
+
+def _totals_to_pb(totals: SpeculationTotals) -> inference_pb2.SpeculationSummary:
+    return inference_pb2.SpeculationSummary(
+        rounds=totals.rounds,
+        drafted=totals.drafted,
+        accepted=totals.accepted,
+        accepted_per_position=totals.accepted_per_position,
+        stale_rounds=totals.stale_rounds,
+        announced_bytes=totals.announced_bytes,
+        kv_read_fraction=totals.kv_read_fraction,
+        prefill_seconds=totals.prefill_seconds,
+        wait_seconds=totals.wait_seconds,
+        draft_seconds=totals.draft_seconds,
+        verify_seconds=totals.verify_seconds,
+    )

@@ -1,0 +1,159 @@
+"""`python -m orchestrator.launch`: place the services, open the client endpoints, run until told to stop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+
+import grpc
+
+from engine.loading import load_shape, load_tokenizer, stop_token_ids
+from orchestrator.cluster import Cluster, ClusterError, connect_ray, start_services
+from orchestrator.generation import Frontend
+from orchestrator.grpc_gateway import InferenceServicer
+from orchestrator.http_gateway import make_app, start_http
+from orchestrator.metrics import Metrics
+from orchestrator.requests import Limits
+from orchestrator.router import Router
+from orchestrator.settings import Settings, SettingsError, resolve_settings
+from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from wire.convert import status_from_pb
+from wire.errors import Unavailable
+from wire.messages import ServiceStatus
+from wire.server import start_server
+
+log = logging.getLogger(__name__)
+
+_ATTACH_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    grpc: str
+    http: str
+
+
+def resolve_context(settings: Settings) -> Settings:
+    """Fill max_context in from the models, and refuse more than they allow."""
+    allowed = min(load_shape(name).max_position_embeddings for name in (settings.target, settings.draft))
+    if settings.max_context > allowed:
+        raise SettingsError(f"max_context {settings.max_context}: the models allow {allowed} tokens")
+    room = min(allowed, settings.target_kv_tokens - 2 * (settings.gamma + 1) - 16)
+    return replace(settings, max_context=settings.max_context or room)
+
+
+@contextlib.asynccontextmanager
+async def serve_clients(settings: Settings, target: str, draft: str) -> AsyncIterator[tuple[Endpoints, Frontend]]:
+    """The client endpoints over services at the given addresses; drained and closed at the end."""
+    tokenizer = load_tokenizer(settings.target)
+    limits = Limits(
+        settings.model_name,
+        load_shape(settings.target).vocab_size,
+        settings.max_context,
+        stop_token_ids(settings.target, tokenizer),
+    )
+    router = Router(target, settings.resume_timeout)
+    frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), settings.draft)
+    draft_channel = grpc.aio.insecure_channel(draft)
+    await router.start()
+
+    async def read_status() -> Mapping[str, ServiceStatus | None]:
+        return {"target": await _status_or_none(router), "draft": await _draft_status(draft_channel)}
+
+    servicer = InferenceServicer(frontend)
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    server = await start_server(settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")])
+    http, http_address = await start_http(make_app(frontend, read_status), settings.host, settings.http_port)
+    await server.set_serving(True)
+    try:
+        yield Endpoints(server.address, http_address), frontend
+    finally:
+        await server.set_serving(False)
+        await frontend.drain(settings.shutdown_grace)
+        await server.stop(1.0)
+        await http.cleanup()
+        await router.stop()
+        await draft_channel.close()
+
+
+async def _status_or_none(router: Router) -> ServiceStatus | None:
+    try:
+        return await router.status()
+    except Unavailable:
+        return None
+
+
+async def _draft_status(channel: grpc.aio.Channel) -> ServiceStatus | None:
+    """A restarted draft listens elsewhere; then only the target knows whether it is attached."""
+    try:
+        stub = control_pb2_grpc.DraftControlStub(channel)
+        return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=0.5))
+    except grpc.aio.AioRpcError:
+        return None
+
+
+async def wait_until_attached(router: Router) -> None:
+    """Until the draft has shaken hands with the target; raises ClusterError if they refuse each other."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _ATTACH_SECONDS
+    while True:
+        with contextlib.suppress(Unavailable):
+            status = await router.status()
+            if status.refusal:
+                raise ClusterError(status.refusal)
+            if status.attached and router.connected:
+                return
+        if loop.time() > deadline:
+            raise ClusterError(f"draft and target did not find each other within {_ATTACH_SECONDS:.0f} s")
+        await asyncio.sleep(0.05)
+
+
+async def run(settings: Settings, cluster: Cluster) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with serve_clients(settings, cluster.target_info.address, cluster.draft_info.address) as (endpoints, front):
+        await wait_until_attached(front.router)
+        print(f"gRPC endpoint: {endpoints.grpc}")
+        print(f"HTTP endpoint: {endpoints.http}")
+        print("ready", flush=True)
+        await stop.wait()
+        print("stopping: requests in flight are given time to finish", flush=True)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        settings, dry_run = resolve_settings(sys.argv[1:], os.environ)
+        if dry_run:
+            print(json.dumps(dataclasses.asdict(settings), indent=2))
+            return
+        settings = resolve_context(settings)
+    except (SettingsError, OSError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
+    cluster = None
+    started = False
+    try:
+        started = connect_ray(settings)
+        print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
+        cluster = start_services(settings, started)
+        print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
+        print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
+        asyncio.run(run(settings, cluster))
+    except (ClusterError, OSError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        if cluster is not None:
+            cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The record of every open session: what was committed, round by round, each round exactly once.
+
+Pure bookkeeping. The ledger outlives the target: what it holds is enough to open a session again elsewhere.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.sampling import Sampling
+from wire.messages import Commit, Exactness, FinishReason, Open
+
+
+class LedgerError(Exception):
+    """A commit that does not continue what the ledger holds."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One round: `rolled_back` proposed tokens were rejected and their KV cut off again."""
+
+    epoch: int
+    round: int
+    base: int
+    drafted: int
+    accepted: int
+    committed: int
+
+    @property
+    def rolled_back(self) -> int:
+        return self.drafted - self.accepted
+
+
+@dataclass
+class SpeculationTotals:
+    """Sums over a session's rounds, as a client sees them."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    stale_rounds: int = 0
+    announced_bytes: int = 0
+    kv_pages_read: int = 0
+    kv_pages_total: int = 0
+    prefill_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def kv_read_fraction(self) -> float:
+        return self.kv_pages_read / self.kv_pages_total if self.kv_pages_total else 1.0
+
+    def add(self, commit: Commit) -> None:
+        self.rounds += commit.drafted > 0
+        self.drafted += commit.drafted
+        self.accepted += commit.accepted
+        while len(self.accepted_per_position) < commit.drafted:
+            self.accepted_per_position.append(0)
+        for position in range(commit.accepted):
+            self.accepted_per_position[position] += 1
+        for name in (
+            "stale_rounds",
+            "announced_bytes",
+            "kv_pages_read",
+            "kv_pages_total",
+            "prefill_seconds",
+            "wait_seconds",
+            "draft_seconds",
+            "verify_seconds",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(commit, name))
+
+
+@dataclass
+class Record:
+    """A session. `tokens`: the prompt, then what is committed."""
+
+    session: str
+    tokens: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    stop_token_ids: list[int]
+    sampling: Sampling
+    exactness: Exactness
+    entries: list[Entry] = field(default_factory=list)
+    totals: SpeculationTotals = field(default_factory=SpeculationTotals)
+    finish_reason: FinishReason = FinishReason.NONE
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    def to_open(self) -> Open:
+        """The request that opens this session on a target, at its start or where it stands."""
+        return Open(
+            session=self.session,
+            tokens=list(self.tokens),
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            stop_token_ids=list(self.stop_token_ids),
+            sampling=self.sampling,
+            exactness=self.exactness,
+        )
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self.counters: Counter[str] = Counter()
+
+    def open(self, record: Record) -> None:
+        if record.session in self.records:
+            raise LedgerError(f"session {record.session} is in the ledger already")
+        self.records[record.session] = record
+
+    def apply(self, commit: Commit) -> Record | None:
+        """Write a round down; None if it is a repeat or of a session that is closed.
+
+        Raises LedgerError for a gap, or for a repeat that says something else than the first time.
+        """
+        record = self.records.get(commit.at.session)
+        if record is None:
+            self.counters["unknown_session_commits"] += 1
+            return None
+        base, held = commit.at.base, len(record.tokens)
+        if base > held:
+            raise LedgerError(f"session {record.session}: a commit at {base}, the ledger holds {held} tokens")
+        if base < held or not commit.tokens:
+            if record.tokens[base : base + len(commit.tokens)] != commit.tokens:
+                raise LedgerError(f"session {record.session}: tokens at {base} differ from those committed before")
+            self.counters["repeated_commits"] += 1
+            return None
+        record.tokens += commit.tokens
+        record.entries.append(
+            Entry(commit.at.epoch, commit.at.round, base, commit.drafted, commit.accepted, len(commit.tokens))
+        )
+        record.totals.add(commit)
+        record.finish_reason = commit.finish_reason
+        return record
+
+    def close(self, session: str) -> Record | None:
+        return self.records.pop(session, None)

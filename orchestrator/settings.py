@@ -1,0 +1,141 @@
+"""Settings of a launch: frozen, resolved once. Flags win over the environment, that over the file, that over defaults."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import models
+
+ENVIRONMENT_PREFIX = "SPECAHEAD_"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names it and where it came from."""
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Each field is a flag (--grpc-port), an environment variable (SPECAHEAD_GRPC_PORT) and a key of the file."""
+
+    target: str = _setting(str(models.TARGET), "target model: Hugging Face id or folder")
+    draft: str = _setting(str(models.DRAFT), "draft model: Hugging Face id or folder")
+    plan: str = _setting(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
+    budget: float = _setting(0.0, "share of the KV blocks that approximate reads; 0: the plan's")
+    served_model_name: str = _setting("", "model name that clients use; empty: the target's last path component")
+    host: str = _setting("127.0.0.1", "address that the client endpoints bind")
+    grpc_port: int = _setting(50051, "client gRPC port; 0: any free one")
+    http_port: int = _setting(8000, "client HTTP port; 0: any free one")
+    service_host: str = _setting("127.0.0.1", "address that draft and target services bind")
+    target_port: int = _setting(0, "port of the target service; 0: any free one")
+    gamma: int = _setting(4, "tokens drafted a round")
+    ahead: bool = _setting(True, "draft the next round while one is verified")
+    max_context: int = _setting(0, "longest prompt and output together; 0: what both models allow")
+    max_sessions: int = _setting(64, "sessions that run at once; more are queued")
+    max_queued: int = _setting(1024, "sessions that may be queued; more are refused")
+    target_kv_tokens: int = _setting(131072, "KV room of the target, in tokens over all sessions")
+    draft_kv_tokens: int = _setting(131072, "KV room of the draft, in tokens over all sessions")
+    prefill_chunk: int = _setting(512, "prompt tokens that one step may run")
+    draft_timeout: float = _setting(1.0, "seconds that the target waits for a proposal before decoding plainly")
+    resume_timeout: float = _setting(60.0, "seconds that requests wait for a lost target before they fail")
+    shutdown_grace: float = _setting(10.0, "seconds that requests in flight get to finish at shutdown")
+    device: str = _setting("auto", "cpu, cuda, or auto")
+    dtype: str = _setting("auto", "float32, bfloat16, float16, or auto")
+    threads: int = _setting(0, "CPU threads of each model; 0: half the cores")
+    ray_address: str = _setting("auto", "address of a running Ray; auto: find one, else start one")
+    namespace: str = _setting("specahead", "Ray namespace")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.target).name
+
+
+def resolve_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, bool]:
+    """Settings, and whether only to print them (--dry-run). Raises SettingsError; argparse exits on unknown flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as flags, with underscores)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
+    for item in dataclasses.fields(Settings):
+        flag = "--" + item.name.replace("_", "-")
+        text = f"{item.metadata['help']} (default: {item.default!r})"
+        if item.type is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, metavar=item.name.upper(), help=text)
+    flags = vars(parser.parse_args(arguments))
+    dry_run, file = flags.pop("dry_run"), flags.pop("config")
+    sources: list[tuple[str, Mapping[str, Any]]] = [
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+        ("environment", _from_environment(environment)),
+        (file or "file", _from_file(file) if file else {}),
+    ]
+    values: dict[str, Any] = {}
+    for source, given in reversed(sources):
+        for name, value in given.items():
+            values[name] = _convert(name, value, source)
+    settings = Settings(**values)
+    _check(settings)
+    return settings, dry_run
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    names = {item.name for item in dataclasses.fields(Settings)}
+    lowered = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in environment if key.startswith(ENVIRONMENT_PREFIX)}
+    unknown = [key for key, name in lowered.items() if name not in names]
+    if unknown:
+        raise SettingsError(f"environment: no such setting: {', '.join(unknown)}")
+    return {name: environment[key] for key, name in lowered.items()}
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+    names = {item.name for item in dataclasses.fields(Settings)}
+    if not isinstance(content, dict) or set(content) - names:
+        unknown = sorted(set(content) - names) if isinstance(content, dict) else type(content).__name__
+        raise SettingsError(f"{path}: no such setting: {unknown}")
+    return content
+
+
+def _convert(name: str, value: Any, source: str) -> Any:
+    kind = {item.name: item.type for item in dataclasses.fields(Settings)}[name]
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+        return kind(value)  # type: ignore[operator]
+    except (ValueError, TypeError, KeyError):
+        expected = getattr(kind, "__name__", kind)
+        raise SettingsError(f"{source}: {name} is {value!r}, expected {expected}") from None
+
+
+def _check(settings: Settings) -> None:
+    checks = [
+        (1 <= settings.gamma <= 64, "gamma must lie in 1 … 64"),
+        (0 <= settings.budget <= 1, "budget must lie in (0, 1], or be 0 for the plan's"),
+        (all(0 <= port < 65536 for port in (settings.grpc_port, settings.http_port, settings.target_port)), "ports must lie in 0 … 65535"),
+        (settings.max_sessions >= 1 and settings.max_queued >= 0, "max_sessions >= 1 and max_queued >= 0"),
+        (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
+        (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
+    ]
+    bundled = str(models.TARGET), str(models.DRAFT)
+    if (settings.target, settings.draft) != bundled and settings.plan == str(models.PLAN):
+        checks.append((False, "the bundled plan fits the bundled pair only: make one with `specahead calibrate` and pass --plan"))
+    for holds, message in checks:
+        if not holds:
+            raise SettingsError(message)
+
+
