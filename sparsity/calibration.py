@@ -4,15 +4,18 @@ Weights come from the engine's own block-weight attention while the text is read
 weights a stride is kept only as long as it takes to count overlaps, so no L x L matrix is ever stored.
 """
 
+import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from engine.batch import SequenceInput
-from engine.paged_kv import SequenceKV
+from engine.loading import default_device, load_runner, load_tokenizer, model_hash, resolve_dtype
+from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import Runner
 from sparsity.head_map import best_draft_heads, top_k_overlap
 from sparsity.plan import Plan
@@ -89,3 +92,31 @@ def _block_weights(runner: Runner, tokens: list[int], settings: CalibrationSetti
             yield output.block_weights
     finally:
         runner.kv.release(sequence)
+
+
+def calibrate_files(draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings) -> Plan:
+    """Calibrate a pair of models (ids or folders) on `passages` evenly spread passages of each text file."""
+    device = default_device()
+    dtype = resolve_dtype("auto", device)
+    room = settings.context + PAGE_SIZE
+    runners = [load_runner(name, dtype, device, room) for name in (draft, target)]
+    tokenizer = load_tokenizer(target)
+    texts: list[list[int]] = []
+    digest = hashlib.sha256()
+    for file in files:
+        text = Path(file).read_text(encoding="utf-8")
+        digest.update(text.encode())
+        for i in range(passages):
+            # Eight characters a token are more than enough to fill the context.
+            start = len(text) * i // passages
+            texts.append(tokenizer.encode(text[start : start + 8 * settings.context])[: settings.context])
+    plan = calibrate(runners[0], runners[1], texts, settings)
+    provenance = plan.provenance | {
+        "target": Path(target).name,
+        "target_hash": model_hash(target),
+        "draft": Path(draft).name,
+        "draft_hash": model_hash(draft),
+        "files": [Path(file).name for file in files],
+        "text_hash": digest.hexdigest()[:16],
+    }
+    return replace(plan, provenance=provenance)
