@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.utils import read_ray_address
 
 from draft_service.drafter import DrafterSettings
 from draft_service.service import DraftProcess, DraftServiceSettings
@@ -71,38 +72,49 @@ class ClusterError(RuntimeError):
 
 @dataclass
 class Cluster:
-    """The running services. `started_ray`: whether this process started Ray and so stops it."""
+    """The running services."""
 
     target: Any
     draft: Any
     target_info: ServiceInfo
     draft_info: ServiceInfo
-    started_ray: bool
 
     def stop(self) -> None:
         for actor in (self.draft, self.target):
             ray.kill(actor, no_restart=True)
-        ray.shutdown()
+        ray.shutdown()  # ends Ray itself only if this process started it
 
 
 def connect_ray(settings: Settings) -> bool:
     """Join a running Ray, or start one on loopback; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
-    if settings.ray_address != "auto":
+    address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
+    if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
+        _keep_ray_on_loopback()
+    if address is not None:
+        # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
         return False
-    try:
-        ray.init(address="auto", **options)
-        return False
-    except ConnectionError:
-        _keep_ray_on_loopback()
-        ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **options)
-        return True
+    ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **options)
+    return True
+
+
+def _running_ray() -> str | None:
+    """RAY_ADDRESS, or where `ray start` on this machine says that its head is, if that listens."""
+    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
+    if named:
+        return named
+    address = read_ray_address()
+    if not address:
+        return None
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as probe:
+        return address if probe.connect_ex((host, int(port))) == 0 else None
 
 
 def _keep_ray_on_loopback() -> None:
-    """Ray replaces a loopback node address by the machine's own unless clusters are off, as on a laptop.
+    """Ray replaces a loopback address by the machine's own unless clusters are off, as on a laptop.
 
     The switch is read from the environment at `import ray`; child processes read it again.
     """
@@ -110,7 +122,7 @@ def _keep_ray_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def start_services(settings: Settings, started_ray: bool) -> Cluster:
+def start_services(settings: Settings) -> Cluster:
     """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
     target_port = settings.target_port or _free_port(settings.service_host)
     target_address = f"{settings.service_host}:{target_port}"
@@ -162,7 +174,7 @@ def start_services(settings: Settings, started_ray: bool) -> Cluster:
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
-    return Cluster(target, draft, target_info, draft_info, started_ray)
+    return Cluster(target, draft, target_info, draft_info)
 
 
 def _free_port(host: str) -> int:

@@ -140,11 +140,10 @@ def main() -> None:
     except (SettingsError, OSError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
     cluster = None
-    started = False
     try:
         started = connect_ray(settings)
         print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-        cluster = start_services(settings, started)
+        cluster = start_services(settings)
         print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
         print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
         asyncio.run(run(settings, cluster))

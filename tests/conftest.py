@@ -1,9 +1,12 @@
 """Fixtures that several test files share."""
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 
 from engine.loading import load_tokenizer
 from models import TARGET
-from tests.stack import ROOT, Stack, start_stack
+from tests.stack import ROOT, Stack, free_port, start_stack
 
+# Loopback only, and no token: a Ray that is named by RAY_ADDRESS takes one from the environment alone.
+RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
 CORPUS = ROOT.parent / "shared" / "corpus"
 
 
@@ -31,19 +36,42 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One Ray on loopback for all launches of the test run, started as a user would."""
+def ray_address() -> Iterator[str]:
+    """A Ray on loopback for all launches of the test run, started as a user would; leaves any other Ray alone."""
+    port = free_port()
     ray = Path(sys.executable).with_name("ray")
-    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    start = [ray, "start", "--head", "--node-ip-address=127.0.0.1", "--port=0", "--include-dashboard=false"]
-    subprocess.run([*start, "--num-cpus=4"], check=True, env=environment, capture_output=True)
-    yield
-    subprocess.run([ray, "stop"], check=False, env=environment, capture_output=True)
+    start = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    options = ["--include-dashboard=false", "--num-cpus=8", f"--temp-dir=/tmp/ray-{port}", "--disable-usage-stats"]
+    environment = os.environ | RAY_ENVIRONMENT
+    process = subprocess.Popen([*start, *options], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while socket.socket().connect_ex(("127.0.0.1", port)):
+        assert process.poll() is None, "ray start failed"
+        assert time.monotonic() < deadline, "ray start did not listen within 60 s"
+        time.sleep(0.2)
+    yield f"127.0.0.1:{port}"
+    process.terminate()
+    process.wait(30)
+    shutil.rmtree(f"/tmp/ray-{port}", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def stack(ray_cluster: None) -> Iterator[Stack]:
+def launch(ray_address: str) -> Iterator[Callable[..., Stack]]:
+    """Start a launch on the test run's Ray; whatever is still running at the end is stopped."""
+    running: list[Stack] = []
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
+        namespace = f"test-{len(running)}"
+        variables = RAY_ENVIRONMENT | {"RAY_ADDRESS": ray_address} | (environment or {})
+        running.append(start_stack("--namespace", namespace, *flags, environment=variables))
+        return running[-1]
+
+    yield start
+    for stack in running:
+        stack.stop()
+
+
+@pytest.fixture(scope="session")
+def stack(launch: Callable[..., Stack]) -> Stack:
     """The bundled pair behind a launch with default settings, shared by tests that leave it as they found it."""
-    running = start_stack("--namespace", "shared")
-    yield running
-    running.stop()
+    return launch()

@@ -1,8 +1,11 @@
 """Starting the real thing for tests: Ray, services and gateways in their own processes."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +48,12 @@ class Stack:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack:

@@ -1,0 +1,69 @@
+"""Greedy `exact` output is the target's own, token for token."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from engine.loading import load_model
+from models import TARGET
+from protos import inference_pb2
+from tests.stack import Stack
+
+NEW_TOKENS, PROMPTS, AT_ONCE = 64, 40, 8
+
+
+@pytest.fixture(scope="module")
+def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
+    """Prompts of 16 to 6,000 tokens from all books, their lengths spread evenly on a logarithmic scale."""
+    chosen = random.Random(7)
+    lengths = [round(16 * (6000 / 16) ** (i / (PROMPTS - 1))) for i in range(PROMPTS)]
+    prompts = []
+    for i, length in enumerate(lengths):
+        book = books[i % len(books)]
+        start = chosen.randrange(len(book) - 60_000)
+        prompts.append(tokenizer.encode(book[start : start + 60_000])[:length])
+    assert [len(prompt) for prompt in prompts] == lengths
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers itself generates in float32."""
+    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    outputs = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            ids = model.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
+            )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.books
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+def test_greedy_exact_equals_transformers(
+    gamma: int, launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    stack = launch("--gamma", str(gamma))
+    stub = stack.stub()
+
+    def run(prompt: list[int]) -> tuple[list[int], inference_pb2.SpeculationSummary]:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True
+        )
+        responses = list(stub.Generate(request))
+        return [t for response in responses for t in response.token_ids], responses[-1].speculation
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = list(pool.map(run, prompts))
+    stack.stop()
+    different = [i for i, (tokens, _) in enumerate(results) if tokens != expected[i]]
+    assert not different, f"prompts {different} differ from transformers"
+    accepted = sum(summary.accepted for _, summary in results)
+    drafted = sum(summary.drafted for _, summary in results)
+    assert accepted > 0.2 * drafted, "speculation did not take part"
