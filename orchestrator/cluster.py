@@ -157,7 +157,7 @@ def start_services(settings: Settings) -> Cluster:
         DraftServiceSettings(
             [target_address],
             settings.service_host,
-            0,
+            _free_port(settings.service_host),
             DrafterSettings(
                 gamma=settings.gamma, ahead=settings.ahead, prefill_chunk=settings.prefill_chunk, max_context=max_context
             ),
@@ -178,7 +178,7 @@ def start_services(settings: Settings) -> Cluster:
 
 
 def _free_port(host: str) -> int:
-    """A port that is free now. The target keeps it over restarts, so that its peers find it again."""
+    """A port that is free now. A service keeps it over restarts, so that its peers find it again."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -8,13 +8,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import grpc
 
 from engine.loading import load_shape, load_tokenizer, stop_token_ids
-from orchestrator.cluster import Cluster, ClusterError, connect_ray, start_services
+from orchestrator.cluster import ClusterError, connect_ray, start_services
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, start_http
@@ -60,7 +60,7 @@ async def serve_clients(settings: Settings, target: str, draft: str) -> AsyncIte
     )
     router = Router(target, settings.resume_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), settings.draft)
-    draft_channel = grpc.aio.insecure_channel(draft)
+    draft_channel = grpc.aio.insecure_channel(draft) if draft else None
     await router.start()
 
     async def read_status() -> Mapping[str, ServiceStatus | None]:
@@ -79,7 +79,8 @@ async def serve_clients(settings: Settings, target: str, draft: str) -> AsyncIte
         await server.stop(1.0)
         await http.cleanup()
         await router.stop()
-        await draft_channel.close()
+        if draft_channel is not None:
+            await draft_channel.close()
 
 
 async def _status_or_none(router: Router) -> ServiceStatus | None:
@@ -89,8 +90,9 @@ async def _status_or_none(router: Router) -> ServiceStatus | None:
         return None
 
 
-async def _draft_status(channel: grpc.aio.Channel) -> ServiceStatus | None:
-    """A restarted draft listens elsewhere; then only the target knows whether it is attached."""
+async def _draft_status(channel: grpc.aio.Channel | None) -> ServiceStatus | None:
+    if channel is None:
+        return None
     try:
         stub = control_pb2_grpc.DraftControlStub(channel)
         return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=0.5))
@@ -114,18 +116,37 @@ async def wait_until_attached(router: Router) -> None:
         await asyncio.sleep(0.05)
 
 
-async def run(settings: Settings, cluster: Cluster) -> None:
+async def run(settings: Settings, target: str, draft: str) -> None:
+    """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(settings, cluster.target_info.address, cluster.draft_info.address) as (endpoints, front):
-        await wait_until_attached(front.router)
+    async with serve_clients(settings, target, draft) as (endpoints, frontend):
+        if not settings.target_address:
+            await wait_until_attached(frontend.router)
         print(f"gRPC endpoint: {endpoints.grpc}")
         print(f"HTTP endpoint: {endpoints.http}")
         print("ready", flush=True)
         await stop.wait()
         print("stopping: requests in flight are given time to finish", flush=True)
+
+
+@contextlib.contextmanager
+def placed_services(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Addresses of target and draft: those that run already, or new ones on Ray, stopped at the end."""
+    if settings.target_address:
+        yield settings.target_address, settings.draft_address
+        return
+    started = connect_ray(settings)
+    print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
+    cluster = start_services(settings)
+    try:
+        print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
+        print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
+        yield cluster.target_info.address, cluster.draft_info.address
+    finally:
+        cluster.stop()
 
 
 def main() -> None:
@@ -139,19 +160,11 @@ def main() -> None:
         settings = resolve_context(settings)
     except (SettingsError, OSError, NotImplementedError) as error:
         sys.exit(f"error: {error}")
-    cluster = None
     try:
-        started = connect_ray(settings)
-        print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-        cluster = start_services(settings)
-        print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
-        print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
-        asyncio.run(run(settings, cluster))
-    except (ClusterError, OSError) as error:
+        with placed_services(settings) as (target, draft):
+            asyncio.run(run(settings, target, draft))
+    except (ClusterError, ConnectionError, OSError) as error:
         sys.exit(f"error: {error}")
-    finally:
-        if cluster is not None:
-            cluster.stop()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ class Metrics:
 
     def render(self, services: Mapping[str, ServiceStatus | None]) -> bytes:
         """The exposition text, with each service's status as it is now (None: it does not answer)."""
+        self._service_gauge.clear()
+        self._service_count.clear()
         for name, status in services.items():
             self._up.labels(self._model, name).set(status is not None)
             self._attached.labels(self._model, name).set(len(status.attached) if status else 0)

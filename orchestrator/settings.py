@@ -50,6 +50,8 @@ class Settings:
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("auto", "float32, bfloat16, float16, or auto")
     threads: int = _setting(0, "CPU threads of each model; 0: half the cores")
+    target_address: str = _setting("", "HOST:PORT of a target service that runs already; then Ray is not used")
+    draft_address: str = _setting("", "HOST:PORT of its draft service, for its status in /metrics")
     ray_address: str = _setting("auto", "address of a running Ray; auto: find one, else start one")
     namespace: str = _setting("specahead", "Ray namespace")
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
+from models import DRAFT, PLAN, TARGET
 from protos import inference_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +58,52 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass
+class Services:
+    """A target and a draft process without Ray, started by their own command lines or by stand-ins for them."""
+
+    target: str
+    draft: str
+    processes: list[subprocess.Popen[str]]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait(20)
+
+
+def start_service(*command: str) -> tuple[subprocess.Popen[str], str]:
+    """Run `python COMMAND…` until it says where it listens."""
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.search(r"at (\S+:\d+)", line)
+    if match is None:
+        process.kill()
+        raise RuntimeError(f"{command} said {line!r}")
+    return process, match.group(1)
+
+
+def start_services(
+    *flags: str,
+    target_command: tuple[str, ...] = ("-m", "target_service"),
+    dial: Callable[[str], str] = lambda address: address,
+) -> Services:
+    """The bundled pair. `flags` go to both; `dial` may put something between draft and target."""
+    shared = ("--plan", str(PLAN), "--kv-tokens", "40000", "--threads", "1", "--port", "0", *flags)
+    target, target_address = start_service(*target_command, "--model", str(TARGET), *shared)
+    draft, draft_address = start_service(
+        "-m", "draft_service", "--model", str(DRAFT), "--target", dial(target_address), *shared
+    )
+    return Services(target_address, draft_address, [target, draft])
+
+
+def start_gateway(services: Services, *flags: str) -> Stack:
+    """The client endpoints over services that run already."""
+    return start_stack("--target-address", services.target, "--draft-address", services.draft, *flags)
+
+
 def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack:
     """Launch with ports of its own choosing; returns when it says ready."""
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
@@ -83,5 +131,7 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
         return match.group(1)
 
     stack.grpc, stack.http = find(r"gRPC endpoint: (\S+)"), find(r"HTTP endpoint: (\S+)")
-    stack.target_pid, stack.draft_pid = int(find(r"target service: pid (\d+)")), int(find(r"draft service: pid (\d+)"))
+    if "--target-address" not in flags:
+        stack.target_pid = int(find(r"target service: pid (\d+)"))
+        stack.draft_pid = int(find(r"draft service: pid (\d+)"))
     return stack
