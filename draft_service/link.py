@@ -47,11 +47,12 @@ async def keep_link(state: LinkState, hello: Hello, drafter: Drafter, wake: asyn
 async def _speculate(
     channel: grpc.aio.Channel, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
 ) -> None:
+    """Until the target ends the stream; read() raises its status if that is an error."""
     call = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))
     first = await call.read()
     if first is grpc.aio.EOF or first.WhichOneof("body") != "welcome":
-        await _raise_status(call)
+        return
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
     outbox: Outbox[DraftEvent] = Outbox()
@@ -64,18 +65,11 @@ async def _speculate(
             for event in frame.batch.events:
                 drafter.receive(peer, convert.target_event_from_pb(event))
             wake.set()
-        await _raise_status(call)
     finally:
         outbox.close()
         sender.cancel()
         drafter.detach(peer)
         wake.set()
-
-
-async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
-    """read() reports the end of a stream; this says why it ended."""
-    metadata = await call.initial_metadata(), await call.trailing_metadata()
-    raise grpc.aio.AioRpcError(await call.code(), *metadata, await call.details())
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: Outbox[DraftEvent]) -> None:

@@ -33,7 +33,7 @@ def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tenso
     """
     probs = (logits.float() / temperature[:, None]).softmax(-1)
     if bool((top_p < 1).any()):
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         before = ordered.double().cumsum(-1) - ordered
         kept = ordered.where(before < top_p[:, None], 0.0)
         kept[:, 0] = ordered[:, 0]
@@ -51,5 +51,6 @@ def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
 def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:
     """Uniforms in [0, 1) of positions start … start + count - 1, [count] float64 (Philox 4x64, counter-based)."""
     # One counter step gives four words; a position uses one step, so that neighbours never share a word.
-    bits = np.random.Philox(key=[seed & (2**64 - 1), use], counter=[start, 0, 0, 0])
+    key = np.array([seed & (2**64 - 1), use], dtype=np.uint64)  # a list with a seed of 64 bits would become floats
+    bits = np.random.Philox(key=key, counter=[start, 0, 0, 0])
     return (bits.random_raw(4 * count)[::4] >> np.uint64(11)).astype(np.float64) * 2.0**-53

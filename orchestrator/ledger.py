@@ -86,6 +86,7 @@ class Record:
     entries: list[Entry] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
+    resumptions: int = 0  # times it was opened on another target since it last got a token
 
     @property
     def generated(self) -> list[int]:
@@ -137,6 +138,7 @@ class Ledger:
         )
         record.totals.add(commit)
         record.finish_reason = commit.finish_reason
+        record.resumptions = 0
         return record
 
     def close(self, session: str) -> Record | None:

@@ -22,6 +22,8 @@ from wire.server import OPTIONS
 log = logging.getLogger(__name__)
 
 _REDIAL_SECONDS = 0.1
+# A session that is there each time the target is lost, without a token in between, may be what kills it.
+_MAX_RESUMPTIONS = 2
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ class Router:
             queue.put_nowait(Committed([], reason))
         return queue is not None
 
+    def _fail(self, session: str, error: ServiceError) -> None:
+        queue = self._readers.get(session)
+        if queue is not None:
+            queue.put_nowait(error)
+
     def fail_all(self, error: ServiceError) -> None:
         for queue in self._readers.values():
             queue.put_nowait(error)
@@ -135,6 +142,10 @@ class Router:
         await call.wait_for_connection()
         outbox: Outbox[ServeRequest] = Outbox()
         for record in self.ledger.records.values():
+            if record.resumptions >= _MAX_RESUMPTIONS:
+                self._fail(record.session, Unavailable("the target was lost again and again while it ran this request"))
+                continue
+            record.resumptions += 1
             outbox.put(record.to_open())
         self._outbox, self.connected = outbox, True
         sender = asyncio.create_task(self._send(call, outbox))
@@ -154,22 +165,19 @@ class Router:
                 await call.write(convert.serve_request_to_pb(request))
 
     def _receive(self, event: ServedEvent) -> None:
-        name = event.session if isinstance(event, Closed) else event.at.session
-        queue = self._readers.get(name)
         if isinstance(event, Closed):
-            stopping = event.code == grpc.StatusCode.UNAVAILABLE.value[0]
-            if queue is not None and not stopping:  # a target that stops is a target lost: the stream ends next
-                queue.put_nowait(error_from_code(event.code, event.message))
+            # A target that stops is a target lost: its stream ends next, and the session waits for it.
+            if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+                self._fail(event.session, error_from_code(event.code, event.message))
             return
-        self._apply(event, queue)
+        self._apply(event)
 
-    def _apply(self, commit: Commit, queue: asyncio.Queue[Committed | ServiceError] | None) -> None:
+    def _apply(self, commit: Commit) -> None:
         try:
             record = self.ledger.apply(commit)
         except LedgerError as error:
             log.error("%s", error)
-            if queue is not None:
-                queue.put_nowait(ServiceError(str(error)))
+            self._fail(commit.at.session, ServiceError(str(error)))
             return
-        if record is not None and queue is not None:
-            queue.put_nowait(Committed(commit.tokens, commit.finish_reason))
+        if record is not None and record.session in self._readers:
+            self._readers[record.session].put_nowait(Committed(commit.tokens, commit.finish_reason))

@@ -49,9 +49,10 @@ class StopFinder:
     def push(self, text: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was met."""
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self.stop) if at >= 0]
+        # The one that is complete first counts, so that it does not matter how the text was cut.
+        found = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
         keep = max((self._overlap(stop) for stop in self.stop), default=0)
         cut = len(self._held) - keep

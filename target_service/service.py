@@ -77,7 +77,7 @@ async def serve(
             attached=list(speculation.attached),
             refusal=speculation.refusal,
             counters={name: float(value) for name, value in verifier.counters.items()},
-            gauges=verifier.gauges,
+            gauges=verifier.gauges | {"pid": os.getpid()},
         )
 
     control = ControlServicer(verifier, wake, status)

@@ -1,0 +1,48 @@
+"""`approximate` against `exact`, and what a tenth of the blocks is enough for."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.client import APPROXIMATE, EXACT, generate
+from tests.stack import Stack
+
+pytestmark = pytest.mark.books
+
+
+def test_a_budget_of_all_blocks_equals_exact(
+    launch: Callable[..., Stack], books: list[str], tokenizer: Any
+) -> None:
+    stack = launch("--budget", "1.0")
+    stub = stack.stub()
+    prompts = [tokenizer.encode(book[5000:25_000])[: 100 + 400 * i] for i, book in enumerate(books)]
+
+    def run(case: tuple[list[int], int]) -> list[int]:
+        prompt, exactness = case
+        result = generate(stub, prompt, max_tokens=48, exactness=exactness, ignore_eos=True)
+        assert result.speculation.kv_read_fraction == 1
+        assert (result.speculation.announced_bytes > 0) == (exactness == APPROXIMATE)
+        return result.tokens
+
+    with ThreadPoolExecutor(8) as pool:
+        sparse = list(pool.map(run, [(prompt, APPROXIMATE) for prompt in prompts]))
+        dense = list(pool.map(run, [(prompt, EXACT) for prompt in prompts]))
+    stack.stop()
+    assert sparse == dense
+
+
+@pytest.mark.parametrize("depth", [0.1, 0.5, 0.8])
+def test_recall_at_a_tenth_of_the_blocks(depth: float, stack: Stack, books: list[str], tokenizer: Any) -> None:
+    """A fact hidden in a book of 4,000 tokens and asked for at the end."""
+    key = str(random.Random(depth).randrange(10_000, 99_999))
+    book = tokenizer.encode(books[1][10_000:60_000])[:3950]
+    fact = tokenizer.encode(f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n")
+    question = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
+    at = int(depth * len(book))
+    prompt = book[:at] + fact + book[at:] + question
+    result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
+    assert key in result.text.replace(" ", "")
+    assert result.speculation.kv_read_fraction <= 0.12

@@ -1,0 +1,201 @@
+"""Draft and target that do not fit refuse each other, naming both sides; the target lives on."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.loading import load_tokenizer, tokenizer_hash
+from engine.sampling import Sampling
+from models import PLAN, TARGET
+from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from sparsity.plan import load_plan
+from sparsity.selection import BlockSelection
+from tests.client import generate
+from tests.stack import Services, start_gateway, start_service, start_services
+from wire import convert
+from wire.messages import (
+    Announcement,
+    At,
+    Begin,
+    Commit,
+    Exactness,
+    Hello,
+    Open,
+    Proposal,
+    Ready,
+    Support,
+)
+from wire.selection_codec import encode_selection
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    running = start_services()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def hello() -> Hello:
+    plan = load_plan(PLAN)
+    return Hello("a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16)
+
+
+async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        call = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        await call.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+        await call.done_writing()
+        return await call.code(), await call.details()
+
+
+@pytest.mark.parametrize(
+    "field", ["protocol_version", "vocab_size", "tokenizer_hash", "plan_hash", "gamma", "block_size"]
+)
+async def test_mismatch_is_refused_naming_both_sides(services: Services, hello: Hello, field: str) -> None:
+    wrong: Any = "0123456789abcdef" if isinstance(getattr(hello, field), str) else getattr(hello, field) + 1
+    code, details = await _shake(services.target, replace(hello, **{field: wrong}))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert field in details
+    assert "a-draft" in details
+    assert "target" in details
+    assert str(wrong) in details
+    assert str(getattr(hello, field)) in details
+
+
+async def test_a_fitting_hello_is_welcome(services: Services, hello: Hello) -> None:
+    assert (await _shake(services.target, hello))[0] is grpc.StatusCode.OK
+
+
+def test_a_real_draft_reports_its_refusal(services: Services) -> None:
+    """Another γ: the draft process says why it was refused, the target goes on."""
+    draft, address = start_service(
+        "-m", "draft_service", "--model", str(TARGET.parent / "tiny-draft"), "--plan", str(PLAN),
+        "--target", services.target, "--gamma", "7", "--port", "0", "--kv-tokens", "1000",
+    )  # fmt: skip
+    try:
+        with grpc.insecure_channel(address) as channel:
+            for _ in range(100):
+                status = control_pb2_grpc.DraftControlStub(channel).Status(control_pb2.StatusRequest())
+                if status.refusal:
+                    break
+            assert "gamma" in status.refusal
+            assert "7" in status.refusal
+    finally:
+        draft.kill()
+        draft.wait()
+
+
+# What a hostile or broken draft may send once it is attached. Each must end its stream, and only that.
+PROMPT = list(range(300, 364))
+
+
+def _selection(plan_heads: int, blocks: int = 4) -> bytes:
+    return encode_selection(BlockSelection.from_lists([[1]] * plan_heads, blocks))
+
+
+def _support(token: int, probability: float) -> Support:
+    import numpy as np
+
+    return Support(np.array([token, token + 1]), np.array([probability, 1 - probability], dtype=np.float32))
+
+
+HEADS = len(load_plan(PLAN).announced_heads)
+BAD_EVENTS = {
+    "indices out of range": lambda at: Announcement(at, 0, 0, _selection(HEADS, 5)),
+    "heads the plan does not have": lambda at: Announcement(at, 0, 0, _selection(HEADS + 1)),
+    "garbage announcement": lambda at: Announcement(at, 0, 0, b"\x01\x00\xff\xff\xff\xff\xff\xff"),
+    "2^31 blocks": lambda at: Announcement(at, 0, 0, b"\x01\x01" + bytes([HEADS]) + b"\x80\x80\x80\x80\x08\x00\x00\x00\x00"),
+    "empty proposal": lambda at: Proposal(at, 0, 0, []),
+    "too many tokens": lambda at: Proposal(at, 0, 0, [1] * 5),
+    "token outside the vocabulary": lambda at: Proposal(at, 0, 0, [4096]),
+    "token 2^32 - 1": lambda at: Proposal(at, 0, 0, [2**32 - 1]),
+    "NaN probability": lambda at: Proposal(at, 0, 0, [5], [_support(5, float("nan"))]),
+    "negative probability": lambda at: Proposal(at, 0, 0, [5], [_support(5, -0.5)]),
+    "impossible token": lambda at: Proposal(at, 0, 0, [5], [_support(9, 0.5)]),
+    "wrong base": lambda at: Proposal(at._replace(base=at.base - 1), 0, 0, [5]),
+    "base 2^31": lambda at: Proposal(at._replace(base=2**31), 0, 0, [5]),
+    "NaN time": lambda at: Proposal(at, 0, 0, [5], [], float("nan")),
+    "no session": lambda at: Ready(At("", 0, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_EVENTS)
+async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
+    """A session of a draft that misbehaves is decoded plainly to its end; the target lives."""
+    async with grpc.aio.insecure_channel(bare_target) as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
+        await draft.read()
+        serve = control_pb2_grpc.TargetControlStub(channel).Serve()
+        sampling = Sampling(1.0, 1.0, 3) if "probability" in what or "impossible" in what else Sampling(0.0, 1.0, 3)
+        name = f"session-{what}"
+        opening = Open(name, PROMPT, len(PROMPT), 8, [], sampling, Exactness.APPROXIMATE)
+        await serve.write(convert.serve_request_to_pb(opening))
+        begin = convert.target_event_from_pb((await draft.read()).batch.events[0])
+        assert isinstance(begin, Begin)
+        assert begin.tokens == PROMPT
+        await draft.write(convert.draft_events_to_pb([BAD_EVENTS[what](begin.at)]))
+        committed = 0
+        async with asyncio.timeout(20):
+            while committed < 8:
+                for event in (await serve.read()).events:
+                    commit = convert.served_event_from_pb(event)
+                    assert isinstance(commit, Commit)
+                    committed += len(commit.tokens)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                while await draft.read() is not grpc.aio.EOF:
+                    pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details()
+        await serve.done_writing()
+
+
+@pytest.fixture(scope="module")
+def bare_target() -> Iterator[str]:
+    """A target without a draft; the tests are its drafts."""
+    process, address = start_service(
+        "-m", "target_service", "--model", str(TARGET), "--plan", str(PLAN), "--kv-tokens", "2000", "--port", "0"
+    )  # fmt: skip
+    yield address
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [], "prompt_tokens": 0}, "prompt tokens"),
+        ({"tokens": [4096]}, "vocabulary"),
+        ({"tokens": [1] * 50_000, "prompt_tokens": 50_000}, "context"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**31}, "context"),
+        ({"tokens": [1] * 1900, "prompt_tokens": 1900, "max_tokens": 200}, "pages"),
+    ],
+)
+async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: dict[str, Any], reason: str) -> None:
+    opening = replace(Open("s", [1], 1, 4, [], Sampling(0.0), Exactness.EXACT), **change)
+    async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(20):
+        serve = control_pb2_grpc.TargetControlStub(channel).Serve()
+        await serve.write(convert.serve_request_to_pb(opening))
+        closed = (await serve.read()).events[0].closed
+        assert closed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert reason in closed.message
+        await serve.done_writing()
+
+
+def test_the_services_still_work(services: Services) -> None:
+    """After all that was refused above."""
+    gateway = start_gateway(services)
+    try:
+        assert generate(gateway.stub(), "The old man said", max_tokens=20).speculation.accepted > 0
+    finally:
+        gateway.stop()

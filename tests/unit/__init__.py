@@ -1,0 +1,1 @@
+"""Tests of single modules, in process and without gRPC."""

@@ -1,0 +1,306 @@
+"""The attention kernels' torch references against a float64 attention over densified keys and masks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.block_weights import paged_attention_with_block_weights, pool_blocks
+from kernels.kv_write import write_kv
+from kernels.paged_attention import paged_attention
+from kernels.rejection import accept_greedy, accept_sampled
+from kernels.selection import select_nucleus, select_top_k
+
+GAMMA = 4
+SCALE = 0.3
+UNREAD = 2**30  # an entry past a list's count; reading it would be an index error
+
+
+@dataclass(frozen=True)
+class Case:
+    """A ragged batch. `lists[i][h]`: the logical pages that KV head h of sequence i reads."""
+
+    queries: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    kv_lengths: list[int]
+    query_counts: list[int]
+    lists: list[list[list[int]]]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages.shape[2]
+
+    @property
+    def query_starts(self) -> Tensor:
+        return torch.tensor([0, *np.cumsum(self.query_counts)], dtype=torch.int32)
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        lengths = torch.tensor(self.kv_lengths, dtype=torch.int32)
+        return self.queries, self.k_pages, self.v_pages, self.block_tables, lengths, self.query_starts
+
+    def packed_lists(self) -> tuple[Tensor, Tensor]:
+        counts = torch.tensor([[len(pages) for pages in heads] for heads in self.lists], dtype=torch.int32)
+        packed = torch.full((*counts.shape, int(counts.max()) + 2), UNREAD, dtype=torch.int32)
+        for i, heads in enumerate(self.lists):
+            for h, pages in enumerate(heads):
+                packed[i, h, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return packed, counts
+
+    def dense(self) -> Tensor:
+        return paged_attention(*self.arguments, SCALE)
+
+    def sparse(self) -> Tensor:
+        return paged_attention(*self.arguments, SCALE, *self.packed_lists())
+
+    def every_page(self) -> list[list[list[int]]]:
+        kv_heads = self.k_pages.shape[1]
+        return [[list(range(-(-n // self.page_size))) for _ in range(kv_heads)] for n in self.kv_lengths]
+
+
+def random_case(seed: int, group: int) -> Case:
+    """1 … 5 sequences of 1 … 90 tokens with shuffled pages; plain steps, verifications and prompt chunks."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    page_size, kv_heads, dim = int(rng.choice([4, 16])), int(rng.integers(1, 4)), int(rng.choice([8, 16]))
+    lengths = rng.integers(1, 91, rng.integers(1, 6)).tolist()
+    kinds = [1, GAMMA + 1, 37]
+    counts = [min(length, int(rng.choice(kinds))) for length in lengths]
+    pages_of = [-(-length // page_size) for length in lengths]
+    shuffled = rng.permutation(sum(pages_of) + 3).tolist()
+    tables = torch.zeros(len(lengths), max(pages_of) + 1, dtype=torch.int32)
+    for row, count in enumerate(pages_of):
+        tables[row, :count] = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.int32)
+    lists = [
+        [rng.permutation(count)[: rng.integers(0, count + 1)].tolist() for _ in range(kv_heads)]
+        for count in pages_of
+    ]
+    shape = (sum(pages_of) + 3, kv_heads, page_size, dim)
+    queries = torch.randn(sum(counts), kv_heads * group, dim)
+    return Case(queries, torch.randn(shape), torch.randn(shape), tables, lengths, counts, lists)
+
+
+def densified(case: Case, i: int, pages: Tensor) -> np.ndarray:
+    """[length, kv_heads, dim] float64: the tokens of sequence i in order."""
+    at = np.arange(case.kv_lengths[i])
+    table = case.block_tables[i].numpy()
+    return pages.double().numpy()[table[at // case.page_size], :, at % case.page_size]
+
+
+def reference_weights(case: Case, lists: list[list[list[int]]]) -> list[np.ndarray]:
+    """For each sequence [rows, heads, length] float64: the softmax over what is seen, 0 elsewhere."""
+    weights, starts = [], case.query_starts.tolist()
+    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
+        keys, at = densified(case, i, case.k_pages), np.arange(length)
+        queries = case.queries.double().numpy()[starts[i] : starts[i + 1]]
+        heads = queries.shape[1]
+        group = heads // keys.shape[1]
+        seen = np.zeros((rows, heads, length), dtype=bool)
+        scores = np.zeros((rows, heads, length))
+        for row in range(rows):
+            for head in range(heads):
+                listed = np.isin(at // case.page_size, lists[i][head // group])
+                seen[row, head] = listed & (at <= length - rows + row)
+                scores[row, head] = keys[:, head // group] @ queries[row, head] * SCALE
+        exps = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+        total = exps.sum(-1, keepdims=True)
+        weights.append(np.divide(exps, total, out=np.zeros_like(exps), where=total > 0))
+    return weights
+
+
+def reference(case: Case, lists: list[list[list[int]]]) -> Tensor:
+    parts = []
+    for i, weights in enumerate(reference_weights(case, lists)):
+        values = densified(case, i, case.v_pages)
+        by_head = np.repeat(values, weights.shape[1] // values.shape[1], axis=1)
+        parts.append(np.einsum("rhn,nhd->rhd", weights, by_head))
+    return torch.from_numpy(np.concatenate(parts)).float()
+
+
+cases = pytest.mark.parametrize(
+    ("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(12)]
+)
+
+
+@cases
+def test_dense_attention_is_the_reference(seed: int, group: int) -> None:
+    case = random_case(seed, group)
+    torch.testing.assert_close(case.dense(), reference(case, case.every_page()), atol=2e-5, rtol=1e-4)
+
+
+@cases
+def test_listed_attention_is_the_reference(seed: int, group: int) -> None:
+    """Lists of any order and length, none at all included; entries past a count are never read."""
+    case = random_case(seed, group)
+    torch.testing.assert_close(case.sparse(), reference(case, case.lists), atol=2e-5, rtol=1e-4)
+
+
+def test_random_lists_matter() -> None:
+    """The cases are such that a kernel that ignores its lists would be found out."""
+    differing = [
+        (random_case(seed, 2).sparse() - random_case(seed, 2).dense()).abs().max() for seed in range(12)
+    ]
+    assert sum(float(d) > 0.1 for d in differing) >= 10
+
+
+@cases
+def test_full_lists_are_dense(seed: int, group: int) -> None:
+    case = random_case(seed, group)
+    full = replace(case, lists=case.every_page())
+    torch.testing.assert_close(full.sparse(), case.dense(), atol=1e-5, rtol=1e-5)
+
+
+def test_empty_selection_gives_zeros() -> None:
+    """All lists empty, and one KV head's alone."""
+    case = random_case(5, 2)
+    kv_heads = case.k_pages.shape[1]
+    assert kv_heads > 1
+    none = replace(case, lists=[[[] for _ in heads] for heads in case.lists])
+    assert torch.equal(none.sparse(), torch.zeros_like(case.queries))
+    one = replace(case, lists=[[[], *heads[1:]] for heads in case.every_page()])
+    out = one.sparse()
+    assert torch.equal(out[:, :2], torch.zeros_like(out[:, :2]))
+    torch.testing.assert_close(out[:, 2:], case.dense()[:, 2:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_before_all_listed_pages_gets_zeros() -> None:
+    """Its own page is listed, but only later queries may see it."""
+    case = Case(
+        queries=torch.randn(5, 2, 8),
+        k_pages=torch.randn(3, 1, 4, 8),
+        v_pages=torch.randn(3, 1, 4, 8),
+        block_tables=torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        kv_lengths=[10],
+        query_counts=[5],
+        lists=[[[2]]],  # positions 8 and 9; the queries stand at 5 … 9
+    )
+    out = case.sparse()
+    assert torch.equal(out[:3], torch.zeros(3, 2, 8))
+    assert (out[3:].abs().amax(-1) > 0).all()
+    torch.testing.assert_close(out, reference(case, case.lists), atol=2e-5, rtol=1e-4)
+
+
+def test_a_sequence_without_queries_takes_no_part() -> None:
+    case = random_case(3, 2)
+    starts = case.query_starts.tolist()
+    silent = replace(
+        case,
+        queries=case.queries[starts[1] :],
+        query_counts=[0, *case.query_counts[1:]],
+    )
+    assert torch.equal(silent.dense(), case.dense()[starts[1] :])
+
+
+@pytest.mark.parametrize("run", [Case.dense, Case.sparse])
+@pytest.mark.parametrize("later", range(1, GAMMA + 1))
+def test_earlier_queries_do_not_see_later_keys(run: Callable[[Case], Tensor], later: int) -> None:
+    """Of a round's γ + 1 own tokens, each sees itself and those before it, bit for bit."""
+    torch.manual_seed(later)
+    table = torch.randperm(6)[:4].to(torch.int32)[None]
+    pages = torch.randn(6, 2, 16, 8), torch.randn(6, 2, 16, 8)
+    case = Case(torch.randn(GAMMA + 1, 4, 8), *pages, table, [51], [GAMMA + 1], [[[0, 3, 2], [2, 3]]])
+    before = run(case)
+    at = 51 - (GAMMA + 1) + later
+    page, offset = int(table[0, at // 16]), at % 16
+    changed = case.k_pages.clone(), case.v_pages.clone()
+    for tensor in changed:
+        tensor[page, :, offset] += 3.0
+    after = run(replace(case, k_pages=changed[0], v_pages=changed[1]))
+    assert torch.equal(before[:later], after[:later])
+    assert ((before[later:] - after[later:]).abs().amax(-1) > 1e-3).all()
+
+
+@cases
+@pytest.mark.parametrize("block_size", [5, 16, 32])
+def test_block_weights_are_the_pooled_softmax(seed: int, group: int, block_size: int) -> None:
+    case = random_case(seed, group)
+    out, weights = paged_attention_with_block_weights(*case.arguments, SCALE, block_size)
+    assert torch.equal(out, case.dense())
+    blocks_of = [-(-length // block_size) for length in case.kv_lengths]
+    assert weights.shape == (len(blocks_of), case.queries.shape[1], max(blocks_of))
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]), atol=1e-5, rtol=0)
+    for i, by_token in enumerate(reference_weights(case, case.every_page())):
+        last = by_token[-1]
+        pooled = np.stack(
+            [last[:, n : n + block_size].sum(1) for n in range(0, last.shape[1], block_size)], 1
+        )
+        np.testing.assert_allclose(weights[i, :, : blocks_of[i]].numpy(), pooled, atol=1e-5)
+        assert not weights[i, :, blocks_of[i] :].any()
+
+
+def test_pool_blocks_keeps_the_partial_block() -> None:
+    pooled = pool_blocks(torch.arange(7.0).expand(2, 7), 3)
+    assert pooled.tolist() == [[3.0, 12.0, 6.0]] * 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_write_kv_stores_where_it_is_told_and_nowhere_else(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    k_pages, v_pages = torch.randn(7, 3, 4, 5), torch.randn(7, 3, 4, 5)
+    slots = torch.from_numpy(rng.permutation(28)[: rng.integers(1, 20)])
+    keys, values = torch.randn(len(slots), 3, 5), torch.randn(len(slots), 3, 5)
+    wanted = k_pages.clone(), v_pages.clone()
+    for row, slot in enumerate(slots.tolist()):
+        for head in range(3):
+            wanted[0][slot // 4, head, slot % 4] = keys[row, head]
+            wanted[1][slot // 4, head, slot % 4] = values[row, head]
+    write_kv(k_pages, v_pages, slots, keys, values)
+    assert torch.equal(k_pages, wanted[0])
+    assert torch.equal(v_pages, wanted[1])
+
+
+def test_attention_reads_what_was_written() -> None:
+    """Writing a sequence token by token through slots, then attending, is attention over those tokens."""
+    torch.manual_seed(0)
+    keys, values, queries = torch.randn(21, 2, 8), torch.randn(21, 2, 8), torch.randn(1, 4, 8)
+    pages = torch.randn(5, 2, 16, 8), torch.randn(5, 2, 16, 8)
+    table = torch.tensor([[3, 1]], dtype=torch.int32)
+    slots = torch.tensor([int(table[0, t // 16]) * 16 + t % 16 for t in range(21)])
+    write_kv(*pages, slots[:16], keys[:16], values[:16])
+    write_kv(*pages, slots[16:], keys[16:], values[16:])
+    case = Case(queries, *pages, table, [21], [1], [])
+    np.testing.assert_array_equal(densified(case, 0, pages[0]), keys.double().numpy())
+    scores = torch.einsum("hd,nhd->hn", queries[0], keys.repeat_interleave(2, 1)) * SCALE
+    wanted = torch.einsum("hn,nhd->hd", scores.softmax(-1), values.repeat_interleave(2, 1))
+    torch.testing.assert_close(case.dense()[0], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_heads_must_be_a_multiple_of_kv_heads() -> None:
+    case = random_case(5, 2)
+    with pytest.raises(ValueError, match="no multiple"):
+        paged_attention(case.queries[:, :-1], *case.arguments[1:], SCALE)
+
+
+def test_lists_and_counts_go_together() -> None:
+    case = random_case(5, 2)
+    with pytest.raises(ValueError, match="go together"):
+        paged_attention(*case.arguments, SCALE, page_lists=case.packed_lists()[0])
+
+
+ROW = torch.zeros(1, 1)
+COUNT = torch.ones(1, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        (paged_attention, (*random_case(0, 2).arguments, SCALE)),
+        (paged_attention_with_block_weights, (*random_case(0, 2).arguments, SCALE, 16)),
+        (write_kv, (torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), COUNT, ROW[None], ROW[None])),
+        (select_top_k, (ROW, COUNT, COUNT)),
+        (select_nucleus, (ROW, COUNT, 0.5)),
+        (accept_greedy, (ROW.long(), COUNT, ROW.long())),
+        (accept_sampled, (ROW.long(), COUNT, ROW[None], ROW[None], ROW, ROW)),
+    ],
+)
+def test_an_unknown_backend_is_an_error(operation: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(NotImplementedError, match=r"triton.*not built"):
+        operation(*arguments, backend="triton")

@@ -1,0 +1,245 @@
+"""Acceptance of drafted tokens: tables worked out by hand, and the distribution that comes out."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.rejection import accept_greedy, accept_sampled, draw
+
+ROWS = 200_000
+JUST_BELOW_ONE = 1 - 2.0**-53
+
+
+def ints(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "count", "target", "accepted", "following"),
+    [
+        ([5, 6, 7], 3, [5, 6, 7, 8], 3, 8),  # all kept, the bonus token follows
+        ([5, 6, 7], 3, [5, 6, 9, 8], 2, 9),
+        ([5, 6, 7], 3, [9, 6, 7, 8], 0, 9),  # agreement behind the first difference counts for nothing
+        ([5, 6, 7], 2, [5, 6, 7, 8], 2, 7),  # a shorter proposal: its padding is no proposal
+        ([0, 0, 0], 0, [0, 0, 0, 0], 0, 0),  # plain decoding in a padded batch
+        ([5, 6, 7], 1, [4, 6, 7, 8], 0, 4),
+    ],
+)
+def test_greedy_by_hand(
+    drafted: list[int], count: int, target: list[int], accepted: int, following: int
+) -> None:
+    got = accept_greedy(ints(drafted), torch.tensor([count]), ints(target))
+    assert [t.tolist() for t in got] == [[accepted], [following]]
+
+
+def test_greedy_rows_do_not_mix_and_gamma_may_be_0() -> None:
+    got = accept_greedy(ints([1, 2], [1, 2]), torch.tensor([2, 2]), ints([1, 2, 3], [2, 2, 3]))
+    assert [t.tolist() for t in got] == [[2, 0], [3, 2]]
+    got = accept_greedy(torch.zeros(2, 0, dtype=torch.long), torch.tensor([0, 0]), ints([4], [5]))
+    assert [t.tolist() for t in got] == [[0, 0], [4, 5]]
+
+
+def sampled(
+    drafted: list[int],
+    count: int,
+    q: list[list[float]],
+    p: list[list[float]],
+    accept: list[float],
+    recover: list[float],
+) -> tuple[int, int]:
+    accepted, following = accept_sampled(
+        ints(drafted),
+        torch.tensor([count]),
+        torch.tensor([q]),
+        torch.tensor([p]),
+        torch.tensor([accept], dtype=torch.float64),
+        torch.tensor([recover], dtype=torch.float64),
+    )
+    return int(accepted), int(following)
+
+
+Q, P, END = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "count", "accept", "recover", "accepted", "following"),
+    [
+        # Token 0 is kept if u < 0.25 / 0.5; else the residual (0, 0, 0.25) leaves token 2 alone.
+        ([0, 0], 2, [0.49, 0.0], [0.9, 0.9, 0.9], 2, 1),
+        ([0, 0], 2, [0.5, 0.0], [0.0, 0.0, 0.0], 0, 2),
+        ([0, 0], 2, [0.49, 0.5], [0.9, 0.0, 0.9], 1, 2),
+        ([2, 1], 2, [JUST_BELOW_ONE, JUST_BELOW_ONE], [0.9, 0.9, 0.9], 2, 1),  # p >= q: always kept
+        # With one token proposed, the bonus token comes from P at position 1: 0.25, 0.5, 1.0.
+        ([1, 0], 1, [0.9, 0.0], [0.0, 0.24, 0.0], 1, 0),
+        ([1, 0], 1, [0.9, 0.0], [0.0, 0.25, 0.0], 1, 1),
+        ([1, 0], 1, [0.9, 0.0], [0.0, 0.5, 0.0], 1, 2),
+        ([0, 0], 0, [0.0, 0.0], [0.3, 0.9, 0.9], 0, 1),  # nothing proposed: drawn from P
+    ],
+)
+def test_sampled_by_hand(
+    drafted: list[int],
+    count: int,
+    accept: list[float],
+    recover: list[float],
+    accepted: int,
+    following: int,
+) -> None:
+    assert sampled(drafted, count, [Q, Q], [P, P, END], accept, recover) == (accepted, following)
+
+
+def test_a_token_the_target_excludes_is_never_kept() -> None:
+    assert sampled([0], 1, [[1.0, 0.0]], [[0.0, 1.0], [1.0, 0.0]], [0.0], [0.0, 0.0]) == (0, 1)
+
+
+def test_an_empty_residual_falls_back_to_the_target() -> None:
+    """A token without any probability in either can be rejected where p = q; then p is drawn from."""
+    q = [[0.0, 0.25, 0.75]]
+    assert sampled([0], 1, q, [*q, END], [0.5], [0.2, 0.0]) == (0, 1)
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_identical_distributions_accept_always(gamma: int) -> None:
+    torch.manual_seed(gamma)
+    probs = torch.randn(500, gamma + 1, 7).softmax(-1)
+    tokens = draw(probs[:, :-1].flatten(0, 1), torch.rand(500 * gamma, dtype=torch.float64)).view(500, gamma)
+    counts = torch.full((500,), gamma)
+    uniforms = torch.full((500, gamma), JUST_BELOW_ONE, dtype=torch.float64)
+    last = torch.rand(500, gamma + 1, dtype=torch.float64)
+    accepted, following = accept_sampled(tokens, counts, probs[:, :-1], probs, uniforms, last)
+    assert torch.equal(accepted, counts)
+    assert torch.equal(following, draw(probs[:, gamma], last[:, gamma]))
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, JUST_BELOW_ONE])
+def test_draw_never_returns_an_entry_of_weight_0(u: float) -> None:
+    rows = torch.tensor(
+        [
+            [0.0, 0.3, 0.0, 0.7, 0.0],
+            [0.0, 0.0, 1.0, 0.0, 0.0],
+            [1e-30, 0.0, 0.0, 0.0, 0.0],
+            [0.1, 0.1, 0.1, 0.1, 0.0],
+            [3.0, 0.0, 5.0, 0.0, 0.0],
+            [1.0, 1e-20, 0.0, 0.0, 0.0],
+        ]
+    )
+    drawn = draw(rows, torch.full((len(rows),), u, dtype=torch.float64))
+    assert (rows.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_draw_inverts_the_cdf() -> None:
+    row = torch.tensor([[0.125, 0.0, 0.375, 0.5]])
+    for u, token in [(0.0, 0), (0.1249, 0), (0.125, 2), (0.4999, 2), (0.5, 3), (JUST_BELOW_ONE, 3)]:
+        assert int(draw(row, torch.tensor([u], dtype=torch.float64))) == token
+        assert int(draw(row * 7, torch.tensor([u], dtype=torch.float64))) == token
+
+
+def test_draw_of_wide_rows_with_random_zeros() -> None:
+    torch.manual_seed(0)
+    rows = torch.rand(300, 200) * (torch.rand(300, 200) < 0.1)
+    rows[:, 17] += 1e-6
+    for u in (0.0, 0.999999, JUST_BELOW_ONE):
+        drawn = draw(rows, torch.full((300,), u, dtype=torch.float64))
+        assert (rows.gather(1, drawn[:, None]) > 0).all()
+
+
+# The distribution that comes out
+
+VOCAB, GAMMA = 5, 2
+
+
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Chi-square of counts against probabilities; entries of probability 0 must not occur."""
+    expected = probs.double() / probs.double().sum() * counts.sum()
+    assert not counts[expected == 0].any()
+    counts, expected = counts[expected > 0].double(), expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+class Chains:
+    """A target and a draft that look at all tokens before; the target cuts one token off, as by top-p."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(*context: int) -> Tensor:
+            return (1.2 * torch.randn(*context, VOCAB, generator=generator)).softmax(-1)
+
+        self.q = [table(), table(VOCAB)]
+        self.p = [table(), table(VOCAB), table(VOCAB, VOCAB)]
+        for rows in self.p:
+            rows[..., 1] = 0
+            rows /= rows.sum(-1, keepdim=True)
+
+    def run(self, seed: int, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Emitted tokens [ROWS, GAMMA + 1], -1 where none, of the kernel or of a wrong rule."""
+        rng = np.random.default_rng(seed)
+        u = torch.from_numpy(rng.random((ROWS, 3 * GAMMA + 1)))
+        d0 = draw(self.q[0].expand(ROWS, -1), u[:, 0])
+        d1 = draw(self.q[1][d0], u[:, 1])
+        drafted = torch.stack([d0, d1], 1)
+        q = torch.stack([self.q[0].expand(ROWS, -1), self.q[1][d0]], 1)
+        p = torch.stack([self.p[0].expand(ROWS, -1), self.p[1][d0], self.p[2][d0, d1]], 1)
+        counts = torch.full((ROWS,), GAMMA)
+        accept, recover = u[:, GAMMA : 2 * GAMMA], u[:, 2 * GAMMA :]
+        if rule == "accept always":
+            accept = torch.zeros_like(accept)
+            p = torch.cat([q, p[:, 2:]], 1)
+        accepted, following = accept_sampled(drafted, counts, q, p, accept, recover)
+        if rule == "recover from p":
+            following = draw(p[torch.arange(ROWS), accepted], recover[torch.arange(ROWS), accepted])
+        emitted = torch.full((ROWS, GAMMA + 1), -1)
+        emitted[:, :GAMMA] = drafted.where(torch.arange(GAMMA) < accepted[:, None], -1)
+        emitted.scatter_(1, accepted[:, None], following[:, None])
+        return emitted[:, 0], emitted[:, 1], emitted[:, 2]
+
+
+def emitted_p_values(chains: Chains, seed: int, rule: str = "kernel") -> list[float]:
+    """Of the first token, of the second after each first, of the third after each pair seen often enough."""
+    first, second, third = chains.run(seed, rule)
+    values = [p_value(first.bincount(minlength=VOCAB), chains.p[0])]
+    for a in first.unique().tolist():
+        after = second[(first == a) & (second >= 0)]
+        values.append(p_value(after.bincount(minlength=VOCAB), chains.p[1][a]))
+        for b in after.unique().tolist():
+            last = third[(first == a) & (second == b) & (third >= 0)]
+            if len(last) > 1000:
+                values.append(p_value(last.bincount(minlength=VOCAB), chains.p[2][a, b]))
+    return values
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_output_has_the_targets_distribution(seed: int) -> None:
+    values = emitted_p_values(Chains(seed), seed)
+    assert len(values) >= 1 + 4 + 8
+    assert min(values) > 1e-4
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_residual_is_what_makes_it_right(seed: int) -> None:
+    """Control: the same test finds out a rule that recovers from p instead of the residual."""
+    assert min(emitted_p_values(Chains(seed), seed, "recover from p")) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_acceptance_is_what_makes_it_right(seed: int) -> None:
+    """Control: keeping every drafted token gives the draft's distribution, and the test sees it."""
+    chains = Chains(seed)
+    first, _, _ = chains.run(seed, "accept always")
+    allowed = first[chains.p[0][first] > 0]
+    assert len(allowed) < len(first)  # tokens that the target excludes came out
+    assert p_value(allowed.bincount(minlength=VOCAB), chains.p[0]) < 1e-6
+
+
+def test_the_chi_square_tail_is_the_textbooks() -> None:
+    """5 % critical values of 1, 4 and 10 degrees of freedom."""
+    for freedom, critical in [(1, 3.841), (4, 9.488), (10, 18.307)]:
+        tail = torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(critical / 2))
+        assert math.isclose(float(tail), 0.05, rel_tol=1e-3)

@@ -1,0 +1,142 @@
+"""From logits to the distribution drawn from, and the uniforms that draw."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampling import (
+    USE_ACCEPT,
+    USE_DRAFT,
+    USE_TARGET,
+    Sampling,
+    limit_support,
+    truncated_probs,
+    uniforms,
+)
+
+
+def plain_truncated(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+    """float64, token by token from the likeliest on, until the mass is there."""
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    if top_p == 1:
+        return probs
+    kept, mass = np.zeros_like(probs), 0.0
+    for token in np.argsort(-probs, kind="stable"):
+        kept[token] = probs[token]
+        mass += probs[token]
+        if mass >= top_p:
+            break
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_truncated_probs_is_the_plain_rule(seed: int) -> None:
+    """Rows of different temperature and top-p in one call."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 24
+    logits = 3 * torch.randn(rows, 50, generator=generator)
+    temperature = torch.tensor([0.3, 0.7, 1.0, 2.0]).repeat(rows // 4)
+    top_p = torch.tensor([0.05, 0.5, 0.9, 0.99, 1.0, 1e-6]).repeat_interleave(rows // 6)
+    got = truncated_probs(logits, temperature, top_p)
+    assert got.dtype == torch.float32
+    for row, t, p, out in zip(logits, temperature.tolist(), top_p.tolist(), got, strict=True):
+        np.testing.assert_allclose(out, plain_truncated(row.numpy(), t, p), atol=1e-6)
+
+
+def kept(probs: Tensor, top_p: float) -> list[int]:
+    one = torch.ones(1)
+    return truncated_probs(probs.log()[None], one, one * top_p)[0].nonzero()[:, 0].tolist()
+
+
+def test_top_p_keeps_the_token_that_crosses_it() -> None:
+    probs = torch.tensor([0.125, 0.5, 0.125, 0.25])
+    assert kept(probs, 0.4) == [1]
+    assert kept(probs, 0.6) == [1, 3]
+    assert kept(probs, 0.8) == [0, 1, 3]  # of the two equal ones the lower id
+    assert kept(probs, 0.9) == [0, 1, 2, 3]
+    assert kept(probs, 1e-9) == [1]
+
+
+def test_top_p_of_1_leaves_a_row_untouched_beside_others() -> None:
+    """Not even the last bits of a tail that rounding would drop."""
+    logits = torch.linspace(0, 60, 40)[None].repeat(2, 1)
+    one = torch.ones(2)
+    both = truncated_probs(logits, one, torch.tensor([0.9, 1.0]))
+    alone = truncated_probs(logits[1:], one[1:], one[1:])
+    assert torch.equal(both[1], alone[0])
+    assert (alone > 0).all()
+    assert not (both[0] > 0).all()
+
+
+def test_logits_of_minus_infinity_have_no_probability() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    for top_p in (0.999999, 1.0):
+        got = truncated_probs(logits, torch.ones(1), torch.tensor([top_p]))
+        assert got[0, 1] == 0
+        assert float(got.sum()) == pytest.approx(1, abs=1e-6)
+
+
+def test_limit_support_keeps_the_likeliest_and_renormalises() -> None:
+    torch.manual_seed(0)
+    probs = torch.randn(8, 30).softmax(-1)
+    ids, top = limit_support(probs, 7)
+    assert ids.shape == top.shape == (8, 7)
+    for row, kept_ids, kept_probs in zip(probs, ids, top, strict=True):
+        wanted = np.sort(np.argsort(-row.numpy())[:7])
+        assert sorted(kept_ids.tolist()) == wanted.tolist()
+        torch.testing.assert_close(kept_probs, row[kept_ids] / row[kept_ids].sum())
+    torch.testing.assert_close(top.sum(-1), torch.ones(8))
+
+
+def test_limit_support_beyond_the_vocabulary_keeps_all() -> None:
+    probs = torch.tensor([[0.25, 0.75]])
+    ids, top = limit_support(probs, 64)
+    assert ids.tolist() == [[1, 0]]
+    assert top.tolist() == [[0.75, 0.25]]
+
+
+def test_greedy_is_temperature_0() -> None:
+    assert Sampling(temperature=0.0).greedy
+    assert not Sampling(temperature=0.01).greedy
+
+
+# Uniforms
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("use", [USE_DRAFT, USE_ACCEPT, USE_TARGET])
+def test_uniforms_depend_on_seed_position_and_use_alone(seed: int, use: int) -> None:
+    """However a range of positions is cut into calls."""
+    whole = uniforms(seed, 100, 40, use)
+    assert whole.dtype == np.float64
+    pieces = [uniforms(seed, 100, 7, use), uniforms(seed, 107, 33, use)]
+    np.testing.assert_array_equal(whole, np.concatenate(pieces))
+    singles = [uniforms(seed, position, 1, use)[0] for position in range(100, 140)]
+    np.testing.assert_array_equal(whole, singles)
+    assert len(uniforms(seed, 100, 0, use)) == 0
+
+
+def test_no_two_seeds_positions_or_uses_share_a_number() -> None:
+    seeds = [0, 1, 2, 2**32, 2**63, 2**64 - 1]
+    numbers = np.concatenate([uniforms(s, 0, 500, use) for s in seeds for use in range(3)])
+    assert len(np.unique(numbers)) == len(numbers)
+
+
+def test_uniforms_are_uniform_and_not_correlated() -> None:
+    """Mean, spread and range; no correlation of neighbours, of uses, of neighbouring seeds."""
+    count = 20_000
+    a, b, c = (
+        uniforms(7, 0, count, USE_DRAFT),
+        uniforms(7, 0, count, USE_ACCEPT),
+        uniforms(8, 0, count, USE_DRAFT),
+    )
+    assert (a >= 0).all()
+    assert (a < 1).all()
+    assert abs(a.mean() - 0.5) < 4 * (1 / 12 / count) ** 0.5
+    assert abs(a.var() - 1 / 12) < 0.003
+    for x, y in [(a[1:], a[:-1]), (a, b), (a, c)]:
+        assert abs(np.corrcoef(x, y)[0, 1]) < 4 / count**0.5
+    assert np.histogram(a, 16, (0, 1))[0].min() > count / 16 * 0.85

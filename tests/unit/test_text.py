@@ -1,0 +1,162 @@
+"""Text that appears piece by piece is the text that all tokens together have."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from orchestrator.text import Detokenizer, StopFinder
+
+REPLACEMENT = "\ufffd"
+AWKWARD = [
+    "Plain words, and  two spaces.\n\n\tA tab.",
+    "naïve café « quoted » … €5",
+    "北京的天气今天很好。",
+    "🙂🙃👩‍👩‍👧‍👦🏳️‍🌈 and \U0001d518\U0001d52b\U0001d526",
+    "नमस्ते दुनिया, عالم מרחבא",
+    "a\u0301 combining, zero\u200bwidth, \U0010ffff last",
+    "it's he's don't , . ! ? n't",  # what a tokenizer's clean-up would change
+    " leading and trailing ",
+]
+
+
+def cut(rng: random.Random, tokens: list[int], most: int) -> Iterator[list[int]]:
+    at = 0
+    while at < len(tokens):
+        size = rng.randint(1, most)
+        yield tokens[at : at + size]
+        at += size
+
+
+def stream(tokenizer: Any, pieces: Iterator[list[int]] | list[list[int]]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(piece) for piece in pieces), detokenizer.finish()]
+
+
+def whole(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_text_comes_out_whole(tokenizer: Any, text: str, most: int) -> None:
+    """Characters of several bytes and tokens are never shown in part."""
+    tokens = tokenizer.encode(text)
+    chunks = stream(tokenizer, cut(random.Random(0), tokens, most))
+    assert "".join(chunks) == text
+    assert not any(REPLACEMENT in chunk for chunk in chunks)
+
+
+def test_the_texts_have_characters_split_over_tokens(tokenizer: Any) -> None:
+    """Else the test above would say little."""
+    split = [
+        text for text in AWKWARD if any(REPLACEMENT in tokenizer.decode([t]) for t in tokenizer.encode(text))
+    ]
+    assert len(split) >= 4
+
+
+@pytest.mark.parametrize("text", AWKWARD[:4])
+def test_text_is_shown_as_soon_as_it_is_whole(tokenizer: Any, text: str) -> None:
+    """After every token the text shown is all of what is complete by then."""
+    detokenizer, shown, tokens = Detokenizer(tokenizer), "", tokenizer.encode(text)
+    for n, token in enumerate(tokens, 1):
+        shown += detokenizer.push([token])
+        so_far = whole(tokenizer, tokens[:n])
+        assert shown == so_far or so_far.endswith(REPLACEMENT)
+        assert so_far.rstrip(REPLACEMENT).startswith(shown)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_tokens_come_out_as_one_decoding_has_them(tokenizer: Any, seed: int) -> None:
+    """Any ids, special ones and broken UTF-8 included; replacement characters where the whole has them."""
+    rng = random.Random(seed)
+    vocabulary = len(tokenizer)
+    low = vocabulary if seed % 2 else 260  # every other time single bytes above all
+    tokens = [rng.randrange(low) for _ in range(rng.randint(1, 60))]
+    tokens += [rng.choice(tokenizer.all_special_ids) for _ in range(3)]
+    rng.shuffle(tokens)
+    chunks = stream(tokenizer, cut(rng, tokens, rng.choice([1, 1, 4])))
+    text = whole(tokenizer, tokens)
+    assert "".join(chunks) == text
+    place = 0
+    for chunk in chunks:
+        assert chunk == text[place : place + len(chunk)]
+        place += len(chunk)
+
+
+def test_special_tokens_are_not_shown_even_inside_a_character(tokenizer: Any) -> None:
+    special = tokenizer.all_special_ids[0]
+    tokens = tokenizer.encode("北京")
+    mixed = [t for token in tokens for t in (special, token)]
+    assert "".join(stream(tokenizer, [[t] for t in mixed])) == "北京"
+
+
+def test_an_incomplete_end_is_shown_at_the_end_only(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("x🙂")
+    detokenizer = Detokenizer(tokenizer)
+    shown = [detokenizer.push([token]) for token in tokens[:-1]]
+    assert "".join(shown) == "x"
+    assert detokenizer.finish() == REPLACEMENT
+    assert detokenizer.finish() == ""
+
+
+# Stop strings
+
+
+def until_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The text up to the stop string that is complete first; of several, up to the one that began first."""
+    for end in range(1, len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)], True
+    return text, False
+
+
+def feed(stops: list[str], pieces: list[str]) -> tuple[str, bool, list[str]]:
+    finder, shown = StopFinder(stops), []
+    for piece in pieces:
+        text, stopped = finder.push(piece)
+        shown.append(text)
+        if stopped:
+            return "".join(shown), True, shown
+    shown.append(finder.finish())
+    return "".join(shown), False, shown
+
+
+letters = st.text("ab\n", max_size=4)
+
+
+@given(st.lists(letters, max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3))
+@example(["a", "b", "c"], ["abc", "b"])
+@example(["abc"], ["abc", "b"])
+@example(["aab"], ["ab"])
+@example(["aa", "ab"], ["aab"])
+@example(["abab", "b"], ["ababb", "abb"])
+def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+    """All in one piece, letter by letter, and as cut: the same text, without the stop string."""
+    text = "".join(pieces)
+    wanted = until_stop(text, stops)
+    assert feed(stops, pieces)[:2] == wanted
+    assert feed(stops, [text])[:2] == wanted
+    assert feed(stops, list(text))[:2] == wanted
+
+
+@given(st.lists(letters, max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3))
+def test_only_what_may_begin_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    finder, text, shown = StopFinder(stops), "", ""
+    for piece in pieces:
+        text += piece
+        out, stopped = finder.push(piece)
+        shown += out
+        if stopped:
+            return
+        held = text[len(shown) :]
+        assert text == shown + held
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert feed([], ["ab", "", "c"])[2] == ["ab", "", "c", ""]
