@@ -102,11 +102,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _from_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     names = {item.name for item in dataclasses.fields(Settings)}
     if not isinstance(content, dict) or set(content) - names:
-        unknown = sorted(set(content) - names) if isinstance(content, dict) else type(content).__name__
+        unknown = sorted(map(str, set(content) - names)) if isinstance(content, dict) else type(content).__name__
         raise SettingsError(f"{path}: no such setting: {unknown}")
     return content
 
@@ -118,7 +118,9 @@ def _convert(name: str, value: Any, source: str) -> Any:
             if isinstance(value, bool):
                 return value
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
-        return kind(value)  # type: ignore[operator]
+        if not isinstance(value, str | int | float):  # a file's may be anything
+            raise TypeError
+        return kind(str(value))  # type: ignore[operator]  # by its spelling: 4.5 and true are no integers
     except (ValueError, TypeError, KeyError):
         expected = getattr(kind, "__name__", kind)
         raise SettingsError(f"{source}: {name} is {value!r}, expected {expected}") from None

@@ -91,7 +91,7 @@ def test_a_broken_acceptance_rule_is_found_out(tokenizer: Any) -> None:
     services: Services = start_services(target_command=("-c", BROKEN))
     gateway = start_gateway(services)
     try:
-        p_values = _p_values(gateway, tokenizer.encode(PROMPT), DRAWS)
+        p_values = _p_values(gateway, tokenizer.encode(PROMPT), DRAWS // 2)
     finally:
         gateway.stop()
         services.stop()

@@ -1,0 +1,164 @@
+"""What a client may ask for: everything else is refused before anything is started."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.requests import GenerationRequest, Limits, check_stop, encode_prompt, to_record
+from wire.errors import InvalidArgument, NotFound, ServiceError
+from wire.messages import Exactness, FinishReason
+
+LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7])
+REQUEST = GenerationRequest([5, 6, 7])
+
+
+def record(tokenizer: Any = None, **changes: Any) -> Any:
+    return to_record(replace(REQUEST, **changes), tokenizer, LIMITS)
+
+
+def test_a_request_becomes_a_record(tokenizer: Any) -> None:
+    got = record(
+        tokenizer,
+        prompt="Hello, world",
+        request_id="mine",
+        model="tiny",
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        stop=["\n"],
+        exactness="approximate",
+    )
+    assert got.tokens == tokenizer.encode("Hello, world")
+    assert got.prompt_tokens == len(got.tokens)
+    assert (got.session, got.max_tokens, got.stop_token_ids) == ("mine", 9, [0, 7])
+    assert (got.sampling.temperature, got.sampling.top_p, got.sampling.seed) == (0.5, 0.9, 3)
+    assert got.exactness is Exactness.APPROXIMATE
+    assert got.finish_reason is FinishReason.NONE
+    assert got.generated == []
+
+
+def test_what_is_left_out_has_defaults() -> None:
+    a, b = record(), record()
+    assert (a.max_tokens, a.sampling.temperature, a.sampling.top_p) == (16, 1.0, 1.0)
+    assert a.exactness is Exactness.EXACT
+    assert a.session != b.session
+    assert a.sampling.seed != b.sampling.seed
+
+
+def test_the_record_has_tokens_of_its_own() -> None:
+    got = record()
+    got.tokens.append(1)
+    assert REQUEST.prompt == [5, 6, 7]
+    assert LIMITS.stop_token_ids == [0, 7]
+
+
+def test_ignore_eos_takes_the_stop_tokens_away() -> None:
+    assert record(ignore_eos=True).stop_token_ids == []
+
+
+def refused(message: str, tokenizer: Any = None, **changes: Any) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        record(tokenizer, **changes)
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt(tokenizer: Any, prompt: str | list[int]) -> None:
+    refused("prompt is empty", tokenizer, prompt=prompt)
+
+
+@pytest.mark.parametrize("token", [-1, 4096, 2**40])
+def test_a_prompt_token_outside_the_vocabulary(token: int) -> None:
+    refused(f"prompt token {token} lies outside", prompt=[1, token])
+
+
+def test_a_prompt_and_output_beyond_the_context() -> None:
+    assert record(prompt=[1] * 90, max_tokens=10).max_tokens == 10
+    refused("prompt has 90 tokens; with max_tokens 11", prompt=[1] * 90, max_tokens=11)
+    refused("prompt has 100 tokens", prompt=[1] * 100, max_tokens=1)
+    refused("max_tokens 9223372036854775807", max_tokens=2**63 - 1)
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenized() -> None:
+    """The tokenizer given here would raise something else."""
+    refused("prompt of 6401 characters", object(), prompt="x" * 6401)
+
+
+def test_a_text_of_too_many_tokens(tokenizer: Any) -> None:
+    refused("exceeds the context of 100", tokenizer, prompt="one two three " * 50)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", "abc\udfffdef", "\ude42\ud83d"])
+def test_lone_surrogates_in_the_prompt(tokenizer: Any, prompt: str) -> None:
+    refused("prompt is not valid Unicode", tokenizer, prompt=prompt)
+
+
+def test_lone_surrogates_in_a_stop_string() -> None:
+    refused("stop is not valid Unicode", stop=["fine", "a\udc00"])
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_max_tokens_below_1(max_tokens: int) -> None:
+    refused(f"max_tokens must be at least 1, got {max_tokens}", max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("temperature", [-0.1, 2.01, float("nan"), float("inf"), float("-inf")])
+def test_temperature_out_of_range(temperature: float) -> None:
+    refused("temperature must lie in", temperature=temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.01, float("nan"), float("inf")])
+def test_top_p_out_of_range(top_p: float) -> None:
+    refused("top_p must lie in", top_p=top_p)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seed_out_of_range(seed: int) -> None:
+    refused("seed must lie in", seed=seed)
+
+
+@pytest.mark.parametrize(("given", "used"), [(0.0, 0.0), (1e-9, 0.01), (0.01, 0.01), (2.0, 2.0)])
+def test_a_tiny_temperature_is_raised_but_0_stays_greedy(given: float, used: float) -> None:
+    sampling = record(temperature=given).sampling
+    assert sampling.temperature == used
+    assert sampling.greedy == (given == 0)
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    got = record(top_p=1.0, seed=2**64 - 1, max_tokens=97, stop=["x" * 256] * 16, request_id="r" * 128)
+    assert got.sampling.seed == 2**64 - 1
+
+
+@pytest.mark.parametrize("stop", [[""], ["a", ""], ["x" * 257], ["x"] * 17])
+def test_stop_strings_out_of_their_limits(stop: list[str]) -> None:
+    refused("stop takes at most 16 strings of 1 to 256", stop=stop)
+    with pytest.raises(InvalidArgument):
+        check_stop(stop)
+
+
+@pytest.mark.parametrize("request_id", ["r" * 129, "two\nlines", "nul\0", "\ud800"])
+def test_request_ids_that_cannot_be_shown(request_id: str) -> None:
+    refused("request_id must be", request_id=request_id)
+
+
+@pytest.mark.parametrize("exactness", ["EXACTLY", "none", "0"])
+def test_unknown_exactness(exactness: str) -> None:
+    refused("exactness must be", exactness=exactness)
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    with pytest.raises(NotFound, match="model 'gpt' is not served here; the model is 'tiny'"):
+        record(model="gpt")
+    assert record(model="").session
+    assert NotFound.http_code == 404
+
+
+def test_every_refusal_is_a_service_error_with_a_status() -> None:
+    assert issubclass(InvalidArgument, ServiceError)
+    assert (InvalidArgument.status.name, InvalidArgument.http_code) == ("INVALID_ARGUMENT", 400)
+
+
+def test_encode_prompt_takes_both_forms(tokenizer: Any) -> None:
+    tokens = encode_prompt("Hello, world", tokenizer, LIMITS)
+    assert encode_prompt(tokens, None, LIMITS) == tokens
