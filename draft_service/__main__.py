@@ -13,7 +13,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m draft_service", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face id or folder")
     parser.add_argument("--plan", required=True, help="plan file (specahead calibrate)")
-    parser.add_argument("--target", required=True, action="append", help="HOST:PORT of a target; may be repeated")
+    parser.add_argument(
+        "--target", required=True, action="append", help="HOST:PORT of a target; may be repeated"
+    )
     parser.add_argument("--budget", type=float, help="share of the KV blocks to read, instead of the plan's")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=50053)

@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
 from engine.paged_kv import pages_for
-from engine.runner import Runner, SequenceOutput
+from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, limit_support, truncated_probs, uniforms
 from engine.step_loop import share_prefill
 from kernels.rejection import draw
@@ -83,7 +83,9 @@ class Peer:
         self.name = name
         self.send = send
         self.sessions: dict[str, DraftSession] = {}
-        self.ended: deque[str] = deque(maxlen=1024)  # a Begin that comes after its End must not open a session
+        self.ended: deque[str] = deque(
+            maxlen=1024
+        )  # a Begin that comes after its End must not open a session
 
 
 class Drafter:
@@ -128,7 +130,9 @@ class Drafter:
                     self._judge(peer, event)
                 case End(session_id):
                     peer.ended.append(session_id)
-                    self._waiting = deque(w for w in self._waiting if w[0] is not peer or w[1].at.session != session_id)
+                    self._waiting = deque(
+                        w for w in self._waiting if w[0] is not peer or w[1].at.session != session_id
+                    )
                     if session_id in peer.sessions:
                         self._drop(peer, peer.sessions[session_id])
                 case Refusal(expected, _):
@@ -148,7 +152,9 @@ class Drafter:
             self._drop(peer, known)
         self._waiting = deque(w for w in self._waiting if w[0] is not peer or w[1].at.session != name)
         if begin.max_length > self.settings.max_context:
-            peer.send(Decline(name, f"{begin.max_length} tokens, the draft model reads {self.settings.max_context}"))
+            peer.send(
+                Decline(name, f"{begin.max_length} tokens, the draft model reads {self.settings.max_context}")
+            )
             return
         need = self._need(begin.max_length)
         if self._reserved + need > self.runner.kv.pool.num_pages:
@@ -239,7 +245,9 @@ class Drafter:
             block_size = self.plan.block_size if emit else 0
             step.sessions.append((peer, session))
             step.inputs.append(SequenceInput(session.kv, session.pending, "last", block_size=block_size))
-        shares = share_prefill([len(session.pending) - 1 for _, session in reading], self.settings.prefill_chunk)
+        shares = share_prefill(
+            [len(session.pending) - 1 for _, session in reading], self.settings.prefill_chunk
+        )
         for (peer, session), share in zip(reading, shares, strict=True):
             if share:
                 step.sessions.append((peer, session))
@@ -264,7 +272,9 @@ class Drafter:
     def finish_step(self, step: Step, result: StepResult) -> None:
         for (peer, session), drafted in zip(step.sessions, result.drafted, strict=True):
             if drafted.token is None:
-                self.runner.kv.index_prefix(session.kv, session.tokens[: min(session.committed, session.kv.length)])
+                self.runner.kv.index_prefix(
+                    session.kv, session.tokens[: min(session.committed, session.kv.length)]
+                )
                 continue
             session.draft_seconds += result.seconds
             if drafted.block_weights is not None:
@@ -286,7 +296,9 @@ class Drafter:
         if reference is None:
             data = encode_selection(session.selection)
         else:
-            data = encode_selection(session.selection, reference.selection, (reference.epoch, reference.round))
+            data = encode_selection(
+                session.selection, reference.selection, (reference.epoch, reference.round)
+            )
         self.counters["announcements"] += 1
         self.counters["announced_bytes"] += len(data)
         peer.send(Announcement(session.at, 0, session.tokens[session.base - 1], data))

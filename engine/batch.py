@@ -37,7 +37,9 @@ class BatchPart:
     block_tables: Tensor  # [sequences, max_pages] int32
     kv_lengths: Tensor  # [sequences] int32
     query_starts: Tensor  # [sequences + 1] int32, from 0
-    page_lists: PageLists | None = None  # per layer, batched: [sequences, kv_heads, width] and [sequences, kv_heads]
+    page_lists: PageLists | None = (
+        None  # per layer, batched: [sequences, kv_heads, width] and [sequences, kv_heads]
+    )
     block_size: int = 0
     block_weights: list[Tensor] = field(default_factory=list)  # a layer each, [sequences, heads, blocks]
 
@@ -62,7 +64,8 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
         raise ValueError("every sequence of a batch needs at least one token")
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))
     tokens: list[int] = []
-    positions, slots, rows = [], [], []
+    positions, slots = [], []
+    rows: list[int] = []
     groups: list[list[tuple[SequenceInput, int]]] = []
     kind: tuple[int, int] | None = None
     for i in order:
@@ -114,7 +117,9 @@ def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: tor
         block_tables=torch.from_numpy(tables).to(device),
         kv_lengths=torch.from_numpy(lengths).to(device),
         query_starts=torch.from_numpy(starts).to(device),
-        page_lists=_stack_page_lists(items, kv.num_layers, device) if items[0].page_lists is not None else None,
+        page_lists=_stack_page_lists(items, kv.num_layers, device)
+        if items[0].page_lists is not None
+        else None,
         block_size=items[0].block_size,
     )
 

@@ -31,7 +31,9 @@ def read_shape(config: Any) -> ModelShape:
     """Raises NotImplementedError for attention that this engine does not honour."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise NotImplementedError(f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built")
+        raise NotImplementedError(
+            f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built"
+        )
     heads = config.num_attention_heads
     return ModelShape(
         num_layers=config.num_hidden_layers,
@@ -51,7 +53,9 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
-def load_model(model: str, dtype: torch.dtype, device: str, attention_name: str = attention.NAME) -> nn.Module:
+def load_model(
+    model: str, dtype: torch.dtype, device: str, attention_name: str = attention.NAME
+) -> nn.Module:
     """Safetensors only; code from the hub is never run."""
     attention.register()
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -95,7 +99,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def model_hash(model: str) -> str:
-    """Identifies a folder's weights by config, file sizes and headers, without reading gigabytes; for an id, by name."""
+    """Identifies a folder by config, file sizes and headers, without reading gigabytes; a hub id by its name."""
     folder = Path(model)
     if not folder.is_dir():
         return hashlib.sha256(f"hub:{model}".encode()).hexdigest()[:16]
@@ -138,4 +142,6 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
     runner = load_runner(settings.model, resolve_dtype(settings.dtype, device), device, settings.kv_tokens)
-    return OpenedModel(runner, read_shape(runner.model.config), tokenizer_hash(load_tokenizer(settings.model)))
+    return OpenedModel(
+        runner, read_shape(runner.model.config), tokenizer_hash(load_tokenizer(settings.model))
+    )

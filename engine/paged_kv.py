@@ -40,7 +40,9 @@ class PagePool:
         self._prefix_of_page: dict[int, Prefix] = {}
         self._serial_of_page: dict[int, int] = {}
         self._next_serial = 1
-        self._reusable: OrderedDict[int, None] = OrderedDict()  # unreferenced pages with a prefix, oldest first
+        self._reusable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # unreferenced pages with a prefix, oldest first
 
     @property
     def available(self) -> int:
@@ -142,8 +144,12 @@ class PagedKV:
     ) -> None:
         shape = (num_pages, kv_heads, PAGE_SIZE, head_dim)
         self.kv_heads = kv_heads
-        self.k_pages: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v_pages: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.k_pages: list[Tensor] = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        self.v_pages: list[Tensor] = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
         self.pool = PagePool(num_pages)
 
     @property

@@ -99,6 +99,8 @@ def _attend(
     query_positions = torch.arange(length - rows, length, device=queries.device)
     visible = positions[:, None, :] <= query_positions[:, None]  # [1 or kv_heads, rows, n]
     mask = visible[:, None].expand(-1, group, -1, -1).reshape(-1, group * rows, n)
-    out = F.scaled_dot_product_attention(packed[None], keys[None], values[None], attn_mask=mask[None], scale=scale)[0]
+    out = F.scaled_dot_product_attention(
+        packed[None], keys[None], values[None], attn_mask=mask[None], scale=scale
+    )[0]
     out = out.where(mask.any(-1, keepdim=True), 0)
     return out.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)

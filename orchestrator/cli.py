@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_generate(commands.add_parser("generate", help="continue a prompt on a running server"))
     _add_calibrate(commands.add_parser("calibrate", help="make a plan for a pair of models"))
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
-    _add_bench_stack(bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching"))
+    _add_bench_stack(
+        bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching")
+    )
     flags = parser.parse_args(arguments)
     try:
         flags.run(flags)
@@ -42,7 +44,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of the text"
+    )
     parser.set_defaults(run=_generate)
 
 
@@ -89,10 +93,14 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens read of each passage")
     parser.add_argument("--passages", type=int, default=1, help="passages read of each file, evenly spread")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--budget", type=float, default=0.1, help="share of the KV blocks that approximate reads")
+    parser.add_argument(
+        "--budget", type=float, default=0.1, help="share of the KV blocks that approximate reads"
+    )
     parser.add_argument("--sink-blocks", type=int, default=1)
     parser.add_argument("--window-blocks", type=int, default=4)
-    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1], help="target layers that read everything")
+    parser.add_argument(
+        "--dense-layers", type=int, nargs="*", default=[0, 1], help="target layers that read everything"
+    )
     parser.set_defaults(run=_calibrate)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from protos import control_pb2, inference_pb2, inference_pb2_grpc
+from protos import inference_pb2, inference_pb2_grpc
 from wire.messages import FinishReason
 from wire.server import OPTIONS
 
@@ -56,7 +56,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop or [],
-        exactness=control_pb2.Exactness.Value(f"EXACTNESS_{exactness.upper()}"),
+        exactness=f"EXACTNESS_{exactness.upper()}",
     )
     result = Generation("", [], 0, "", Speculation())
     with grpc.insecure_channel(address, options=OPTIONS) as channel:

@@ -49,7 +49,11 @@ class ServiceActor:
             self._started.set()
 
         try:
-            run = run_draft(process, on_ready) if isinstance(process, DraftProcess) else run_target(process, on_ready)
+            run = (
+                run_draft(process, on_ready)
+                if isinstance(process, DraftProcess)
+                else run_target(process, on_ready)
+            )
             asyncio.run(run)
         except BaseException as error:
             log.exception("the %s service failed", process.name)
@@ -88,7 +92,11 @@ class Cluster:
 def connect_ray(settings: Settings) -> bool:
     """Join a running Ray, or start one on loopback; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
+    options: dict[str, Any] = {
+        "namespace": settings.namespace,
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
@@ -126,7 +134,9 @@ def start_services(settings: Settings) -> Cluster:
     """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
     target_port = settings.target_port or _free_port(settings.service_host)
     target_address = f"{settings.service_host}:{target_port}"
-    on_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 2)
+    on_gpu = settings.device == "cuda" or (
+        settings.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 2
+    )
     threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
 
     def model(name: str, kv_tokens: int) -> ModelSettings:
@@ -159,7 +169,10 @@ def start_services(settings: Settings) -> Cluster:
             settings.service_host,
             _free_port(settings.service_host),
             DrafterSettings(
-                gamma=settings.gamma, ahead=settings.ahead, prefill_chunk=settings.prefill_chunk, max_context=max_context
+                gamma=settings.gamma,
+                ahead=settings.ahead,
+                prefill_chunk=settings.prefill_chunk,
+                max_context=max_context,
             ),
         ),
         budget,

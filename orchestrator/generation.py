@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,9 @@ class Chunk:
 class Frontend:
     """What both gateways stand on. Long prompts are tokenized in a thread."""
 
-    def __init__(self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str) -> None:
+    def __init__(
+        self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str
+    ) -> None:
         self.router = router
         self.tokenizer = tokenizer
         self.limits = limits
@@ -51,7 +53,7 @@ class Frontend:
             raise InvalidArgument(f"request_id {record.session!r} is in use")
         return record
 
-    async def generate(self, record: Record, stop: list[str]) -> AsyncIterator[Chunk]:
+    async def generate(self, record: Record, stop: list[str]) -> AsyncGenerator[Chunk]:
         """Run a prepared request. Closing the iterator early aborts it; so does `abort`."""
         detokenizer, finder = Detokenizer(self.tokenizer), StopFinder(stop)
         started = time.perf_counter()

@@ -1,6 +1,6 @@
 """specahead.v1.Inference for clients."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -32,7 +32,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for response in guarded_stream(context, responses):
                 yield response
 
-    async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def _generate(
+        self, pb: inference_pb2.GenerateRequest
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         request = _request_from_pb(pb)
         record = await self._frontend.prepare(request)
         async with aclosing(self._frontend.generate(record, request.stop)) as chunks:
@@ -49,7 +51,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await guarded(context, abort())
 
-    async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
+    async def ListModels(
+        self, request: Any, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
         limits = self._frontend.limits
         model = inference_pb2.Model(
             id=limits.model_name,
@@ -97,7 +101,10 @@ def _request_from_pb(pb: inference_pb2.GenerateRequest) -> GenerationRequest:
 
 def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
-        request_id=request_id, text=chunk.text, token_ids=chunk.tokens, finish_reason=int(chunk.finish_reason)
+        request_id=request_id,
+        text=chunk.text,
+        token_ids=chunk.tokens,
+        finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
     )
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(

@@ -62,8 +62,19 @@ async def _errors_as_json(
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        body = {"error": {"message": error.reason, "type": "invalid_request_error", "param": None, "code": error.status}}
-        return web.json_response(body, status=error.status, headers={"Allow": error.headers["Allow"]} if "Allow" in error.headers else None)
+        body = {
+            "error": {
+                "message": error.reason,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": error.status,
+            }
+        }
+        return web.json_response(
+            body,
+            status=error.status,
+            headers={"Allow": error.headers["Allow"]} if "Allow" in error.headers else None,
+        )
 
 
 def _error_body(error: ServiceError) -> dict[str, Any]:
@@ -81,7 +92,9 @@ class _Gateway:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, list) and not all(_is_int(token) for token in prompt):
-            raise InvalidArgument("prompt: several prompts in one request are not supported yet; send one each")
+            raise InvalidArgument(
+                "prompt: several prompts in one request are not supported yet; send one each"
+            )
         if not isinstance(prompt, str | list):
             raise InvalidArgument("prompt: expected a string or a list of token ids")
         return await self._answer(request, body, prompt, _CompletionFormat())
@@ -99,7 +112,9 @@ class _Gateway:
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
         tokenizer = self._frontend.tokenizer
         if not tokenizer.chat_template:
-            raise InvalidArgument(f"model {self._frontend.limits.model_name!r} has no chat template; use /v1/completions")
+            raise InvalidArgument(
+                f"model {self._frontend.limits.model_name!r} has no chat template; use /v1/completions"
+            )
         try:
             text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes for messages that it does not take
@@ -119,8 +134,12 @@ class _Gateway:
                 return web.json_response(answer.whole(text, pieces[-1]))
             return await self._stream(request, answer, chunks, _include_usage(body))
 
-    async def _stream(self, request: web.Request, answer: "_Answer", chunks: Any, usage: bool) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async def _stream(
+        self, request: web.Request, answer: "_Answer", chunks: Any, usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
 
         async def send(data: dict[str, Any] | str) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
@@ -141,7 +160,9 @@ class _Gateway:
         await response.write_eof()
         return response
 
-    async def _send_chunk(self, send: Callable[[Any], Awaitable[None]], answer: "_Answer", chunk: Chunk, usage: bool) -> None:
+    async def _send_chunk(
+        self, send: Callable[[Any], Awaitable[None]], answer: "_Answer", chunk: Chunk, usage: bool
+    ) -> None:
         last = chunk.finish_reason is not FinishReason.NONE
         if chunk.text or last:
             await send(answer.piece(chunk))
@@ -171,7 +192,9 @@ class _Gateway:
     async def health(self, request: web.Request) -> web.Response:
         """200 while requests can be served: a lost draft only makes them slower."""
         connected = self._frontend.router.connected and self._frontend.accepting
-        return web.json_response({"status": "ok" if connected else "unavailable"}, status=200 if connected else 503)
+        return web.json_response(
+            {"status": "ok" if connected else "unavailable"}, status=200 if connected else 503
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         text = self._frontend.metrics.render(await self._read_status())
@@ -195,10 +218,15 @@ async def _read_body(request: web.Request, fields: set[str]) -> dict[str, Any]:
 
 def _plain_message(index: int, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or set(message) - {"role", "content", "name"}:
-        raise InvalidArgument(f"messages[{index}]: expected role and content only; other fields are not supported")
+        raise InvalidArgument(
+            f"messages[{index}]: expected role and content only; other fields are not supported"
+        )
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
         if not all(isinstance(part, str) for part in parts):
             raise InvalidArgument(f"messages[{index}].content: only text parts are supported")
         content = "".join(str(part) for part in parts)
@@ -337,4 +365,3 @@ async def start_http(app: web.Application, host: str, port: int) -> tuple[web.Ap
         raise OSError(f"cannot listen on {host}:{port}: is another process using the port?") from error
     bound = runner.addresses[0][1]
     return runner, f"http://{host}:{bound}"
-

@@ -49,7 +49,9 @@ def resolve_context(settings: Settings) -> Settings:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(settings: Settings, target: str, draft: str) -> AsyncIterator[tuple[Endpoints, Frontend]]:
+async def serve_clients(
+    settings: Settings, target: str, draft: str
+) -> AsyncIterator[tuple[Endpoints, Frontend]]:
     """The client endpoints over services at the given addresses; drained and closed at the end."""
     tokenizer = load_tokenizer(settings.target)
     limits = Limits(
@@ -68,7 +70,9 @@ async def serve_clients(settings: Settings, target: str, draft: str) -> AsyncIte
 
     servicer = InferenceServicer(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
-    server = await start_server(settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")])
+    server = await start_server(
+        settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")]
+    )
     http, http_address = await start_http(make_app(frontend, read_status), settings.host, settings.http_port)
     await server.set_serving(True)
     try:

@@ -129,7 +129,9 @@ class Ledger:
             raise LedgerError(f"session {record.session}: a commit at {base}, the ledger holds {held} tokens")
         if base < held or not commit.tokens:
             if record.tokens[base : base + len(commit.tokens)] != commit.tokens:
-                raise LedgerError(f"session {record.session}: tokens at {base} differ from those committed before")
+                raise LedgerError(
+                    f"session {record.session}: tokens at {base} differ from those committed before"
+                )
             self.counters["repeated_commits"] += 1
             return None
         record.tokens += commit.tokens

@@ -18,7 +18,9 @@ class Metrics:
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
         self._accepted_at = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Proposed tokens accepted, by place in the proposal",
+            "position",
         )
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
@@ -33,7 +35,9 @@ class Metrics:
         self._up = self._gauge("service_up", "Whether a service answers", "service")
         self._attached = self._gauge("service_attached", "Peers on a service's Speculate streams", "service")
         self._service_gauge = self._gauge("service_state", "Gauges of the services", "service", "name")
-        self._service_count = self._gauge("service_events", "Counters of the services since they started", "service", "name")
+        self._service_count = self._gauge(
+            "service_events", "Counters of the services since they started", "service", "name"
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"specahead:{name}", text, ["model_name", *labels], registry=self.registry)

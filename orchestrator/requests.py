@@ -56,7 +56,9 @@ def check_text(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
+        raise InvalidArgument(
+            f"{what} is not valid Unicode: {error.reason} at character {error.start}"
+        ) from None
     return text
 
 
@@ -65,13 +67,17 @@ def encode_prompt(prompt: str | list[int], tokenizer: Any, limits: Limits) -> li
     if isinstance(prompt, str):
         check_text(prompt, "prompt")
         if len(prompt) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
-            raise InvalidArgument(f"prompt of {len(prompt)} characters; the context is {limits.max_context} tokens")
+            raise InvalidArgument(
+                f"prompt of {len(prompt)} characters; the context is {limits.max_context} tokens"
+            )
         tokens = tokenizer.encode(prompt)
     else:
         tokens = prompt
         outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
         if outside is not None:
-            raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}")
+            raise InvalidArgument(
+                f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}"
+            )
     if not tokens:
         raise InvalidArgument("the prompt is empty")
     return tokens

@@ -6,7 +6,7 @@ again from the ledger as soon as it is back; a client sees a pause. After `resum
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import grpc
@@ -72,7 +72,7 @@ class Router:
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"target at {self._target}: {error.code().name}") from error
 
-    async def stream(self, record: Record) -> AsyncIterator[Committed]:
+    async def stream(self, record: Record) -> AsyncGenerator[Committed]:
         """Open the session and yield its rounds up to the last. Leaving early aborts it.
 
         Raises ServiceError as the target or the loss of it demands.
@@ -127,7 +127,12 @@ class Router:
             except TimeoutError:
                 pass  # not reachable yet
             except grpc.aio.AioRpcError as error:
-                log.warning("stream to the target at %s ended: %s %s", self._target, error.code().name, error.details())
+                log.warning(
+                    "stream to the target at %s ended: %s %s",
+                    self._target,
+                    error.code().name,
+                    error.details(),
+                )
             if self.connected:
                 self.connected, lost_at = False, loop.time()
             if lost_at is not None and loop.time() - lost_at > self._resume_timeout:
@@ -143,7 +148,10 @@ class Router:
         outbox: Outbox[ServeRequest] = Outbox()
         for record in self.ledger.records.values():
             if record.resumptions >= _MAX_RESUMPTIONS:
-                self._fail(record.session, Unavailable("the target was lost again and again while it ran this request"))
+                self._fail(
+                    record.session,
+                    Unavailable("the target was lost again and again while it ran this request"),
+                )
                 continue
             record.resumptions += 1
             outbox.put(record.to_open())

@@ -1,4 +1,4 @@
-"""Settings of a launch: frozen, resolved once. Flags win over the environment, that over the file, that over defaults."""
+"""Settings of a launch, frozen and resolved once: flags, then environment, then file, then defaults."""
 
 import argparse
 import dataclasses
@@ -30,7 +30,9 @@ class Settings:
     draft: str = _setting(str(models.DRAFT), "draft model: Hugging Face id or folder")
     plan: str = _setting(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
     budget: float = _setting(0.0, "share of the KV blocks that approximate reads; 0: the plan's")
-    served_model_name: str = _setting("", "model name that clients use; empty: the target's last path component")
+    served_model_name: str = _setting(
+        "", "model name that clients use; empty: the target's last path component"
+    )
     host: str = _setting("127.0.0.1", "address that the client endpoints bind")
     grpc_port: int = _setting(50051, "client gRPC port; 0: any free one")
     http_port: int = _setting(8000, "client HTTP port; 0: any free one")
@@ -44,13 +46,17 @@ class Settings:
     target_kv_tokens: int = _setting(131072, "KV room of the target, in tokens over all sessions")
     draft_kv_tokens: int = _setting(131072, "KV room of the draft, in tokens over all sessions")
     prefill_chunk: int = _setting(512, "prompt tokens that one step may run")
-    draft_timeout: float = _setting(1.0, "seconds that the target waits for a proposal before decoding plainly")
+    draft_timeout: float = _setting(
+        1.0, "seconds that the target waits for a proposal before decoding plainly"
+    )
     resume_timeout: float = _setting(60.0, "seconds that requests wait for a lost target before they fail")
     shutdown_grace: float = _setting(10.0, "seconds that requests in flight get to finish at shutdown")
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("auto", "float32, bfloat16, float16, or auto")
     threads: int = _setting(0, "CPU threads of each model; 0: half the cores")
-    target_address: str = _setting("", "HOST:PORT of a target service that runs already; then Ray is not used")
+    target_address: str = _setting(
+        "", "HOST:PORT of a target service that runs already; then Ray is not used"
+    )
     draft_address: str = _setting("", "HOST:PORT of its draft service, for its status in /metrics")
     ray_address: str = _setting("auto", "address of a running Ray; auto: find one, else start one")
     namespace: str = _setting("specahead", "Ray namespace")
@@ -63,9 +69,12 @@ class Settings:
 def resolve_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Settings, bool]:
     """Settings, and whether only to print them (--dry-run). Raises SettingsError; argparse exits on unknown flags."""
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
+        prog="python -m orchestrator.launch",
+        description="Launch draft and target services and the client endpoints.",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as flags, with underscores)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings (keys as flags, with underscores)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     for item in dataclasses.fields(Settings):
         flag = "--" + item.name.replace("_", "-")
@@ -92,7 +101,11 @@ def resolve_settings(arguments: Sequence[str], environment: Mapping[str, str]) -
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     names = {item.name for item in dataclasses.fields(Settings)}
-    lowered = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in environment if key.startswith(ENVIRONMENT_PREFIX)}
+    lowered = {
+        key: key.removeprefix(ENVIRONMENT_PREFIX).lower()
+        for key in environment
+        if key.startswith(ENVIRONMENT_PREFIX)
+    }
     unknown = [key for key, name in lowered.items() if name not in names]
     if unknown:
         raise SettingsError(f"environment: no such setting: {', '.join(unknown)}")
@@ -106,7 +119,9 @@ def _from_file(path: str) -> dict[str, Any]:
         raise SettingsError(f"{path}: cannot be read: {error}") from error
     names = {item.name for item in dataclasses.fields(Settings)}
     if not isinstance(content, dict) or set(content) - names:
-        unknown = sorted(map(str, set(content) - names)) if isinstance(content, dict) else type(content).__name__
+        unknown = (
+            sorted(map(str, set(content) - names)) if isinstance(content, dict) else type(content).__name__
+        )
         raise SettingsError(f"{path}: no such setting: {unknown}")
     return content
 
@@ -117,7 +132,9 @@ def _convert(name: str, value: Any, source: str) -> Any:
         if kind is bool:
             if isinstance(value, bool):
                 return value
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+                str(value).lower()
+            ]
         if not isinstance(value, str | int | float):  # a file's may be anything
             raise TypeError
         return kind(str(value))  # type: ignore[operator]  # by its spelling: 4.5 and true are no integers
@@ -130,16 +147,22 @@ def _check(settings: Settings) -> None:
     checks = [
         (1 <= settings.gamma <= 64, "gamma must lie in 1 … 64"),
         (0 <= settings.budget <= 1, "budget must lie in (0, 1], or be 0 for the plan's"),
-        (all(0 <= port < 65536 for port in (settings.grpc_port, settings.http_port, settings.target_port)), "ports must lie in 0 … 65535"),
+        (
+            all(0 <= port < 65536 for port in (settings.grpc_port, settings.http_port, settings.target_port)),
+            "ports must lie in 0 … 65535",
+        ),
         (settings.max_sessions >= 1 and settings.max_queued >= 0, "max_sessions >= 1 and max_queued >= 0"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]
     bundled = str(models.TARGET), str(models.DRAFT)
     if (settings.target, settings.draft) != bundled and settings.plan == str(models.PLAN):
-        checks.append((False, "the bundled plan fits the bundled pair only: make one with `specahead calibrate` and pass --plan"))
+        checks.append(
+            (
+                False,
+                "the bundled plan fits the bundled pair only: make one with `specahead calibrate` and pass --plan",
+            )
+        )
     for holds, message in checks:
         if not holds:
             raise SettingsError(message)
-
-

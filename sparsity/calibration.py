@@ -40,7 +40,9 @@ def calibrate(draft: Runner, target: Runner, texts: list[list[int]], settings: C
     possible = 0
     shapes: tuple[torch.Size, torch.Size] | None = None
     for tokens in tqdm(texts, desc="calibrating", unit="text"):
-        pairs = zip(_block_weights(draft, tokens, settings), _block_weights(target, tokens, settings), strict=True)
+        pairs = zip(
+            _block_weights(draft, tokens, settings), _block_weights(target, tokens, settings), strict=True
+        )
         for draft_weights, target_weights in pairs:
             shapes = (draft_weights.shape, target_weights.shape)
             blocks = draft_weights.shape[2]
@@ -50,11 +52,15 @@ def calibrate(draft: Runner, target: Runner, texts: list[list[int]], settings: C
             if k < 1 or blocks <= mandatory:
                 continue
             grouped = target_weights.unflatten(1, (target.kv.kv_heads, -1)).sum(2)  # a KV head's query heads
-            counted = top_k_overlap(draft_weights[..., middle].flatten(0, 1), grouped[..., middle].flatten(0, 1), k)
+            counted = top_k_overlap(
+                draft_weights[..., middle].flatten(0, 1), grouped[..., middle].flatten(0, 1), k
+            )
             overlap = counted if overlap is None else overlap + counted
             possible += k
     if overlap is None or shapes is None:
-        raise ValueError(f"the texts are too short for a budget of {settings.budget}: no position had a choice to make")
+        raise ValueError(
+            f"the texts are too short for a budget of {settings.budget}: no position had a choice to make"
+        )
     draft_heads, (target_layers, _, _) = shapes[0][1], shapes[1]
     heads, scores = best_draft_heads(overlap)
     pairs_of_heads = [(int(i) // draft_heads, int(i) % draft_heads) for i in heads]
@@ -64,7 +70,9 @@ def calibrate(draft: Runner, target: Runner, texts: list[list[int]], settings: C
         target_kv_heads=kv_heads,
         draft_layers=shapes[0][0],
         draft_heads=draft_heads,
-        head_map=tuple(tuple(pairs_of_heads[i * kv_heads : (i + 1) * kv_heads]) for i in range(target_layers)),
+        head_map=tuple(
+            tuple(pairs_of_heads[i * kv_heads : (i + 1) * kv_heads]) for i in range(target_layers)
+        ),
         block_size=settings.block_size,
         budget=settings.budget,
         sink_blocks=settings.sink_blocks,
@@ -94,7 +102,9 @@ def _block_weights(runner: Runner, tokens: list[int], settings: CalibrationSetti
         runner.kv.release(sequence)
 
 
-def calibrate_files(draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings) -> Plan:
+def calibrate_files(
+    draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings
+) -> Plan:
     """Calibrate a pair of models (ids or folders) on `passages` evenly spread passages of each text file."""
     device = default_device()
     dtype = resolve_dtype("auto", device)

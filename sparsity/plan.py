@@ -36,16 +36,25 @@ class Plan:
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        self._check(self.version == PLAN_VERSION, f"version {self.version}, this program reads {PLAN_VERSION}")
+        self._check(
+            self.version == PLAN_VERSION, f"version {self.version}, this program reads {PLAN_VERSION}"
+        )
         self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
-        self._check(self.block_size > 0 and self.block_size % 16 == 0, f"block_size {self.block_size}: a multiple of 16")
-        self._check(self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1")
+        self._check(
+            self.block_size > 0 and self.block_size % 16 == 0,
+            f"block_size {self.block_size}: a multiple of 16",
+        )
+        self._check(
+            self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1"
+        )
         shape = [len(row) for row in self.head_map]
         self._check(
             shape == [self.target_kv_heads] * self.target_layers,
             f"head_map has rows of {shape}, expected {self.target_layers} rows of {self.target_kv_heads}",
         )
-        self._check(all(0 <= n < self.target_layers for n in self.dense_layers), f"dense_layers {self.dense_layers}")
+        self._check(
+            all(0 <= n < self.target_layers for n in self.dense_layers), f"dense_layers {self.dense_layers}"
+        )
         for layer, head in (pair for row in self.head_map for pair in row):
             known = 0 <= layer < self.draft_layers and 0 <= head < self.draft_heads
             self._check(known, f"head_map names draft head ({layer}, {head})")
@@ -78,7 +87,9 @@ class Plan:
         return first, max(first, num_blocks - self.window_blocks)
 
 
-def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
+def uniform_plan(
+    target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any
+) -> Plan:
     """A plan with an arbitrary, evenly spread head map, for tests and for pairs that are not calibrated."""
     pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
     rows = [
@@ -100,7 +111,11 @@ def load_plan(path: str | Path) -> Plan:
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan: {error}") from error
     known = {item.name for item in fields(Plan)}
-    if not isinstance(content, dict) or set(content) - known - {"hash"} or not {"head_map", "hash"} <= set(content):
+    if (
+        not isinstance(content, dict)
+        or set(content) - known - {"hash"}
+        or not {"head_map", "hash"} <= set(content)
+    ):
         raise PlanError(f"{path}: not a plan; expected the keys {sorted(known | {'hash'})}")
     stated = content.pop("hash")
     try:
@@ -110,7 +125,9 @@ def load_plan(path: str | Path) -> Plan:
     except (TypeError, ValueError, KeyError) as error:
         raise PlanError(f"{path}: {error}") from error
     if plan.hash != stated:
-        raise PlanError(f"{path}: states hash {stated} but its content has {plan.hash}; make it again with calibrate")
+        raise PlanError(
+            f"{path}: states hash {stated} but its content has {plan.hash}; make it again with calibrate"
+        )
     return plan
 
 

@@ -19,7 +19,8 @@ def select_top_k_blocks(weights: Tensor, plan: Plan) -> BlockSelection:
     first, last = plan.middle(blocks)
     heads = plan.announced_heads
     room = max(0, plan.budget_blocks(blocks) - (blocks - (last - first)))
-    layer, head = (torch.tensor(column, dtype=torch.long) for column in zip(*heads, strict=True)) if heads else ([], [])
+    layer = torch.tensor([pair[0] for pair in heads], dtype=torch.long)
+    head = torch.tensor([pair[1] for pair in heads], dtype=torch.long)
     rows = weights[layer, head, first:last]
     size = torch.full((len(heads),), last - first, dtype=torch.long)
     lists, counts = select_top_k(rows, size, torch.full_like(size, room))

@@ -16,13 +16,16 @@ class BlockSelection:
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
-        keys = [head * num_blocks + block for head, blocks in enumerate(lists) for block in sorted(set(blocks))]
+        keys = [
+            head * num_blocks + block for head, blocks in enumerate(lists) for block in sorted(set(blocks))
+        ]
         return BlockSelection(len(lists), num_blocks, np.array(keys, dtype=np.int64))
 
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
-        return BlockSelection(*chosen.shape, np.flatnonzero(chosen))
+        heads, blocks = chosen.shape
+        return BlockSelection(heads, blocks, np.flatnonzero(chosen))
 
     def matrix(self) -> np.ndarray:
         """bool [heads, blocks]"""

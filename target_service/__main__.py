@@ -26,7 +26,9 @@ def main() -> None:
     process = TargetProcess(
         ModelSettings(flags.model, flags.device, flags.dtype, flags.kv_tokens, flags.threads),
         flags.plan,
-        TargetServiceSettings(flags.host, flags.port, VerifierSettings(flags.gamma, max_context=flags.max_context)),
+        TargetServiceSettings(
+            flags.host, flags.port, VerifierSettings(flags.gamma, max_context=flags.max_context)
+        ),
         flags.budget,
     )
     asyncio.run(serve_until_signal("target", lambda on_ready: run(process, on_ready)))

@@ -73,11 +73,18 @@ def _judge_sampled(rounds: list[RoundInput]) -> tuple[Tensor, Tensor]:
         recover[i, : n + 1] = uniforms(item.sampling.seed, item.base, n + 1, USE_TARGET)
         if item.supports:
             for j, support in enumerate(item.supports):
-                draft[i, j, torch.from_numpy(support.ids).to(device)] = torch.from_numpy(support.probs).to(device)
+                draft[i, j, torch.from_numpy(support.ids).to(device)] = torch.from_numpy(support.probs).to(
+                    device
+                )
         elif n:
             draft[i, torch.arange(n), tokens[i, :n]] = 1.0
     return accept_sampled(
-        tokens, counts, draft, target, torch.from_numpy(accept).to(device), torch.from_numpy(recover).to(device)
+        tokens,
+        counts,
+        draft,
+        target,
+        torch.from_numpy(accept).to(device),
+        torch.from_numpy(recover).to(device),
     )
 
 

@@ -33,7 +33,9 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         self, frames: AsyncIterator[speculation_pb2.DraftFrame]
     ) -> AsyncIterator[speculation_pb2.TargetFrame]:
         draft = await self._shake_hands(frames)
-        yield speculation_pb2.TargetFrame(welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello)))
+        yield speculation_pb2.TargetFrame(
+            welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello))
+        )
         outbox: Outbox[TargetEvent] = Outbox()
         peer = DraftPeer(draft.peer, outbox.put)
         self._verifier.attach_draft(peer)
@@ -71,7 +73,9 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 class ControlServicer(control_pb2_grpc.TargetControlServicer):
     """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted."""
 
-    def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
+    def __init__(
+        self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]
+    ) -> None:
         self._verifier = verifier
         self._wake = wake
         self._read_status = read_status
@@ -144,5 +148,3 @@ async def _exchange(
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-

@@ -276,9 +276,13 @@ class Verifier:
             peer.send(Refusal(session.at, f"epoch {at.epoch}, round {at.round} leaves a gap"))
             return False
         if at.round == session.round and at.base != len(session.tokens):
-            raise InvalidArgument(f"session {session.id}: base {at.base}, {len(session.tokens)} tokens are committed")
+            raise InvalidArgument(
+                f"session {session.id}: base {at.base}, {len(session.tokens)} tokens are committed"
+            )
         if not len(session.tokens) <= at.base <= len(session.tokens) + self.settings.gamma + 1:
-            raise InvalidArgument(f"session {session.id}: base {at.base} cannot follow {len(session.tokens)} tokens")
+            raise InvalidArgument(
+                f"session {session.id}: base {at.base} cannot follow {len(session.tokens)} tokens"
+            )
         return True
 
     def _receive_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
@@ -348,7 +352,9 @@ class Verifier:
         for session, share in zip(reading, shares, strict=True):
             if share:
                 start = session.kv.length
-                step.prefills.append((session, SequenceInput(session.kv, session.tokens[start : start + share])))
+                step.prefills.append(
+                    (session, SequenceInput(session.kv, session.tokens[start : start + share]))
+                )
         return step if step.rounds or step.prefills else None
 
     def _may_decode_plainly(self, session: TargetSession, now: float) -> bool:
@@ -364,7 +370,9 @@ class Verifier:
 
     def next_deadline(self) -> float | None:
         """Seconds until a session's patience with its draft ends; None if none is waiting."""
-        waiting = [s.stats.waiting_since for s in self._sessions.values() if s.stats.waiting_since is not None]
+        waiting = [
+            s.stats.waiting_since for s in self._sessions.values() if s.stats.waiting_since is not None
+        ]
         if not waiting:
             return None
         return max(0.001, min(waiting) + self.settings.draft_timeout - time.monotonic())
@@ -379,12 +387,16 @@ class Verifier:
             wanted = self.residency.take((session.id, *session.key), length)
             page_lists, read = to_page_lists(wanted, self.plan.dense_layers), int(wanted.sum())
         waited = 0.0 if session.stats.waiting_since is None else now - session.stats.waiting_since
-        return Round(session, proposal, SequenceInput(session.kv, tokens, "all", page_lists), read, total, waited)
+        return Round(
+            session, proposal, SequenceInput(session.kv, tokens, "all", page_lists), read, total, waited
+        )
 
     def execute(self, step: Step) -> StepResult:
         """Runs in the model thread; touches no session but through the inputs' KV."""
         started = time.perf_counter()
-        outputs = self.runner.forward([item.input for item in step.rounds] + [item for _, item in step.prefills])
+        outputs = self.runner.forward(
+            [item.input for item in step.rounds] + [item for _, item in step.prefills]
+        )
         rounds = [
             RoundInput(
                 logits=output.logits,  # type: ignore[arg-type]
@@ -451,7 +463,9 @@ class Verifier:
         self.runner.kv.index_prefix(session.kv, session.tokens[: session.kv.length])
 
 
-def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:
+def cut_at_end(
+    tokens: list[int], room: int, stop_token_ids: frozenset[int]
+) -> tuple[list[int], FinishReason]:
     """The tokens up to a stop token (included) or as many as there is room for, and why they end, if they do."""
     for i, token in enumerate(tokens[:room]):
         if token in stop_token_ids:

@@ -41,7 +41,12 @@ def ray_address() -> Iterator[str]:
     port = free_port()
     ray = Path(sys.executable).with_name("ray")
     start = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
-    options = ["--include-dashboard=false", "--num-cpus=8", f"--temp-dir=/tmp/ray-{port}", "--disable-usage-stats"]
+    options = [
+        "--include-dashboard=false",
+        "--num-cpus=8",
+        f"--temp-dir=/tmp/ray-{port}",
+        "--disable-usage-stats",
+    ]
     environment = os.environ | RAY_ENVIRONMENT
     process = subprocess.Popen([*start, *options], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60

@@ -37,7 +37,9 @@ def sampling_to_pb(sampling: Sampling) -> speculation.Sampling:
 
 def sampling_from_pb(pb: speculation.Sampling) -> Sampling:
     if not (math.isfinite(pb.temperature) and pb.temperature >= 0 and 0 < pb.top_p <= 1):
-        raise InvalidArgument(f"sampling: temperature {pb.temperature} >= 0 and top_p {pb.top_p} in (0, 1] expected")
+        raise InvalidArgument(
+            f"sampling: temperature {pb.temperature} >= 0 and top_p {pb.top_p} in (0, 1] expected"
+        )
     return Sampling(pb.temperature, pb.top_p, pb.seed)
 
 
@@ -50,7 +52,9 @@ def hello_from_pb(pb: speculation.Hello) -> m.Hello:
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent]) -> speculation.DraftFrame:
-    return speculation.DraftFrame(batch=speculation.DraftEvents(events=[_draft_event_to_pb(e) for e in events]))
+    return speculation.DraftFrame(
+        batch=speculation.DraftEvents(events=[_draft_event_to_pb(e) for e in events])
+    )
 
 
 def _draft_event_to_pb(event: m.DraftEvent) -> speculation.DraftEvent:
@@ -112,11 +116,15 @@ def _proposal_from_pb(pb: speculation.Proposal) -> m.Proposal:
 def _check_support(token: int, support: m.Support) -> None:
     probs = support.probs
     if not np.isfinite(probs).all() or (probs < 0).any() or abs(float(probs.sum()) - 1) > 1e-3:
-        raise InvalidArgument("proposal: a distribution with entries that are no probabilities or do not sum to 1")
+        raise InvalidArgument(
+            "proposal: a distribution with entries that are no probabilities or do not sum to 1"
+        )
     if len(set(support.ids.tolist())) != len(support.ids):
         raise InvalidArgument("proposal: a distribution names a token twice")
     if not (probs[support.ids == token] > 0).any():
-        raise InvalidArgument(f"proposal: token {token} has no probability in the distribution it is drawn from")
+        raise InvalidArgument(
+            f"proposal: token {token} has no probability in the distribution it is drawn from"
+        )
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
@@ -136,7 +144,9 @@ def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
 
 
 def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFrame:
-    return speculation.TargetFrame(batch=speculation.TargetEvents(events=[_target_event_to_pb(e) for e in events]))
+    return speculation.TargetFrame(
+        batch=speculation.TargetEvents(events=[_target_event_to_pb(e) for e in events])
+    )
 
 
 def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
@@ -156,14 +166,18 @@ def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
         case m.End(session):
             return speculation.TargetEvent(end=speculation.End(session=session))
         case m.Refusal(expected, reason):
-            return speculation.TargetEvent(refusal=speculation.Refusal(expected=at_to_pb(expected), reason=reason))
+            return speculation.TargetEvent(
+                refusal=speculation.Refusal(expected=at_to_pb(expected), reason=reason)
+            )
 
 
 def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
     kind = pb.WhichOneof("event")
     if kind == "begin":
         b = pb.begin
-        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling_from_pb(b.sampling), b.max_length, b.announce)
+        return m.Begin(
+            at_from_pb(b.at), list(b.tokens), sampling_from_pb(b.sampling), b.max_length, b.announce
+        )
     if kind == "verdict":
         v = pb.verdict
         return m.Verdict(at_from_pb(v.at), v.accepted, list(v.tokens), v.plain)
@@ -184,7 +198,7 @@ def serve_request_to_pb(request: m.ServeRequest) -> control.ServeFrame:
         max_tokens=request.max_tokens,
         stop_token_ids=request.stop_token_ids,
         sampling=sampling_to_pb(request.sampling),
-        exactness=control.Exactness.ValueType(request.exactness),
+        exactness=control.Exactness.Name(request.exactness),
     )
     return control.ServeFrame(open=opening)
 
@@ -221,7 +235,11 @@ def _served_event_to_pb(event: m.ServedEvent) -> control.ServedEvent:
 
 
 _COMMIT_FIELDS = [field.name for field in dataclasses.fields(m.Commit)]
-_COMMIT_READERS: dict[str, Callable[[Any], Any]] = {"at": at_from_pb, "tokens": list, "finish_reason": m.FinishReason}
+_COMMIT_READERS: dict[str, Callable[[Any], Any]] = {
+    "at": at_from_pb,
+    "tokens": list,
+    "finish_reason": m.FinishReason,
+}
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent:
@@ -241,6 +259,4 @@ def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
 
 
 def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
-    return m.ServiceStatus(
-        pb.peer, pb.pid, list(pb.attached), pb.refusal, dict(pb.counters), dict(pb.gauges)
-    )
+    return m.ServiceStatus(pb.peer, pb.pid, list(pb.attached), pb.refusal, dict(pb.counters), dict(pb.gauges))

@@ -33,7 +33,9 @@ def encode_selection(
     keys = selection.keys
     universe = selection.num_heads * selection.num_blocks
     if universe > MAX_KEYS:
-        raise InvalidArgument(f"a selection over {universe} (head, block) pairs; at most {MAX_KEYS} can be sent")
+        raise InvalidArgument(
+            f"a selection over {universe} (head, block) pairs; at most {MAX_KEYS} can be sent"
+        )
     head = _encode_varints(np.array([selection.num_heads, selection.num_blocks]))
     best = (_LIST, head + _encode_gaps(keys))
     bitmap_size = -(-universe // 8)
@@ -55,14 +57,18 @@ def decode_selection(data: bytes, references: dict[Reference, BlockSelection], h
     Raises UnknownReference if a difference names one that is not held, InvalidArgument if the bytes are wrong.
     """
     if len(data) < 6 or data[0] != VERSION:
-        raise InvalidArgument(f"announcement: {len(data)} bytes of version {data[:1].hex() or 'none'}, expected version 1")
+        raise InvalidArgument(
+            f"announcement: {len(data)} bytes of version {data[:1].hex() or 'none'}, expected version 1"
+        )
     mode, body, checksum = data[1], np.frombuffer(data, np.uint8, len(data) - 6, 2), data[-4:]
     (num_heads, num_blocks), body = _take_varints(body, 2)
     universe = num_heads * num_blocks
     if num_heads != heads:
         raise InvalidArgument(f"announcement: {num_heads} heads, the plan announces {heads}")
     if universe > MAX_KEYS:
-        raise InvalidArgument(f"announcement: {universe} (head, block) pairs, at most {MAX_KEYS} are accepted")
+        raise InvalidArgument(
+            f"announcement: {universe} (head, block) pairs, at most {MAX_KEYS} are accepted"
+        )
     if mode == _LIST:
         keys = _decode_gaps(body, universe)
     elif mode == _BITMAP:
@@ -115,7 +121,9 @@ def _encode_varints(values: np.ndarray) -> bytes:
     for i in range(_MAX_VARINT):
         has = sizes > i
         more = (sizes > i + 1)[has].astype(np.uint8) << 7
-        out[(ends - sizes)[has] + i] = ((values[has] >> np.uint64(7 * i)) & np.uint64(127)).astype(np.uint8) | more
+        out[(ends - sizes)[has] + i] = ((values[has] >> np.uint64(7 * i)) & np.uint64(127)).astype(
+            np.uint8
+        ) | more
     return out.tobytes()
 
 

@@ -35,7 +35,9 @@ def test_a_budget_of_all_blocks_equals_exact(
 
 
 @pytest.mark.parametrize("depth", [0.1, 0.5, 0.8])
-def test_recall_at_a_tenth_of_the_blocks(depth: float, stack: Stack, books: list[str], tokenizer: Any) -> None:
+def test_recall_at_a_tenth_of_the_blocks(
+    depth: float, stack: Stack, books: list[str], tokenizer: Any
+) -> None:
     """A fact hidden in a book of 4,000 tokens and asked for at the end."""
     key = str(random.Random(depth).randrange(10_000, 99_999))
     book = tokenizer.encode(books[1][10_000:60_000])[:3950]

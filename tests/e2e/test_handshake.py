@@ -42,7 +42,9 @@ def services() -> Iterator[Services]:
 @pytest.fixture(scope="module")
 def hello() -> Hello:
     plan = load_plan(PLAN)
-    return Hello("a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16)
+    return Hello(
+        "a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16
+    )
 
 
 async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
@@ -109,11 +111,12 @@ def _support(token: int, probability: float) -> Support:
 
 
 HEADS = len(load_plan(PLAN).announced_heads)
+TWO_TO_31 = b"\x80\x80\x80\x80\x08"
 BAD_EVENTS = {
     "indices out of range": lambda at: Announcement(at, 0, 0, _selection(HEADS, 5)),
     "heads the plan does not have": lambda at: Announcement(at, 0, 0, _selection(HEADS + 1)),
     "garbage announcement": lambda at: Announcement(at, 0, 0, b"\x01\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: Announcement(at, 0, 0, b"\x01\x01" + bytes([HEADS]) + b"\x80\x80\x80\x80\x08\x00\x00\x00\x00"),
+    "2^31 blocks": lambda at: Announcement(at, 0, 0, b"\x01\x01" + bytes([HEADS]) + TWO_TO_31 + bytes(4)),
     "empty proposal": lambda at: Proposal(at, 0, 0, []),
     "too many tokens": lambda at: Proposal(at, 0, 0, [1] * 5),
     "token outside the vocabulary": lambda at: Proposal(at, 0, 0, [4096]),
@@ -129,14 +132,18 @@ BAD_EVENTS = {
 
 
 @pytest.mark.parametrize("what", BAD_EVENTS)
-async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
+async def test_a_broken_draft_loses_its_stream_and_no_token(
+    hello: Hello, bare_target: str, what: str
+) -> None:
     """A session of a draft that misbehaves is decoded plainly to its end; the target lives."""
     async with grpc.aio.insecure_channel(bare_target) as channel:
         draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
         await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
         await draft.read()
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()
-        sampling = Sampling(1.0, 1.0, 3) if "probability" in what or "impossible" in what else Sampling(0.0, 1.0, 3)
+        sampling = (
+            Sampling(1.0, 1.0, 3) if "probability" in what or "impossible" in what else Sampling(0.0, 1.0, 3)
+        )
         name = f"session-{what}"
         opening = Open(name, PROMPT, len(PROMPT), 8, [], sampling, Exactness.APPROXIMATE)
         await serve.write(convert.serve_request_to_pb(opening))
@@ -152,11 +159,15 @@ async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_t
                     assert isinstance(commit, Commit)
                     committed += len(commit.tokens)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                while await draft.read() is not grpc.aio.EOF:
-                    pass
+                await _read_to_the_end(draft)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert refused.value.details()
         await serve.done_writing()
+
+
+async def _read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +192,9 @@ def bare_target() -> Iterator[str]:
         ({"tokens": [1] * 1900, "prompt_tokens": 1900, "max_tokens": 200}, "pages"),
     ],
 )
-async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: dict[str, Any], reason: str) -> None:
+async def test_the_target_refuses_what_it_cannot_run(
+    bare_target: str, change: dict[str, Any], reason: str
+) -> None:
     opening = replace(Open("s", [1], 1, 4, [], Sampling(0.0), Exactness.EXACT), **change)
     async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(20):
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()
