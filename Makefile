@@ -5,11 +5,13 @@ VENV ?= .venv
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-SOURCES := wire kernels engine sparsity draft_service target_service orchestrator models benchmarks tests
 
-.PHONY: setup demo test lint format protos check-protos bench-stack clean
+.PHONY: help setup demo test lint format protos check-protos bench-stack clean
 
-setup: $(VENV)/.ready
+help:  ## List the commands
+	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
+
+setup: $(VENV)/.ready  ## Virtual environment and dependencies
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,12 +25,12 @@ demo: setup  ## Launch the bundled pair and continue a text
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
 	$(BIN)/python -m pytest tests
 
-lint: setup
+lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup
+format: setup  ## Let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

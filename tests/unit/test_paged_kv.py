@@ -1,0 +1,435 @@
+"""Paged KV and the ledger against a plain model of sessions, through any sequence of what sessions do."""
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.paged_kv import PAGE_SIZE, OutOfPages, PagedKV, PagePool, SequenceKV, pages_for
+from engine.sampling import Sampling
+from orchestrator.ledger import Ledger, LedgerError, Record
+from wire.messages import At, Commit, Exactness, FinishReason
+
+LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 4
+# Prompts are made of these, so that many share pages and many differ in the middle of one.
+BLOCKS = [[kind] * PAGE_SIZE for kind in (1, 2)]
+tails = st.lists(st.integers(1, 3), max_size=PAGE_SIZE + 3)
+drafts = st.lists(st.integers(1, 3), max_size=GAMMA)
+
+
+def content(tokens: list[int]) -> float:
+    """What KV at the position of the last token holds: it follows from all tokens up to it, as a model's does."""
+    return float(zlib.crc32(bytes(tokens)))
+
+
+@dataclass
+class Session:
+    """`tokens`: committed; `drafted`: run beyond them, not yet judged; `commits`: all that were applied."""
+
+    tokens: list[int]
+    prompt: int
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    drafted: list[int] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def run(self) -> list[int]:
+        """The tokens that have KV."""
+        return (self.tokens + self.drafted)[: self.kv.length]
+
+
+class Sessions(RuleBasedStateMachine):
+    """Sessions are opened, read their prompts, run drafts, and are judged, as the verifier does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = PagedKV(LAYERS, HEADS, 1, PAGES, torch.float64)
+        self.ledger = Ledger()
+        self.live: dict[str, Session] = {}
+        self.opened = 0
+        self.repeats = 0
+
+    @initialize()
+    def start(self) -> None:
+        assert self.kv.pool.available == PAGES
+
+    def pick(self, data: st.DataObject) -> tuple[str, Session]:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        return name, self.live[name]
+
+    def write(self, session: Session, count: int) -> bool:
+        """Run the next `count` of the session's tokens; False if there are no pages, and then nothing has changed."""
+        kv, tokens = session.kv, session.tokens + session.drafted
+        pages, available = list(kv.pages), self.kv.pool.available
+        try:
+            self.kv.grow(kv, kv.length + count)
+        except OutOfPages:
+            assert (kv.pages, self.kv.pool.available) == (pages, available)
+            assert pages_for(kv.length + count) - len(pages) > available
+            return False
+        for at in range(kv.length, kv.length + count):
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    value = content(tokens[: at + 1]) + layer + head / 2
+                    self.kv.k_pages[layer][kv.pages[at // PAGE_SIZE], head, at % PAGE_SIZE] = value
+                    self.kv.v_pages[layer][kv.pages[at // PAGE_SIZE], head, at % PAGE_SIZE] = -value
+        kv.length += count
+        return True
+
+    @rule(blocks=st.lists(st.sampled_from(BLOCKS), max_size=3), tail=tails)
+    def open(self, blocks: list[list[int]], tail: list[int]) -> None:
+        tokens = [*(t for block in blocks for t in block), *tail] or [1]
+        name = f"s{self.opened}"
+        self.opened += 1
+        self.ledger.open(Record(name, list(tokens), len(tokens), 99, [], Sampling(), Exactness.EXACT))
+        session = self.live[name] = Session(tokens, len(tokens))
+        covered = self.kv.reuse_prefix(session.kv, tokens[:-1])
+        assert covered == session.kv.length <= len(tokens) - 1
+        assert covered % PAGE_SIZE == 0
+
+    def unread(self) -> list[str]:
+        return [name for name, s in self.live.items() if s.kv.length < len(s.tokens) - 1]
+
+    def judged(self) -> list[str]:
+        return [name for name, s in self.live.items() if s.kv.length == len(s.tokens) - 1]
+
+    def running(self) -> list[str]:
+        return [name for name, s in self.live.items() if s.kv.length >= len(s.tokens)]
+
+    @precondition(lambda self: self.unread())
+    @rule(data=st.data())
+    def read_prompt(self, data: st.DataObject) -> None:
+        session = self.live[data.draw(st.sampled_from(self.unread()))]
+        most = len(session.tokens) - 1 - session.kv.length
+        if self.write(session, data.draw(st.integers(1, most) | st.just(most))):
+            self.kv.index_prefix(session.kv, session.tokens[: session.kv.length])
+
+    @precondition(lambda self: self.judged())
+    @rule(data=st.data(), drafted=drafts)
+    def run_draft(self, data: st.DataObject, drafted: list[int]) -> None:
+        session = self.live[data.draw(st.sampled_from(self.judged()))]
+        session.drafted = drafted
+        if not self.write(session, 1 + len(drafted)):
+            session.drafted = []
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), following=st.integers(1, 3))
+    def judge(self, data: st.DataObject, following: int) -> None:
+        """Some or none of the draft is accepted and one token added; what was rejected is rolled back."""
+        name = data.draw(st.sampled_from(self.running()))
+        session = self.live[name]
+        accepted = data.draw(st.integers(0, len(session.drafted)))
+        tokens = [*session.drafted[:accepted], following]
+        at = At(name, 0, len(session.commits), len(session.tokens))
+        commit = Commit(at, tokens, drafted=len(session.drafted), accepted=accepted)
+        entries = len(self.ledger.records[name].entries)
+        record = self.ledger.apply(commit)
+        assert record is self.ledger.records[name]
+        assert len(record.entries) == entries + 1
+        assert record.entries[-1].rolled_back == len(session.drafted) - accepted
+        session.tokens += tokens
+        session.drafted = []
+        session.commits.append(commit)
+        self.kv.truncate(session.kv, len(session.tokens) - 1)
+        assert len(session.kv.pages) == pages_for(session.kv.length)
+        self.kv.index_prefix(session.kv, session.tokens[: session.kv.length])
+
+    @precondition(lambda self: any(s.commits for s in self.live.values()))
+    @rule(data=st.data())
+    def repeat_a_commit(self, data: st.DataObject) -> None:
+        """Any earlier one, once more: nothing but the count of repeats changes."""
+        name = data.draw(st.sampled_from([n for n, s in self.live.items() if s.commits]))
+        record = self.ledger.records[name]
+        before = list(record.tokens), list(record.entries), vars(record.totals).copy()
+        assert self.ledger.apply(data.draw(st.sampled_from(self.live[name].commits))) is None
+        assert (record.tokens, record.entries, vars(record.totals)) == before
+        self.repeats += 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), gap=st.integers(1, 5))
+    def leave_a_gap(self, data: st.DataObject, gap: int) -> None:
+        name, session = self.pick(data)
+        with pytest.raises(LedgerError, match=f"the ledger holds {len(session.tokens)}"):
+            self.ledger.apply(Commit(At(name, 0, 9, len(session.tokens) + gap), [1]))
+
+    @precondition(lambda self: any(s.commits for s in self.live.values()))
+    @rule(data=st.data())
+    def contradict(self, data: st.DataObject) -> None:
+        """A repeat with another token, or one that goes on beyond what is held, is no repeat."""
+        name = data.draw(st.sampled_from([n for n, s in self.live.items() if s.commits]))
+        commit = data.draw(st.sampled_from(self.live[name].commits))
+        changed = [*commit.tokens[:-1], commit.tokens[-1] % 3 + 1]
+        longer = [*self.live[name].tokens[commit.at.base :], 1]
+        for tokens in (changed, longer):
+            with pytest.raises(LedgerError, match="differ"):
+                self.ledger.apply(Commit(commit.at, tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        name, session = self.pick(data)
+        self.kv.release(session.kv)
+        assert (session.kv.pages, session.kv.length) == ([], 0)
+        record = self.ledger.close(name)
+        assert record is not None
+        assert record.generated == session.tokens[session.prompt :]
+        del self.live[name]
+        assert self.ledger.apply(Commit(At(name, 0, 0, len(session.tokens)), [1])) is None
+
+    @rule(share=st.integers(1, 4))
+    def press(self, share: int) -> None:
+        """Take pages and give them back: reusable ones are evicted on the way."""
+        pool = self.kv.pool
+        pages = pool.allocate(pool.available // share)
+        assert len(set(pages)) == len(pages)
+        assert not any(page in session.kv.pages for session in self.live.values() for page in pages)
+        with pytest.raises(OutOfPages):
+            pool.allocate(pool.available + 1)
+        pool.release(pages)
+
+    @precondition(lambda self: self.kv.pool._reusable)
+    @rule()
+    def evict(self) -> None:
+        available = self.kv.pool.available
+        self.kv.pool.evict_one()
+        assert self.kv.pool.available == available
+
+    @invariant()
+    def pages_are_in_one_place_each(self) -> None:
+        pool = self.kv.pool
+        pool.check_integrity()
+        held = Counter(page for session in self.live.values() for page in session.kv.pages)
+        assert [held[page] for page in range(PAGES)] == pool.references
+        assert pool.held == len(held)
+
+    @invariant()
+    def lengths_fit(self) -> None:
+        for session in self.live.values():
+            kv = session.kv
+            assert kv.length <= len(kv.pages) * PAGE_SIZE
+            assert kv.indexed * PAGE_SIZE <= min(kv.length, len(session.tokens))
+            assert kv.length <= len(session.tokens) + len(session.drafted)
+            assert len(set(kv.pages)) == len(kv.pages)
+
+    @invariant()
+    def contents_are_each_sessions_own(self) -> None:
+        """Every position that has KV reads back, through the block table, what this session's tokens give."""
+        for session in self.live.values():
+            tokens = session.run
+            if not tokens:
+                continue
+            wanted = torch.tensor(
+                [content(tokens[: at + 1]) for at in range(len(tokens))], dtype=torch.float64
+            )
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    k = self.kv.k_pages[layer][session.kv.pages, head].flatten()[: len(tokens)]
+                    v = self.kv.v_pages[layer][session.kv.pages, head].flatten()[: len(tokens)]
+                    assert torch.equal(k, wanted + layer + head / 2)
+                    assert torch.equal(v, -k)
+
+    @invariant()
+    def only_common_prefixes_are_shared(self) -> None:
+        """A page of two sessions is at the same place in both, indexed in both, behind the same tokens."""
+        places: dict[int, list[tuple[Session, int]]] = {}
+        for session in self.live.values():
+            for place, page in enumerate(session.kv.pages):
+                places.setdefault(page, []).append((session, place))
+        for users in places.values():
+            first, at = users[0]
+            for other, place in users[1:]:
+                end = (at + 1) * PAGE_SIZE
+                assert place == at
+                assert at < min(first.kv.indexed, other.kv.indexed)
+                assert first.tokens[:end] == other.tokens[:end]
+
+    @invariant()
+    def the_ledger_holds_what_was_committed(self) -> None:
+        assert set(self.ledger.records) == set(self.live)
+        for name, session in self.live.items():
+            record = self.ledger.records[name]
+            assert record.tokens == session.tokens
+            assert sum(entry.committed for entry in record.entries) == len(record.generated)
+            assert [entry.round for entry in record.entries] == list(range(len(session.commits)))
+            assert record.totals.accepted == sum(commit.accepted for commit in session.commits)
+            assert sum(record.totals.accepted_per_position) == record.totals.accepted
+        assert self.ledger.counters["repeated_commits"] == self.repeats
+
+    def teardown(self) -> None:
+        for session in self.live.values():
+            self.kv.release(session.kv)
+        assert self.kv.pool.held == 0
+        self.kv.pool.check_integrity()
+
+
+TestSessions = Sessions.TestCase
+TestSessions.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+# What the machine reaches only now and then
+
+
+def filled(kv: PagedKV, tokens: list[int]) -> SequenceKV:
+    """A sequence that has read `tokens` and offers them."""
+    sequence = SequenceKV()
+    kv.grow(sequence, len(tokens))
+    sequence.length = len(tokens)
+    kv.index_prefix(sequence, tokens)
+    return sequence
+
+
+def small() -> PagedKV:
+    return PagedKV(1, 1, 1, 8)
+
+
+def test_a_prefix_is_reused_while_it_is_held_and_after() -> None:
+    kv = small()
+    tokens = list(range(40))
+    first = filled(kv, tokens)
+    second = SequenceKV()
+    assert kv.reuse_prefix(second, tokens) == 32
+    assert second.pages == first.pages[:2]
+    kv.release(first)
+    kv.release(second)
+    assert kv.pool.held == 0
+    third = SequenceKV()
+    assert kv.reuse_prefix(third, [*tokens[:35], 99]) == 32
+    assert kv.reuse_prefix(SequenceKV(), [*tokens[:20], 99, *tokens[21:]]) == 16
+    assert kv.reuse_prefix(SequenceKV(), tokens[:15]) == 0
+    assert kv.reuse_prefix(SequenceKV(), tokens[16:32]) == 0  # the same page behind another beginning
+
+
+def test_equal_pages_behind_different_prefixes_are_told_apart() -> None:
+    kv = small()
+    same = [7] * 16
+    a, b = filled(kv, [1] * 16 + same), filled(kv, [2] * 16 + same)
+    again = SequenceKV()
+    kv.reuse_prefix(again, [2] * 16 + same)
+    assert again.pages == b.pages
+    assert not set(again.pages) & set(a.pages)
+
+
+def test_two_that_read_the_same_at_once_offer_it_once() -> None:
+    """The second keeps its own pages, unshared; those behind them can still be found."""
+    kv = small()
+    tokens = [1] * 48
+    first, second = filled(kv, tokens[:32]), filled(kv, tokens)
+    third = SequenceKV()
+    assert kv.reuse_prefix(third, tokens) == 48
+    assert third.pages == [*first.pages, second.pages[2]]
+    assert not set(first.pages) & set(second.pages)
+    kv.pool.check_integrity()
+
+
+def test_the_page_released_longest_ago_is_evicted_first() -> None:
+    kv = small()
+    for kind in (1, 2, 3):
+        kv.release(filled(kv, [kind] * 16))
+    kv.release(filled(kv, [1] * 16))  # the same again: no second page is offered
+    reused = SequenceKV()
+    assert kv.reuse_prefix(reused, [2] * 16) == 16
+    kv.release(reused)  # now the youngest
+    kv.pool.evict_one()
+    kv.pool.evict_one()
+    found = [kv.reuse_prefix(SequenceKV(), [kind] * 16) for kind in (1, 2, 3)]
+    assert found == [0, 16, 0]
+
+
+def test_an_evicted_beginning_hides_what_followed_it() -> None:
+    """Pages whose beginning is gone are not found, nor does a new beginning of another page bring them back."""
+    kv = small()
+    tokens = [5] * 32
+    kv.release(filled(kv, tokens))
+    while kv.reuse_prefix(probe := SequenceKV(), tokens[:16]):
+        kv.release(probe)
+        kv.pool.evict_one()
+    fresh = filled(kv, tokens[:16])
+    assert kv.reuse_prefix(SequenceKV(), tokens) == 16
+    assert len(fresh.pages) == 1
+    kv.pool.check_integrity()
+
+
+def test_truncation_is_checked() -> None:
+    kv = small()
+    sequence = filled(kv, list(range(40)))
+    with pytest.raises(ValueError, match="cannot truncate 40 tokens to 41"):
+        kv.truncate(sequence, 41)
+    with pytest.raises(ValueError, match="2 pages are indexed"):
+        kv.truncate(sequence, 31)
+    kv.truncate(sequence, 32)
+    assert len(sequence.pages) == 2
+
+
+def test_pages_cannot_be_released_or_offered_unless_held() -> None:
+    pool = PagePool(2)
+    (page,) = pool.allocate(1)
+    pool.release([page])
+    with pytest.raises(ValueError, match="released more often"):
+        pool.release([page])
+    with pytest.raises(ValueError, match="not held"):
+        pool.index(page, (0, (1,)))
+    (page,) = pool.allocate(1)
+    pool.index(page, (0, (1,)))
+    with pytest.raises(ValueError, match="indexed already"):
+        pool.index(page, (0, (2,)))
+
+
+# The ledger alone
+
+
+def record(name: str = "a") -> Record:
+    return Record(name, [1, 2], 2, 9, [7], Sampling(seed=3), Exactness.APPROXIMATE)
+
+
+def test_a_session_is_opened_once() -> None:
+    ledger = Ledger()
+    ledger.open(record())
+    with pytest.raises(LedgerError, match="in the ledger already"):
+        ledger.open(record())
+    assert ledger.close("a") is not None
+    assert ledger.close("a") is None
+    ledger.open(record())
+
+
+def test_a_record_opens_its_session_again_where_it_stands() -> None:
+    ledger = Ledger()
+    ledger.open(record())
+    ledger.apply(Commit(At("a", 0, 0, 2), [3, 4], drafted=4, accepted=1))
+    ledger.apply(Commit(At("a", 1, 1, 4), [7], finish_reason=FinishReason.STOP))
+    held = ledger.records["a"]
+    opening = held.to_open()
+    assert (opening.tokens, opening.prompt_tokens, opening.max_tokens) == ([1, 2, 3, 4, 7], 2, 9)
+    assert (opening.stop_token_ids, opening.sampling, opening.exactness) == (
+        [7],
+        Sampling(seed=3),
+        held.exactness,
+    )
+    assert held.finish_reason is FinishReason.STOP
+    opening.tokens.append(5)
+    assert held.generated == [3, 4, 7]
+
+
+def test_totals_add_up_over_rounds() -> None:
+    ledger = Ledger()
+    ledger.open(record())
+    assert ledger.records["a"].totals.kv_read_fraction == 1.0
+    rounds = [(4, 2, 3, 10), (0, 0, 10, 10), (4, 4, 2, 20)]
+    base = 2
+    for number, (drafted, accepted, read, total) in enumerate(rounds):
+        tokens = [1] * (accepted + 1)
+        at = At("a", 0, number, base)
+        base += len(tokens)
+        commit = Commit(
+            at, tokens, drafted, accepted, kv_pages_read=read, kv_pages_total=total, wait_seconds=0.5
+        )
+        ledger.apply(commit)
+    totals = ledger.records["a"].totals
+    assert (totals.rounds, totals.drafted, totals.accepted) == (2, 8, 6)
+    assert totals.accepted_per_position == [2, 2, 1, 1]
+    assert totals.kv_read_fraction == pytest.approx(15 / 40)
+    assert totals.wait_seconds == pytest.approx(1.5)
