@@ -8,12 +8,12 @@ from typing import Any
 
 from draft_service.drafter import Drafter, DrafterSettings
 from draft_service.link import LinkState, keep_link
-from engine.loading import ModelSettings, open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
-from sparsity.plan import Plan, PlanError, load_plan, with_budget
+from sparsity.plan import Plan, PlanError
 from wire.convert import status_to_pb
+from wire.handshake import SideSettings, open_side
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
@@ -30,34 +30,24 @@ class DraftServiceSettings:
 
 @dataclass(frozen=True)
 class DraftProcess:
-    """All that makes a draft process. budget: instead of the plan's, if given."""
+    """All that makes a draft process."""
 
-    model: ModelSettings
-    plan: str
+    side: SideSettings
     service: DraftServiceSettings
-    budget: float | None = None
-    name: str = "draft"
 
 
 async def run(process: DraftProcess, on_ready: Callable[[RunningServer], None]) -> None:
-    """Load the model, then serve until cancelled."""
-    plan = with_budget(load_plan(process.plan), process.budget)
-    opened = open_model(process.model)
-    if (plan.draft_layers, plan.draft_heads) != (opened.shape.num_layers, opened.shape.num_heads):
-        raise PlanError(
-            f"{process.plan} is for a draft of {plan.draft_layers} layers of {plan.draft_heads} heads, "
-            f"{process.model.model} has {opened.shape.num_layers} of {opened.shape.num_heads}"
-        )
-    hello = Hello(
-        peer=process.name,
-        model=process.model.model,
-        vocab_size=opened.shape.vocab_size,
-        tokenizer_hash=opened.tokenizer_hash,
-        plan_hash=plan.hash,
-        gamma=process.service.drafter.gamma,
-        block_size=plan.block_size,
+    """Load the model, then serve until cancelled. Raises PlanError if the plan is for another draft."""
+    side = open_side(process.side)
+    planned, actual = (
+        (side.plan.draft_layers, side.plan.draft_heads),
+        (side.shape.num_layers, side.shape.num_heads),
     )
-    await serve(process.service, opened.runner, plan, hello, on_ready)
+    if planned != actual:
+        raise PlanError(
+            f"{process.side.plan} is for a draft of (layers, heads) {planned}, {side.hello.model} has {actual}"
+        )
+    await serve(process.service, side.runner, side.plan, side.hello, on_ready)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):

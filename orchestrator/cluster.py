@@ -20,6 +20,7 @@ from orchestrator.settings import Settings
 from target_service.service import TargetProcess, TargetServiceSettings
 from target_service.service import run as run_target
 from target_service.verifier import VerifierSettings
+from wire.handshake import SideSettings
 from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class ServiceActor:
             )
             asyncio.run(run)
         except BaseException as error:
-            log.exception("the %s service failed", process.name)
+            log.exception("the %s service failed", process.side.name)
             self._failure = error
             if self._ready:  # it served already: let Ray start it anew
                 os._exit(1)
@@ -139,14 +140,13 @@ def start_services(settings: Settings) -> Cluster:
     )
     threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
 
-    def model(name: str, kv_tokens: int) -> ModelSettings:
-        return ModelSettings(name, settings.device, settings.dtype, kv_tokens, threads)
+    def side(name: str, model: str, kv_tokens: int) -> SideSettings:
+        opened = ModelSettings(model, settings.device, settings.dtype, kv_tokens, threads)
+        return SideSettings(name, opened, settings.plan, settings.gamma, settings.budget or None)
 
-    budget = settings.budget or None
     max_context = settings.max_context
     target_process = TargetProcess(
-        model(settings.target, settings.target_kv_tokens),
-        settings.plan,
+        side("target", settings.target, settings.target_kv_tokens),
         TargetServiceSettings(
             settings.service_host,
             target_port,
@@ -159,11 +159,9 @@ def start_services(settings: Settings) -> Cluster:
                 max_context=max_context,
             ),
         ),
-        budget,
     )
     draft_process = DraftProcess(
-        model(settings.draft, settings.draft_kv_tokens),
-        settings.plan,
+        side("draft", settings.draft, settings.draft_kv_tokens),
         DraftServiceSettings(
             [target_address],
             settings.service_host,
@@ -175,7 +173,6 @@ def start_services(settings: Settings) -> Cluster:
                 max_context=max_context,
             ),
         ),
-        budget,
     )
     # Fractional CPUs: placement asks for room, the models' threads are set above.
     options = {"num_cpus": 0.1, "num_gpus": 1 if on_gpu else 0, "max_restarts": -1, "max_task_retries": -1}

@@ -5,14 +5,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.loading import ModelSettings, open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
-from sparsity.plan import Plan, PlanError, load_plan, with_budget
+from sparsity.plan import Plan, PlanError
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import Verifier, VerifierSettings
 from wire.errors import Unavailable
+from wire.handshake import SideSettings, open_side
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
@@ -28,34 +28,22 @@ class TargetServiceSettings:
 
 @dataclass(frozen=True)
 class TargetProcess:
-    """All that makes a target process. budget: instead of the plan's, if given."""
+    """All that makes a target process."""
 
-    model: ModelSettings
-    plan: str
+    side: SideSettings
     service: TargetServiceSettings
-    budget: float | None = None
-    name: str = "target"
 
 
 async def run(process: TargetProcess, on_ready: Callable[[RunningServer], None]) -> None:
-    """Load the model, then serve until cancelled."""
-    plan = with_budget(load_plan(process.plan), process.budget)
-    opened = open_model(process.model)
-    if (plan.target_layers, plan.target_kv_heads) != (opened.shape.num_layers, opened.shape.num_kv_heads):
+    """Load the model, then serve until cancelled. Raises PlanError if the plan is for another target."""
+    side = open_side(process.side)
+    planned = side.plan.target_layers, side.plan.target_kv_heads
+    actual = side.shape.num_layers, side.shape.num_kv_heads
+    if planned != actual:
         raise PlanError(
-            f"{process.plan} is for a target of {plan.target_layers} layers of {plan.target_kv_heads} KV heads, "
-            f"{process.model.model} has {opened.shape.num_layers} of {opened.shape.num_kv_heads}"
+            f"{process.side.plan} is for a target of (layers, KV heads) {planned}, {side.hello.model} has {actual}"
         )
-    hello = Hello(
-        peer=process.name,
-        model=process.model.model,
-        vocab_size=opened.shape.vocab_size,
-        tokenizer_hash=opened.tokenizer_hash,
-        plan_hash=plan.hash,
-        gamma=process.service.verifier.gamma,
-        block_size=plan.block_size,
-    )
-    await serve(process.service, opened.runner, plan, hello, on_ready)
+    await serve(process.service, side.runner, side.plan, side.hello, on_ready)
 
 
 async def serve(
