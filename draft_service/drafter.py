@@ -22,6 +22,7 @@ from engine.step_loop import share_prefill
 from kernels.rejection import draw
 from sparsity.plan import Plan
 from sparsity.policy import select_top_k_blocks
+from sparsity.selection import BlockSelection
 from wire.messages import (
     Announcement,
     Begin,
@@ -61,7 +62,7 @@ class Drafted:
 
     token: int | None = None
     support: Support | None = None
-    block_weights: Tensor | None = None
+    selection: BlockSelection | None = None
 
 
 @dataclass
@@ -258,7 +259,12 @@ class Drafter:
         """Runs in the model thread; touches no session but through the inputs' KV."""
         started = time.perf_counter()
         outputs = self.runner.forward(step.inputs)
-        drafted = [Drafted(block_weights=output.block_weights) for output in outputs]
+        drafted = [Drafted() for _ in outputs]
+        emitting = [i for i, output in enumerate(outputs) if output.block_weights is not None]
+        if emitting:
+            weights = [outputs[i].block_weights for i in emitting]
+            for i, selection in zip(emitting, select_top_k_blocks(weights, self.plan), strict=True):  # type: ignore[arg-type]
+                drafted[i].selection = selection
         rows = [i for i, output in enumerate(outputs) if output.logits is not None]
         if rows:
             sessions = [step.sessions[i][1] for i in rows]
@@ -277,8 +283,8 @@ class Drafter:
                 )
                 continue
             session.draft_seconds += result.seconds
-            if drafted.block_weights is not None:
-                session.selection = select_top_k_blocks(drafted.block_weights, self.plan)
+            if drafted.selection is not None:
+                session.selection = drafted.selection
                 self._announce(peer, session)
             session.tokens.append(drafted.token)
             if session.proposal is not None:  # this was the guess at what the target will add

@@ -104,19 +104,20 @@ async def _draft_status(channel: grpc.aio.Channel | None) -> ServiceStatus | Non
         return None
 
 
-async def wait_until_attached(router: Router) -> None:
-    """Until the draft has shaken hands with the target; raises ClusterError if they refuse each other."""
+async def wait_until_connected(router: Router, with_draft: bool) -> None:
+    """Until the target serves and, if asked for, a draft is attached; raises ClusterError if it is refused."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ATTACH_SECONDS
     while True:
         with contextlib.suppress(Unavailable):
             status = await router.status()
-            if status.refusal:
+            if with_draft and status.refusal:
                 raise ClusterError(status.refusal)
-            if status.attached and router.connected:
+            if router.connected and (status.attached or not with_draft):
                 return
         if loop.time() > deadline:
-            raise ClusterError(f"draft and target did not find each other within {_ATTACH_SECONDS:.0f} s")
+            what = "draft and target did" if with_draft else "the target did"
+            raise ClusterError(f"{what} not connect within {_ATTACH_SECONDS:.0f} s")
         await asyncio.sleep(0.05)
 
 
@@ -127,8 +128,8 @@ async def run(settings: Settings, target: str, draft: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with serve_clients(settings, target, draft) as (endpoints, frontend):
-        if not settings.target_address:
-            await wait_until_attached(frontend.router)
+        with_draft = bool(settings.draft_address) or not settings.target_address
+        await wait_until_connected(frontend.router, with_draft)
         print(f"gRPC endpoint: {endpoints.grpc}")
         print(f"HTTP endpoint: {endpoints.http}")
         print("ready", flush=True)

@@ -9,24 +9,35 @@ from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
 
 
-def select_top_k_blocks(weights: Tensor, plan: Plan) -> BlockSelection:
+def select_top_k_blocks(weights: list[Tensor], plan: Plan) -> list[BlockSelection]:
     """STS: for each announced draft head its heaviest blocks, as many as the budget leaves room for.
 
-    weights: [draft_layers, draft_heads, blocks] softmax mass per block. The mandatory blocks (sinks, window)
-    are not announced: the target adds them itself.
+    weights: for each sequence [draft_layers, draft_heads, blocks], softmax mass per block. The mandatory blocks
+    (sinks, window) are not announced: the target adds them itself.
     """
-    blocks = weights.shape[2]
-    first, last = plan.middle(blocks)
     heads = plan.announced_heads
-    room = max(0, plan.budget_blocks(blocks) - (blocks - (last - first)))
+    counts = [w.shape[2] for w in weights]
+    middles = [plan.middle(blocks) for blocks in counts]
+    sizes = [last - first for first, last in middles]
+    room = [max(0, plan.budget_blocks(n) - (n - size)) for n, size in zip(counts, sizes, strict=True)]
     layer = torch.tensor([pair[0] for pair in heads], dtype=torch.long)
     head = torch.tensor([pair[1] for pair in heads], dtype=torch.long)
-    rows = weights[layer, head, first:last]
-    size = torch.full((len(heads),), last - first, dtype=torch.long)
-    lists, counts = select_top_k(rows, size, torch.full_like(size, room))
-    chosen = torch.arange(lists.shape[1]) < counts[:, None]
-    keys = torch.arange(len(heads))[:, None] * blocks + first + lists
-    return BlockSelection(len(heads), blocks, keys[chosen].numpy().astype(np.int64))
+    rows = weights[0].new_zeros(len(weights), len(heads), max(sizes, default=0))
+    for i, (w, (first, last)) in enumerate(zip(weights, middles, strict=True)):
+        rows[i, :, : last - first] = w[layer, head, first:last]
+
+    def per_row(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=rows.device).repeat_interleave(len(heads))
+
+    lists, chosen = select_top_k(rows.flatten(0, 1), per_row(sizes), per_row(room))
+    shape = (len(weights), len(heads), lists.shape[1])
+    listed = (torch.arange(shape[2], device=rows.device) < chosen[:, None]).view(shape).cpu().numpy()
+    blocks_of = lists.view(shape).cpu().numpy()
+    offsets = np.arange(len(heads))[:, None]
+    return [
+        BlockSelection(len(heads), n, (offsets * n + first + blocks_of[i]).astype(np.int64)[listed[i]])
+        for i, (n, (first, _)) in enumerate(zip(counts, middles, strict=True))
+    ]
 
 
 def expand_to_target(selection: BlockSelection | None, plan: Plan, base: int, length: int) -> np.ndarray:

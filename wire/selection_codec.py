@@ -36,7 +36,7 @@ def encode_selection(
         raise InvalidArgument(
             f"a selection over {universe} (head, block) pairs; at most {MAX_KEYS} can be sent"
         )
-    head = _encode_varints(np.array([selection.num_heads, selection.num_blocks]))
+    head = _varint(selection.num_heads) + _varint(selection.num_blocks)
     best = (_LIST, head + _encode_gaps(keys))
     bitmap_size = -(-universe // 8)
     if bitmap_size < len(best[1]) - len(head):
@@ -45,7 +45,7 @@ def encode_selection(
         best = (_BITMAP, head + np.packbits(bits, bitorder="little").tobytes())
     if reference is not None and reference.num_heads == selection.num_heads:
         changed = np.setxor1d(keys, reference.resized(selection.num_blocks).keys, assume_unique=True)
-        difference = head + _encode_varints(np.array(name)) + _encode_gaps(changed)
+        difference = head + _varint(name[0]) + _varint(name[1]) + _encode_gaps(changed)
         if len(difference) < len(best[1]):
             best = (_DIFFERENCE, difference)
     return bytes([VERSION, best[0]]) + best[1] + _checksum(keys)
@@ -110,14 +110,25 @@ def _decode_gaps(body: np.ndarray, universe: int) -> np.ndarray:
     return keys
 
 
+def _varint(value: int) -> bytes:
+    """LEB128 of one number."""
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
 def _encode_varints(values: np.ndarray) -> bytes:
     """LEB128 of each value, which must lie in [0, 2^32)."""
+    if not len(values) or values.max() < 128:  # by far the most common case
+        return values.astype(np.uint8).tobytes()
     values = values.astype(np.uint64)
     sizes = np.ones(len(values), dtype=np.int64)
     for i in range(1, _MAX_VARINT):
         sizes += values >= np.uint64(1 << (7 * i))
     ends = sizes.cumsum()
-    out = np.zeros(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
+    out = np.zeros(int(ends[-1]), dtype=np.uint8)
     for i in range(_MAX_VARINT):
         has = sizes > i
         more = (sizes > i + 1)[has].astype(np.uint8) << 7

@@ -15,7 +15,7 @@ from engine.sampling import Sampling
 from orchestrator.ledger import Ledger, LedgerError, Record
 from wire.messages import At, Commit, Exactness, FinishReason
 
-LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 4
+LAYERS, HEADS, PAGES, GAMMA = 2, 2, 24, 12
 # Prompts are made of these, so that many share pages and many differ in the middle of one.
 BLOCKS = [[kind] * PAGE_SIZE for kind in (1, 2)]
 tails = st.lists(st.integers(1, 3), max_size=PAGE_SIZE + 3)
@@ -268,7 +268,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=80, stateful_step_count=40)
+TestSessions.settings = settings(max_examples=120, stateful_step_count=50)
 
 
 # What the machine reaches only now and then

@@ -167,7 +167,7 @@ def test_announced_are_the_heaviest_blocks_within_the_budget(context: tuple[Plan
     """Never a mandatory one; with them no more than the budget; as many as it leaves room for."""
     plan, base, weights = context
     blocks = plan.num_blocks(base)
-    selection = select_top_k_blocks(torch.from_numpy(weights), plan)
+    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
     assert (selection.num_heads, selection.num_blocks) == (len(plan.announced_heads), blocks)
     assert (np.diff(selection.keys) > 0).all()
     free = [b for b in range(blocks) if plan.sink_blocks <= b < blocks - plan.window_blocks]
@@ -182,7 +182,7 @@ def test_announced_are_the_heaviest_blocks_within_the_budget(context: tuple[Plan
 def test_expansion_is_what_its_description_says(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     """Block by block, for a round that ends `more` tokens after the committed ones."""
     plan, base, weights = context
-    selection = select_top_k_blocks(torch.from_numpy(weights), plan)
+    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
     wanted = expand_to_target(selection, plan, base, base + more)
     announced = dict(zip(plan.announced_heads, selection.lists(), strict=True))
     blocks, known = plan.num_blocks(base + more), plan.num_blocks(base)
@@ -200,7 +200,7 @@ def test_expansion_is_what_its_description_says(context: tuple[Plan, int, np.nda
 def test_budget_1_reads_every_page(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     plan, base, weights = context
     plan = with_budget(plan, 1.0)
-    selection = select_top_k_blocks(torch.from_numpy(weights), plan)
+    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
     wanted = expand_to_target(selection, plan, base, base + more)
     pages = blocks_to_pages(wanted, plan.block_size, 16, base + more)
     assert pages.shape[-1] == -(-(base + more) // 16)
@@ -218,7 +218,7 @@ def test_a_selection_of_other_heads_is_refused() -> None:
 
 def test_a_plan_without_sparse_layers_announces_nothing() -> None:
     plan = uniform_plan(2, 2, 2, 2, dense_layers=(0, 1))
-    selection = select_top_k_blocks(torch.rand(2, 2, 30), plan)
+    (selection,) = select_top_k_blocks([torch.rand(2, 2, 30)], plan)
     assert (selection.num_heads, selection.num_blocks, len(selection.keys)) == (0, 30, 0)
     assert expand_to_target(selection, plan, 480, 484).all()
 
