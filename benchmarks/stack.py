@@ -6,6 +6,7 @@ clients stream over gRPC from this process.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -114,7 +115,7 @@ async def _stream(
     async for response in stub.Generate(request):
         times.append(time.perf_counter())
         summary = response.speculation
-    return [b - a for a, b in zip(times, times[1:], strict=False)], (times[0], times[-1], summary)
+    return [b - a for a, b in itertools.pairwise(times)], (times[0], times[-1], summary)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from wire.errors import ServiceError
+from wire.malformed import RefuseMalformed
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(options=OPTIONS, interceptors=[RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()

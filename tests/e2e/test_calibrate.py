@@ -1,0 +1,50 @@
+"""`specahead calibrate` makes a plan that says where it comes from and that a pair can be launched with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+from orchestrator.demo import TEXT
+from sparsity.plan import load_plan
+from tests.stack import ROOT
+
+
+def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(TEXT)]
+    options = [
+        "--out",
+        str(out),
+        "--context",
+        "1024",
+        "--passages",
+        "2",
+        "--budget",
+        "0.2",
+        "--dense-layers",
+        "0",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", *command, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    plan = load_plan(out)
+    assert plan.hash in done.stdout
+    assert (plan.target_layers, plan.target_kv_heads, plan.draft_layers, plan.draft_heads) == (10, 4, 4, 4)
+    assert (plan.budget, plan.dense_layers) == (0.2, (0,))
+    assert plan.provenance["files"] == [TEXT.name]
+    assert plan.provenance["texts"] == 2
+    # Chance would give 0.2: a mapped draft head must know much more of what its target head reads.
+    assert 0.4 < plan.provenance["mean_overlap"] <= 1
+
+
+def test_the_bundled_plan_is_for_the_bundled_pair() -> None:
+    from engine.loading import model_hash
+
+    plan = load_plan(models.PLAN)
+    assert plan.provenance["target_hash"] == model_hash(str(models.TARGET))
+    assert plan.provenance["draft_hash"] == model_hash(str(models.DRAFT))
