@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +38,16 @@ def tokenizer() -> Any:
 def ray_address() -> Iterator[str]:
     """A Ray on loopback for all launches of the test run, started as a user would; leaves any other Ray alone."""
     port = free_port()
-    ray = Path(sys.executable).with_name("ray")
-    start = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    start = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+    ]
     options = [
         "--include-dashboard=false",
         "--num-cpus=8",

@@ -1,0 +1,1337 @@
+"""Drafter and verifier in one process, over fake models with real paged KV and a link that may misbehave.
+
+The fake models' logits follow from the tokens that they read back out of the KV pages, so a page that is
+wrong, stale, shared or missing changes the outcome or trips an assertion.
+"""
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import target_service.verifier
+from draft_service.drafter import Drafter, DrafterSettings, Peer
+from engine.batch import BatchPart, SequenceInput, build_batch
+from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
+from engine.runner import SequenceOutput
+from engine.sampling import Sampling
+from engine.step_loop import share_prefill
+from kernels.kv_write import write_kv
+from orchestrator.ledger import Ledger, Record
+from sparsity.plan import Plan, uniform_plan
+from sparsity.selection import BlockSelection
+from target_service.judging import RoundInput, judge_rounds
+from target_service.residency import Residency
+from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
+from wire import convert
+from wire import messages as m
+from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from wire.selection_codec import encode_selection
+
+VOCAB, LAYERS, KV_HEADS = 32, 3, 2
+DRAFT_LAYERS, DRAFT_HEADS = 2, 3
+RECENT = 8  # tokens that a model that sees only the ends looks back
+PLAN = uniform_plan(
+    LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS, budget=0.3, sink_blocks=1, window_blocks=1, dense_layers=(0,)
+)
+GREEDY = Sampling(temperature=0.0)
+TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
+
+Logits = Callable[[list[int]], np.ndarray]
+
+
+# The models
+
+
+def hashed(tokens: list[int], salt: int = 0) -> int:
+    return zlib.crc32(bytes(tokens), salt)
+
+
+def full_view(tokens: list[int]) -> list[int]:
+    return tokens
+
+
+def ends_view(tokens: list[int]) -> list[int]:
+    """What is never left out: the sink block and the last tokens."""
+    return [*tokens[:PAGE_SIZE], 255, *tokens[-RECENT:]]
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Next-token logits as a function of the tokens so far. `ends`: of the first and last ones alone."""
+
+    ends: bool = False
+    agreement: int = 4  # quarters of all contexts in which the draft's best token is the target's
+
+    def view(self, tokens: list[int]) -> list[int]:
+        return ends_view(tokens) if self.ends else full_view(tokens)
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return TABLE[hashed(self.view(tokens)) % len(TABLE)]
+
+    def draft(self, tokens: list[int]) -> np.ndarray:
+        agrees = hashed(self.view(tokens), salt=1) % 4 < self.agreement
+        return self.target(tokens) if agrees else np.roll(self.target(tokens), 1)
+
+    def plain(self, prompt: list[int], max_tokens: int, stop: list[int]) -> tuple[list[int], m.FinishReason]:
+        """Greedy decoding by the target alone."""
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(int(self.target(tokens).argmax()))
+            if tokens[-1] in stop:
+                return tokens, m.FinishReason.STOP
+        return tokens, m.FinishReason.LENGTH
+
+
+class FakeRunner:
+    """Keys hold (position, token). Logits come from what the batch's block tables and page lists lead to."""
+
+    def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int) -> None:
+        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
+        self.vocab_size = VOCAB
+        self.logits, self.ends, self.heads = logits, ends, heads
+        self.pages_read: list[int] = []  # by each input that wants all its logits
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        assert len({id(item.kv) for item in inputs}) == len(inputs)
+        batch = build_batch(inputs, self.kv, torch.device("cpu"))
+        keys = (
+            torch.stack([batch.position_ids[0], batch.token_ids[0]], 1)
+            .float()[:, None]
+            .expand(-1, KV_HEADS, -1)
+        )
+        for k_pages, v_pages in zip(self.kv.k_pages, self.kv.v_pages, strict=True):
+            write_kv(k_pages, v_pages, batch.slots, keys, -keys)
+        outputs = [SequenceOutput() for _ in inputs]
+        place = 0
+        for part in batch.parts:
+            for row in range(len(part.kv_lengths)):
+                index = batch.order[place]
+                outputs[index] = self._run(part, row, inputs[index])
+                place += 1
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        return outputs
+
+    def _run(self, part: BatchPart, row: int, item: SequenceInput) -> SequenceOutput:
+        length = int(part.kv_lengths[row])
+        assert length == item.kv.length + len(item.tokens)
+        read = [
+            self._read(part, row, layer, head)
+            for layer in range(self.kv.num_layers)
+            for head in range(KV_HEADS)
+        ]
+        if item.logits == "all":
+            self.pages_read.append(sum(pages for _, pages in read))
+        tokens = dict(read[0][0])
+        first = length - len(item.tokens) if item.logits == "all" else length - 1
+        for seen, _ in read:
+            needed = [*range(min(PAGE_SIZE, length)), *range(max(0, first + 1 - RECENT), length)]
+            for position in needed if self.ends else range(length):
+                assert seen[position] == tokens[position]
+        history = [tokens[position] if position in tokens else 254 for position in range(length)]
+        assert history[length - len(item.tokens) :] == item.tokens
+        out = SequenceOutput()
+        if item.logits != "none":
+            out.logits = torch.from_numpy(
+                np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
+            )
+        if item.block_size:
+            shape = (self.kv.num_layers, self.heads, -(-length // item.block_size))
+            weights = np.random.default_rng(hashed(history)).random(shape).astype(np.float32)
+            out.block_weights = torch.from_numpy(weights / weights.sum(-1, keepdims=True))
+        return out
+
+    def _read(self, part: BatchPart, row: int, layer: int, head: int) -> tuple[dict[int, int], int]:
+        """Tokens by position that this head of this layer gets to see, and from how many pages."""
+        length = int(part.kv_lengths[row])
+        pages = list(range(pages_for(length)))
+        if part.page_lists is not None and part.page_lists[layer] is not None:
+            lists, counts = part.page_lists[layer]  # type: ignore[misc]
+            pages = lists[row, head, : int(counts[row, head])].tolist()
+            assert pages == sorted(set(pages))
+            assert not pages or pages[-1] < pages_for(length)
+        seen: dict[int, int] = {}
+        for page in pages:
+            content = self.kv.k_pages[layer][int(part.block_tables[row, page]), head]
+            for offset, (position, token) in enumerate(content.int().tolist()):
+                if page * PAGE_SIZE + offset < length:
+                    assert position == page * PAGE_SIZE + offset
+                    seen[position] = token
+        return seen, len(pages)
+
+
+# The world that they live in
+
+
+class Clock:
+    """Stands in for the verifier's `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stopped = Clock()
+    monkeypatch.setattr(target_service.verifier, "time", stopped)
+    return stopped
+
+
+class Link:
+    """A stream between draft and target. Events travel as protobuf bytes."""
+
+    def __init__(self, number: int) -> None:
+        self.to_draft: list[m.TargetEvent] = []
+        self.to_target: list[m.DraftEvent] = []
+        self.target_end = DraftPeer(f"draft-{number}", self.to_draft.append)
+        self.draft_end = Peer(f"target-{number}", self.to_target.append)
+
+
+def as_draft_event(event: m.DraftEvent) -> m.DraftEvent:
+    frame = convert.draft_events_to_pb([event])
+    return convert.draft_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
+
+
+def as_target_event(event: m.TargetEvent) -> m.TargetEvent:
+    frame = convert.target_events_to_pb([event])
+    return convert.target_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
+
+
+@dataclass
+class Faults:
+    """How many times in all the link may do something wrong, and how far it may put an event back."""
+
+    left: int = 0
+    window: int = 4
+    jumps: int = 0  # of the clock, beyond the verifier's patience
+
+
+@dataclass
+class Side:
+    """A drafter or a verifier and the step that it is in. `dirty`: something has happened since it found nothing."""
+
+    actor: Any
+    step: Any = None
+    result: Any = None
+    dirty: bool = True
+
+    def advance(self, rng: random.Random) -> None:
+        """Plan, or finish; the model runs at either end, since events may arrive before or after it does."""
+        if self.step is None:
+            self.step, self.result = self.actor.plan_step(), None
+            self.dirty = self.step is not None
+            if self.step is not None and rng.random() < 0.5:
+                self.result = self.actor.execute(self.step)
+        else:
+            result = self.actor.execute(self.step) if self.result is None else self.result
+            self.actor.finish_step(self.step, result)
+            self.step = None
+
+
+class World:
+    """One target, its drafts, their links; one random thing after another happens until nothing is left to do."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        seed: int = 0,
+        model: FakeModel | None = None,
+        plan: Plan = PLAN,
+        gamma: int = 4,
+        ahead: bool = True,
+        pages: int = 200,
+        draft_pages: int = 200,
+        prefill_chunk: int = 24,
+        faults: Faults | None = None,
+        max_sessions: int = 64,
+    ) -> None:
+        self.clock, self.rng = clock, random.Random(seed)
+        self.model = model or FakeModel()
+        self.faults = faults or Faults()
+        self.target = FakeRunner(self.model.target, self.model.ends, LAYERS, 1, pages)
+        self.verifier = Verifier(
+            self.target,
+            plan,
+            VerifierSettings(gamma, prefill_chunk, max_sessions=max_sessions, max_context=500),
+        )
+        self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
+        settings = DrafterSettings(gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
+        self.drafter = Drafter(self.draft, plan, settings)
+        self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
+        self.links: list[Link] = []
+        self.attached = 0
+        self.history: list[tuple[list[Any], Any]] = []
+        self.ledger = Ledger()
+        self.commits: dict[str, list[m.Commit]] = {}
+        self.requests: dict[str, m.Open] = {}
+        self.closed: list[m.Closed] = []
+        self.script: list[
+            Callable[[], None]
+        ] = []  # what happens from outside, in this order, at random times
+
+    # From outside.
+
+    def open(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: list[int] | None = None,
+        exactness: m.Exactness = m.Exactness.EXACT,
+        done: list[int] | None = None,
+    ) -> str:
+        """`done`: tokens generated before, as when a session is opened again."""
+        name = f"s{len(self.requests)}"
+        record = Record(name, prompt + (done or []), len(prompt), max_tokens, stop or [], sampling, exactness)
+        self.ledger.open(record)
+        self.commits[name], self.requests[name] = [], record.to_open()
+        self.verifier.open(record.to_open(), self._emit)
+        self.target_side.dirty = True
+        return name
+
+    def _emit(self, event: m.ServedEvent) -> None:
+        if isinstance(event, m.Closed):
+            self.closed.append(event)
+            return
+        assert not self.ended(event.at.session)
+        assert self.ledger.apply(event) is not None
+        self.commits[event.at.session].append(event)
+
+    def ended(self, name: str) -> bool:
+        return self.ledger.records[name].finish_reason is not m.FinishReason.NONE
+
+    def abort(self, name: str) -> None:
+        self.verifier.abort(name)
+        self.target_side.dirty = True
+
+    def attach(self) -> Link:
+        link = Link(self.attached)
+        self.attached += 1
+        self.links.append(link)
+        self.verifier.attach_draft(link.target_end)
+        self.drafter.attach(link.draft_end)
+        self.target_side.dirty = True
+        return link
+
+    def detach(self, link: Link) -> None:
+        """The stream breaks; what was on its way is lost."""
+        self.links.remove(link)
+        self.verifier.detach_draft(link.target_end)
+        self.drafter.detach(link.draft_end)
+        self.target_side.dirty = self.draft_side.dirty = True
+
+    # What happens.
+
+    def run(self) -> None:
+        for _ in range(60_000):
+            choices = list(self._choices())
+            if choices:
+                self.rng.choice(choices)()
+            elif self.busy():
+                patience = self.verifier.next_deadline()
+                assert patience is not None, "sessions are open, and nothing will ever happen again"
+                self.clock.now += patience
+                self.target_side.dirty = True
+            else:
+                return
+        raise AssertionError("the sessions do not come to an end")
+
+    def busy(self) -> bool:
+        return bool(self.verifier.gauges["sessions"] or self.verifier.gauges["queued_sessions"])
+
+    def _choices(self) -> Iterator[Callable[[], None]]:
+        for side in (self.target_side, self.draft_side):
+            if side.dirty or side.step is not None:
+                yield lambda side=side: side.advance(self.rng)
+        for link in self.links:
+            if link.to_target:
+                yield lambda link=link: self._deliver(link, link.to_target)
+            if link.to_draft:
+                yield lambda link=link: self._deliver(link, link.to_draft)
+        if self.script:
+            yield lambda: self.script.pop(0)()
+        if self.faults.jumps and self.busy():
+            yield self._jump
+
+    def _jump(self) -> None:
+        if self.rng.random() < 0.05:
+            self.faults.jumps -= 1
+            self.clock.now += 1.5
+            self.target_side.dirty = True
+
+    def _deliver(self, link: Link, queue: list[Any]) -> None:
+        event = queue.pop(self._misplaced(len(queue)))
+        if queue is link.to_target:
+            self.verifier.receive(link.target_end, as_draft_event(event))
+            self.target_side.dirty = True
+        else:
+            self.drafter.receive(link.draft_end, as_target_event(event))
+            self.draft_side.dirty = True
+        if self.faults.left:
+            self.history.append((queue, event))
+            if self._goes_wrong():  # once more, at once or later
+                queue.insert(self.rng.randint(0, min(len(queue), self.faults.window)), event)
+            if self._goes_wrong():  # something from long ago
+                old_queue, old = self.rng.choice(self.history)
+                old_queue.insert(0, old)
+
+    def _misplaced(self, waiting: int) -> int:
+        return self.rng.randrange(min(waiting, self.faults.window)) if self._goes_wrong() else 0
+
+    def _goes_wrong(self) -> bool:
+        wrong = self.faults.left > 0 and self.rng.random() < 0.15
+        self.faults.left -= wrong
+        return wrong
+
+    # What must hold.
+
+    def check_greedy(self, name: str) -> None:
+        request, record = self.requests[name], self.ledger.records[name]
+        prompt = request.tokens[: request.prompt_tokens]
+        tokens, reason = self.model.plain(prompt, request.max_tokens, request.stop_token_ids)
+        assert record.tokens == tokens
+        assert record.finish_reason is reason
+
+    def check_nothing_left(self) -> None:
+        for runner in (self.target, self.draft):
+            runner.kv.pool.check_integrity()
+            assert runner.kv.pool.held == 0
+        assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
+        assert self.verifier._reserved == self.drafter._reserved == 0
+        assert not self.verifier._emit
+        assert not self.verifier.residency._marks
+        assert self.drafter.session_count == 0
+        assert not self.drafter._waiting
+        assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
+
+
+def prompts(rng: random.Random, count: int, longest: int = 90) -> list[list[int]]:
+    """Of any length; many begin with the same pages."""
+    common = [rng.randrange(VOCAB) for _ in range(longest)]
+    made = []
+    for _ in range(count):
+        shared = rng.choice([0, 0, 16, 40, longest])
+        own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 40]))]
+        made.append(([*common[:shared], *own])[:longest])
+    return made
+
+
+def totals(world: World) -> tuple[int, int]:
+    commits = [commit for commits in world.commits.values() for commit in commits]
+    return sum(commit.drafted for commit in commits), sum(commit.accepted for commit in commits)
+
+
+# Greedy outcomes
+
+
+@pytest.mark.parametrize("exactness", m.Exactness)
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("agreement", [0, 2, 3, 4])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_greedy_is_plain_decoding(
+    clock: Clock, exactness: m.Exactness, ahead: bool, agreement: int, gamma: int
+) -> None:
+    """Whatever the draft proposes; what it agrees on is what is accepted."""
+    for seed in range(2):
+        model = FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement)
+        world = World(clock, seed, model, gamma=gamma, ahead=ahead)
+        world.attach()
+        names = [world.open(prompt, 25, exactness=exactness) for prompt in prompts(world.rng, 4)]
+        world.run()
+        for name in names:
+            world.check_greedy(name)
+        drafted, accepted = totals(world)
+        assert drafted > 40
+        if agreement == 0:
+            assert accepted == 0
+        elif agreement == 4:
+            assert accepted == drafted
+            assert not world.drafter.counters["resyncs"]
+        else:
+            assert 0 < accepted < drafted
+        assert not world.verifier.counters["draft_timeouts"]
+        assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
+        world.check_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: int) -> None:
+    """This model sees all tokens, so that one page left out would be noticed."""
+    world = World(clock, seed, FakeModel(agreement=3), plan=replace(PLAN, budget=1.0))
+    world.attach()
+    names = [world.open(p, 20, exactness=m.Exactness.APPROXIMATE) for p in prompts(world.rng, 3)]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+        assert all(commit.kv_pages_read == commit.kv_pages_total for commit in world.commits[name])
+        assert sum(commit.announced_bytes for commit in world.commits[name]) > 0
+    world.check_nothing_left()
+
+
+def test_commits_tell_what_was_read(clock: Clock) -> None:
+    """Pages by pages as the runner counted them; fewer than all for approximate, all for exact."""
+    for exactness in m.Exactness:
+        world = World(clock, 1, FakeModel(ends=True, agreement=3))
+        world.attach()
+        name = world.open(prompts(world.rng, 1)[0] * 4, 30, exactness=exactness)
+        world.run()
+        world.check_greedy(name)
+        commits = world.commits[name]
+        assert [commit.kv_pages_read for commit in commits] == world.target.pages_read
+        speculated = [commit for commit in commits if commit.drafted]
+        assert len(speculated) > 3
+        fewer = [commit.kv_pages_read < commit.kv_pages_total for commit in speculated]
+        assert all(fewer) if exactness is m.Exactness.APPROXIMATE else not any(fewer)
+
+
+def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
+    """In lockstep a draft that agrees is a round ahead each time: no epoch passes, nothing is drafted twice."""
+    world = World(clock, model=FakeModel(ends=True))
+    link = world.attach()
+    world.open([3] * 40, 26, exactness=m.Exactness.APPROXIMATE)
+    for _ in range(300):
+        for queue in (link.to_draft, link.to_target):
+            while queue:
+                world._deliver(link, queue)
+        world.draft_side.advance(world.rng)
+        while world.draft_side.dirty or world.draft_side.step:
+            world.draft_side.advance(world.rng)
+        while link.to_target:
+            world._deliver(link, link.to_target)
+        world.target_side.advance(world.rng)
+    world.check_greedy("s0")
+    assert [commit.at.epoch for commit in world.commits["s0"]] == [0] * 6
+    assert [commit.drafted for commit in world.commits["s0"]] == [4, 4, 4, 4, 4, 1]
+    assert world.drafter.counters["proposals"] == 6
+    world.check_nothing_left()
+
+
+def test_without_a_draft_the_target_decodes_plainly(clock: Clock) -> None:
+    world = World(clock, 3)
+    names = [world.open(prompt, 12) for prompt in prompts(world.rng, 3)]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+        assert [len(commit.tokens) for commit in world.commits[name]] == [1] * 12
+    assert clock.now == 0  # no one was waited for
+    world.check_nothing_left()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 10, 11])
+@pytest.mark.parametrize("agreement", [3, 4])
+def test_max_tokens_cut_exactly(clock: Clock, max_tokens: int, agreement: int) -> None:
+    for ahead in (True, False):
+        world = World(clock, max_tokens, FakeModel(agreement=agreement), ahead=ahead)
+        world.attach()
+        name = world.open([5] * 20, max_tokens)
+        world.run()
+        world.check_greedy(name)
+        assert len(world.ledger.records[name].generated) == max_tokens
+        assert world.commits[name][-1].finish_reason is m.FinishReason.LENGTH
+        world.check_nothing_left()
+
+
+@pytest.mark.parametrize("place", range(12))
+@pytest.mark.parametrize("agreement", [3, 4])
+def test_stop_tokens_cut_exactly(clock: Clock, place: int, agreement: int) -> None:
+    """Wherever in a round one falls; it is the last token, and nothing that was accepted behind it counts."""
+    model = FakeModel(agreement=agreement)
+    prompt = [9, place]
+    generated = model.plain(prompt, 12, [])[0][2:]
+    stop = [generated[place], VOCAB - 1]
+    world = World(clock, place, model)
+    world.attach()
+    name = world.open(prompt, 40, stop=stop)
+    world.run()
+    world.check_greedy(name)
+    record = world.ledger.records[name]
+    assert record.generated == generated[: generated.index(generated[place]) + 1]
+    assert record.finish_reason is m.FinishReason.STOP
+    assert all(commit.accepted <= len(commit.tokens) for commit in world.commits[name])
+    world.check_nothing_left()
+
+
+def test_cut_at_end_by_hand() -> None:
+    stop = frozenset([7])
+    assert cut_at_end([1, 2, 3], 9, stop) == ([1, 2, 3], m.FinishReason.NONE)
+    assert cut_at_end([1, 2, 3], 3, stop) == ([1, 2, 3], m.FinishReason.LENGTH)
+    assert cut_at_end([1, 2, 3], 2, stop) == ([1, 2], m.FinishReason.LENGTH)
+    assert cut_at_end([1, 7, 7], 9, stop) == ([1, 7], m.FinishReason.STOP)
+    assert cut_at_end([1, 7, 3], 2, stop) == ([1, 7], m.FinishReason.STOP)
+    assert cut_at_end([1, 2, 7], 2, stop) == ([1, 2], m.FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_session_opened_again_goes_on_where_it_stood(clock: Clock, seed: int) -> None:
+    world = World(clock, seed, FakeModel(agreement=3))
+    world.attach()
+    prompt = [seed] * 30
+    whole = world.model.plain(prompt, 20, [])[0]
+    name = world.open(prompt, 20, done=whole[30:41])
+    world.run()
+    assert world.ledger.records[name].tokens == whole
+    assert world.commits[name][0].at.base == 41
+    world.check_nothing_left()
+
+
+# Sampled outcomes
+
+
+def test_sampled_outcomes_have_the_targets_distribution(clock: Clock) -> None:
+    """Two thousand sessions of three tokens: each pair's follower as the target alone would draw it."""
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    model = FakeModel(agreement=2)
+    world = World(clock, 5, model, gamma=2, prefill_chunk=512)
+    world.attach()
+    prompt = [1, 2, 3]
+    names = [world.open(prompt, 3, replace(sampling, seed=seed)) for seed in range(2000)]
+    world.run()
+    world.check_nothing_left()
+    drafted, accepted = totals(world)
+    assert 0.2 < accepted / drafted < 0.9
+    outcomes = Counter(tuple(world.ledger.records[name].generated) for name in names)
+    firsts: Counter[int] = Counter()
+    for outcome, count in outcomes.items():
+        firsts[outcome[0]] += count
+    assert p_value(firsts, target_probs(model, prompt, sampling)) > 1e-4
+    (common, _), *_ = firsts.most_common()
+    for place in (1, 2):
+        expected: dict[int, float] = {}
+        observed: Counter[int] = Counter()
+        for outcome, count in outcomes.items():
+            if place == 1 and outcome[0] == common:
+                observed[outcome[1]] += count
+            elif place == 2:
+                observed[outcome[2]] += count
+        if place == 1:
+            expected = target_probs(model, [*prompt, common], sampling)
+        else:
+            for a, p in target_probs(model, prompt, sampling).items():
+                for b, q in target_probs(model, [*prompt, a], sampling).items():
+                    for c, r in target_probs(model, [*prompt, a, b], sampling).items():
+                        expected[c] = expected.get(c, 0.0) + p * q * r
+        assert p_value(observed, expected) > 1e-4
+        assert p_value(observed, target_probs(model, prompt, sampling) | {}, strict=False) < 1e-6  # a control
+
+
+def target_probs(model: FakeModel, tokens: list[int], sampling: Sampling) -> dict[int, float]:
+    """Worked out in float64, apart from the engine."""
+    logits = model.target(tokens).astype(np.float64) / sampling.temperature
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    kept: dict[int, float] = {}
+    for token in np.argsort(-probs, kind="stable"):
+        kept[int(token)] = float(probs[token])
+        if sum(kept.values()) >= sampling.top_p:
+            break
+    return {token: p / sum(kept.values()) for token, p in kept.items()}
+
+
+def p_value(observed: Counter[int], probs: dict[int, float], strict: bool = True) -> float:
+    """Chi-square; outcomes expected fewer than five times are taken together."""
+    total = sum(observed.values())
+    if strict:
+        assert set(observed) <= set(probs)
+    cells = [(observed[token], p * total) for token, p in probs.items()]
+    cells.append((total - sum(o for o, _ in cells), 1e-9 if strict else 0.5))
+    large = [cell for cell in cells if cell[1] >= 5]
+    small = [cell for cell in cells if cell[1] < 5]
+    large.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1e-9)))
+    statistic = sum((o - e) ** 2 / e for o, e in large)
+    return float(torch.special.gammaincc(torch.tensor((len(large) - 1) / 2), torch.tensor(statistic / 2)))
+
+
+def check_sampled(world: World, name: str) -> None:
+    """As many tokens as asked for, each one that the target might have drawn there."""
+    request, record = world.requests[name], world.ledger.records[name]
+    assert len(record.generated) == request.max_tokens
+    for place in range(record.prompt_tokens, len(record.tokens)):
+        allowed = target_probs(world.model, record.tokens[:place], record.sampling)
+        assert record.tokens[place] in allowed
+
+
+# Links that misbehave
+
+
+def random_world(clock: Clock, seed: int, faults: Faults) -> tuple[World, list[str]]:
+    """Any settings, models and sessions; room that is scarce on either side or not."""
+    rng = random.Random(seed)
+    world = World(
+        clock,
+        seed,
+        FakeModel(ends=rng.random() < 0.5, agreement=rng.choice([0, 2, 3, 3, 4])),
+        gamma=rng.choice([1, 2, 4]),
+        ahead=rng.random() < 0.7,
+        pages=rng.choice([24, 200]),
+        draft_pages=rng.choice([10, 24, 200]),
+        prefill_chunk=rng.choice([8, 64]),
+        faults=faults,
+        max_sessions=rng.choice([2, 64]),
+    )
+    names: list[str] = []
+    for prompt in prompts(rng, 5):
+        stop = [rng.randrange(VOCAB)] if rng.random() < 0.3 else []
+        sampling = GREEDY
+        if rng.random() < 0.25:
+            sampling, stop = Sampling(0.7, 0.6, rng.randrange(2**64)), []
+        approximate = world.model.ends and rng.random() < 0.7
+        exactness = m.Exactness.APPROXIMATE if approximate else m.Exactness.EXACT
+        arguments = (prompt, rng.randint(1, 30), sampling, stop, exactness)
+        world.script.append(lambda arguments=arguments: names.append(world.open(*arguments)))
+    return world, names
+
+
+def check(world: World, names: list[str]) -> None:
+    for name in names:
+        (world.check_greedy if world.requests[name].sampling.greedy else lambda n: check_sampled(world, n))(
+            name
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_repeated_reordered_and_stale_frames_change_no_outcome(clock: Clock, seed: int) -> None:
+    """Nor does one that is honest but out of place ever count as dishonest."""
+    world, names = random_world(clock, seed, Faults(left=120))
+    world.attach()
+    world.run()
+    assert len(names) == 5
+    check(world, names)
+    world.check_nothing_left()
+
+
+def test_the_faults_above_are_noticed(clock: Clock) -> None:
+    """Over some seeds every way of turning a frame away is taken, and proposals are still accepted."""
+    counters: Counter[str] = Counter()
+    accepted = 0
+    for seed in range(25):
+        world, _ = random_world(clock, seed, Faults(left=120))
+        world.attach()
+        world.run()
+        counters += world.verifier.counters + world.drafter.counters
+        accepted += totals(world)[1]
+    turned_away = [
+        "repeated_frames",
+        "stale_frames",
+        "refused_frames",
+        "unknown_session_frames",
+        "repeated_verdicts",
+    ]
+    assert all(counters[name] > 5 for name in turned_away), counters
+    assert accepted > 300
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drafts_come_and_go(clock: Clock, seed: int) -> None:
+    """Streams break in mid-step and come back, a second draft joins, patience runs out; outcomes stay."""
+    world, names = random_world(clock, 1000 + seed, Faults(left=20 * (seed % 3), jumps=5))
+    rng = random.Random(seed)
+
+    def disturb() -> None:
+        if world.links and rng.random() < 0.6:
+            world.detach(rng.choice(world.links))
+        else:
+            world.attach()
+
+    for _ in range(rng.randint(2, 8)):
+        world.script.insert(rng.randint(0, len(world.script)), disturb)
+    world.attach()
+    world.run()
+    check(world, names)
+    world.check_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_aborts_leave_nothing_behind(clock: Clock, seed: int) -> None:
+    """Aborted while queued, while reading, in mid-step, or when over; the others go on."""
+    world, names = random_world(clock, 2000 + seed, Faults(left=20))
+    rng = random.Random(seed)
+    gone: set[str] = set()
+
+    def abort() -> None:
+        if names:
+            name = rng.choice(names)
+            gone.add(name)
+            world.abort(name)
+
+    for _ in range(4):
+        world.script.insert(rng.randint(2, len(world.script)), abort)
+    world.attach()
+    world.run()
+    check(world, [name for name in names if name not in gone])
+    for name in gone:
+        record = world.ledger.records[name]
+        plain = world.model.plain(record.tokens[: record.prompt_tokens], record.max_tokens, [])[0]
+        assert not record.sampling.greedy or plain[: len(record.tokens)] == record.tokens
+    world.check_nothing_left()
+
+
+def test_a_draft_that_asks_for_resync_is_begun_again(clock: Clock) -> None:
+    """Also in the middle of a step on its proposal, whose verdict it then cannot know."""
+    for moment in range(40):
+        world = World(clock, moment, FakeModel(ends=True, agreement=3))
+        link = world.attach()
+        name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
+        world.script = [lambda: None] * (moment // 2) + [
+            lambda link=link: link.to_target.append(m.Resync("s0"))
+        ]
+        world.run()
+        world.check_greedy(name)
+        assert world.commits[name][-1].drafted or world.commits[name][-2].drafted
+        world.check_nothing_left()
+
+
+def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
+    world = World(clock)
+    silent = DraftPeer("silent", lambda event: None)
+    world.verifier.attach_draft(silent)
+    name = world.open([1] * 20, 10)
+    world.run()
+    world.check_greedy(name)
+    assert clock.now == pytest.approx(1.0)
+    assert world.verifier.counters["draft_timeouts"] == 1
+    assert world.verifier.counters["plain_rounds"] == 10
+
+
+def test_a_session_is_drafted_again_after_a_timeout(clock: Clock) -> None:
+    world = World(clock, 2)
+    link = world.attach()
+    name = world.open([1] * 20, 60)
+    for _ in range(40):  # the draft hears nothing at first
+        if world.target_side.dirty or world.target_side.step:
+            world.target_side.advance(world.rng)
+        else:
+            clock.now += 1.5
+            world.target_side.dirty = True
+    assert 0 < len(world.commits[name]) < 30
+    assert link.to_draft
+    world.run()
+    world.check_greedy(name)
+    assert world.commits[name][-1].drafted
+    world.check_nothing_left()
+
+
+def test_sessions_without_room_at_the_draft_are_decoded_plainly_until_there_is(clock: Clock) -> None:
+    world = World(clock, 4, draft_pages=pages_for(20 + 80 + 10))
+    world.attach()
+    first, second = world.open([1] * 20, 20), world.open([2] * 20, 80)
+    world.run()
+    world.check_greedy(first)
+    world.check_greedy(second)
+    assert world.drafter.counters["declined_sessions"] >= 1
+    for name in (first, second):
+        assert any(commit.drafted for commit in world.commits[name])
+    assert any(not commit.drafted for commit in world.commits[second])
+    world.check_nothing_left()
+
+
+def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Clock) -> None:
+    world = World(clock, 4)
+    world.drafter.settings = replace(world.drafter.settings, max_context=50)
+    world.attach()
+    long, short = world.open([1] * 40, 20), world.open([2] * 20, 20)
+    world.run()
+    world.check_greedy(long)
+    world.check_greedy(short)
+    assert not any(commit.drafted for commit in world.commits[long])
+    assert any(commit.drafted for commit in world.commits[short])
+    world.check_nothing_left()
+
+
+# Single frames at the target
+
+
+@dataclass
+class Stand:
+    """A target alone, with one session whose prompt is read; `sent`: what the draft was sent."""
+
+    exactness: m.Exactness = m.Exactness.APPROXIMATE
+    sampling: Sampling = GREEDY
+    base: int = 100
+    sent: list[m.TargetEvent] = field(default_factory=list)
+    served: list[m.ServedEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model = FakeModel(ends=True)
+        runner = FakeRunner(model.target, True, LAYERS, 1, 40)
+        self.verifier = Verifier(runner, PLAN, VerifierSettings(4, max_context=500, max_queued=2))
+        self.peer = DraftPeer("draft", self.sent.append)
+        self.verifier.attach_draft(self.peer)
+        self.tokens = [7] * self.base
+        self.verifier.open(self.opening("a"), self.served.append)
+        while self.step():
+            pass
+        self.session = self.verifier._sessions["a"]
+        self.heads = len(PLAN.announced_heads)
+
+    def opening(self, name: str, **changes: Any) -> m.Open:
+        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness)
+        return replace(known, **changes)
+
+    def step(self) -> bool:
+        step = self.verifier.plan_step()
+        if step is not None:
+            self.verifier.finish_step(step, self.verifier.execute(step))
+        return step is not None
+
+    def announcement(self, **changes: Any) -> m.Announcement:
+        data = encode_selection(self.selection(self.session.at.base))
+        return replace(m.Announcement(self.session.at, 0, self.session.tokens[-1], data), **changes)
+
+    def selection(self, base: int, block: int = 2) -> BlockSelection:
+        return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
+
+    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposal:
+        made = m.Proposal(self.session.at, 1, self.session.tokens[-1], tokens or [1, 2, 3, 4])
+        return replace(made, **changes)
+
+    def receive(self, event: m.DraftEvent) -> None:
+        self.verifier.receive(self.peer, event)
+
+    def state(self) -> Any:
+        """All that a frame could change, but counters and statistics."""
+        session = self.session
+        announced = {key: (a.parts, a.selection.keys.tolist()) for key, a in session.announced.items()}
+        marks = {key: pages.tolist() for key, pages in self.verifier.residency._marks.items()}
+        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced, marks)
+        return *known, session.held and session.held[0], session.kv.length, list(session.kv.pages)
+
+
+def test_a_repeated_frame_changes_nothing() -> None:
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+        before, counted = stand.state(), stand.verifier.counters["repeated_frames"]
+        stand.receive(event)
+        assert stand.state() == before
+        assert stand.verifier.counters["repeated_frames"] == counted + 1
+    assert stand.step()
+    assert not stand.step()
+
+
+def test_the_parts_of_an_announcement_are_joined_and_waited_for() -> None:
+    stand = Stand()
+    stand.receive(stand.proposal(announcements=2))
+    stand.receive(stand.announcement())
+    assert not stand.step()
+    other = encode_selection(stand.selection(stand.base, block=4))
+    stand.receive(stand.announcement(part=1, selection=other))
+    joined = stand.session.announced[stand.session.key].selection
+    assert joined.lists() == [[2, 4]] * stand.heads
+    assert stand.step()
+
+
+def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for event in frames:
+        stand.receive(event)
+    assert stand.step()
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    before = stand.state()
+    for event in frames:
+        stand.receive(event)
+    assert stand.state() == before
+    assert stand.sent[-1] == verdict
+    assert stand.sent.count(verdict) == 2
+    assert stand.verifier.counters["repeated_frames"] == 2
+    assert not stand.step()
+
+
+def test_stale_frames_change_nothing() -> None:
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for _ in range(2):
+        for event in (stand.announcement(), stand.proposal()):
+            stand.receive(event)
+        assert stand.step()
+    before, sent = stand.state(), list(stand.sent)
+    for event in frames:
+        stand.receive(event)
+    assert stand.state() == before
+    assert stand.sent == sent
+    assert stand.verifier.counters["stale_frames"] == 2
+    assert stand.session.stats.stale_rounds == 1
+
+
+def test_a_gap_is_refused_with_what_is_expected() -> None:
+    stand = Stand()
+    at = stand.session.at
+    for ahead in (at._replace(epoch=1), at._replace(round=2), at._replace(epoch=3, round=9)):
+        before = stand.state()
+        for event in (stand.announcement(at=ahead), stand.proposal(at=ahead)):
+            stand.receive(event)
+            refusal = stand.sent.pop()
+            assert isinstance(refusal, m.Refusal)
+            assert refusal.expected == at
+        assert stand.state() == before
+
+
+def test_a_difference_against_an_unknown_selection_is_refused() -> None:
+    stand = Stand()
+    dense = BlockSelection.from_matrix(
+        np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7
+    )
+    data = encode_selection(dense, dense, (0, 7))
+    assert data[1] == 2
+    before = stand.state()
+    stand.receive(stand.announcement(selection=data))
+    assert isinstance(stand.sent[-1], m.Refusal)
+    assert stand.state() == before
+
+
+def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
+    """Those of another draft's session as well; a draft that asks for one is told that it is over."""
+    stand = Stand()
+    before = stand.state()
+    sent: list[m.TargetEvent] = []
+    stranger = DraftPeer("stranger", sent.append)
+    stand.verifier.attach_draft(stranger)
+    for event in (stand.announcement(), stand.proposal(), m.Ready(stand.session.at), m.Decline("a", "full")):
+        stand.verifier.receive(stranger, event)
+    assert sent == []
+    stand.verifier.receive(stranger, m.Resync("a"))
+    stand.verifier.receive(stranger, m.Resync("unheard-of"))
+    assert sent == [m.End("a"), m.End("unheard-of")]
+    assert stand.state() == before
+    assert stand.verifier.counters["unknown_session_frames"] == 6
+
+
+def test_frames_that_no_honest_draft_sends() -> None:
+    stand = Stand()
+    at, before = stand.session.at, stand.state()
+    wide = m.Support(np.array([1, VOCAB]), np.array([0.5, 0.5], dtype=np.float32))
+    shorter = encode_selection(stand.selection(stand.base - PAGE_SIZE))
+    heads = encode_selection(
+        BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base))
+    )
+    wrong = [
+        (stand.proposal([1, 2, 3, 4, 5]), "γ is 4"),
+        (stand.proposal([1, VOCAB]), "outside the vocabulary"),
+        (stand.proposal([1], supports=[wide]), "outside the vocabulary"),
+        (
+            stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]),
+            "carry no distributions",
+        ),
+        (stand.proposal(at=at._replace(base=99)), "base 99"),
+        (stand.proposal(at=at._replace(base=101)), "base 101"),
+        (stand.proposal(at=at._replace(round=1, base=99)), "base 99"),
+        (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
+        (stand.announcement(at=at._replace(base=101)), "base 101"),
+        (stand.announcement(selection=b"nonsense"), "announcement"),
+        (stand.announcement(selection=shorter), "an announcement over 6 blocks"),
+        (stand.announcement(selection=heads), "heads"),
+    ]
+    for event, reason in wrong:
+        with pytest.raises(InvalidArgument, match=reason):
+            stand.receive(event)
+        assert stand.state() == before
+
+
+def test_an_exact_session_takes_no_announcements() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    with pytest.raises(InvalidArgument, match="takes no announcements"):
+        stand.receive(stand.announcement())
+
+
+def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
+    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it."""
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.receive(m.Resync("a"))
+    begin = stand.sent[-1]
+    assert isinstance(begin, m.Begin)
+    assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    assert verdict.plain
+    assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
+    assert stand.session.held is None
+
+
+def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.verifier.detach_draft(stand.peer)
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    assert stand.session.draft is None
+    assert not stand.verifier.residency._marks
+    assert len(stand.served) == 1
+    assert stand.step()  # plainly
+
+
+# Opening
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"session": "a"}, "open already"),
+        ({"prompt_tokens": 0}, "0 prompt tokens"),
+        ({"prompt_tokens": 101}, "101 prompt tokens among 100"),
+        ({"tokens": [VOCAB] * 100}, "outside the vocabulary"),
+        ({"max_tokens": 0}, "leaves nothing to generate"),
+        ({"tokens": [1] * 120, "max_tokens": 20}, "leaves nothing to generate"),
+        ({"max_tokens": 401}, "exceed the context of 500"),
+        ({"tokens": [1] * 400, "prompt_tokens": 400, "max_tokens": 100, "session": "b"}, None),
+    ],
+)
+def test_what_can_never_run_is_not_opened(changes: dict[str, Any], reason: str | None) -> None:
+    stand = Stand()
+    request = stand.opening("b", **{"session": "b"} | changes)
+    if reason is None:
+        stand.verifier.open(request, stand.served.append)
+        return
+    with pytest.raises(InvalidArgument, match=reason):
+        stand.verifier.open(request, stand.served.append)
+
+
+def test_what_needs_more_pages_than_there_are_is_not_opened() -> None:
+    stand = Stand()
+    stand.verifier.settings = replace(stand.verifier.settings, max_context=10_000)
+    with pytest.raises(InvalidArgument, match="KV pages"):
+        stand.verifier.open(stand.opening("b", max_tokens=600), stand.served.append)
+
+
+def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
+    """Without room for a second session, two wait; a third is refused until one of them goes."""
+    stand = Stand()
+    for name in ("b", "c"):
+        stand.verifier.open(stand.opening(name, max_tokens=400), stand.served.append)
+    stand.step()
+    assert stand.verifier.gauges["queued_sessions"] == 2
+    with pytest.raises(ResourceExhausted, match="queued already"):
+        stand.verifier.open(stand.opening("d"), stand.served.append)
+    stand.verifier.abort("b")
+    stand.step()
+    stand.verifier.open(stand.opening("d"), stand.served.append)
+    stand.verifier.close_all(Unavailable("stopping"))
+    assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
+
+
+# Single frames at the draft
+
+
+@dataclass
+class DraftStand:
+    """A draft alone with one greedy session of 40 tokens begun."""
+
+    ahead: bool = True
+    sent: list[m.DraftEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
+        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead))
+        self.peer = Peer("target", self.sent.append)
+        self.drafter.attach(self.peer)
+        self.tokens = [7] * 40
+        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, announce=True)
+        self.receive(self.begin)
+
+    def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
+        """What the draft says to it, in all the steps that it then takes."""
+        self.sent.clear()
+        for event in events:
+            self.drafter.receive(self.peer, event)
+        while (step := self.drafter.plan_step()) is not None:
+            self.drafter.finish_step(step, self.drafter.execute(step))
+        return list(self.sent)
+
+    @property
+    def state(self) -> Any:
+        session = self.peer.sessions["a"]
+        known = (session.at, list(session.tokens), session.committed, session.judged, session.proposal)
+        return *known, session.kv.length, list(session.kv.pages)
+
+
+def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
+    for ahead in (False, True):
+        stand = DraftStand(ahead)
+        kinds = [type(event) for event in stand.sent]
+        proposals = [event for event in stand.sent if isinstance(event, m.Proposal)]
+        assert kinds == [m.Ready, *[m.Announcement, m.Proposal] * (1 + ahead)]
+        assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
+        if ahead:
+            assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
+
+
+def test_repeated_verdicts_and_begins_change_nothing() -> None:
+    stand = DraftStand()
+    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
+    verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
+    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposal]  # the round after next
+    before = stand.state
+    assert stand.receive(verdict, stand.begin, verdict) == []
+    assert stand.state == before
+    assert stand.drafter.counters["repeated_verdicts"] == 2
+    assert stand.drafter.counters["stale_frames"] == 1
+
+
+def test_a_begin_of_an_earlier_epoch_changes_nothing() -> None:
+    """It was overtaken by the Begin that answers a resync in the same round."""
+    stand = DraftStand()
+    later = replace(stand.begin, at=m.At("a", 3, 0, 40))
+    assert stand.receive(later)[0] == m.Ready(m.At("a", 3, 0, 40))
+    before = stand.state
+    assert stand.receive(stand.begin) == []
+    assert stand.state == before
+
+
+def test_verdicts_out_of_order_are_applied_in_order() -> None:
+    plain = FakeModel().plain([7] * 40, 9, [])[0]
+    first = m.Verdict(m.At("a", 0, 1, 40), 4, plain[40:45], plain=False)
+    second = m.Verdict(m.At("a", 1, 2, 45), 1, [plain[45], (plain[46] + 1) % VOCAB], plain=False)
+    orders = ([first, second], [second, first], [second, second, first, second])
+    states = []
+    for order in orders:
+        stand = DraftStand()
+        for event in order:
+            stand.receive(event)
+        states.append((stand.state[1][:47], *stand.state[2:4], stand.peer.sessions["a"].epoch))
+    assert states[0] == states[1] == states[2]
+    assert states[0] == (plain[:46] + second.tokens[1:], 47, 2, 1)
+
+
+def test_a_verdict_that_does_not_fit_asks_for_resync() -> None:
+    stand = DraftStand()
+    assert stand.receive(m.Verdict(m.At("a", 1, 1, 41), 0, [1], plain=False))[0] == m.Resync("a")
+    assert stand.drafter.counters["resyncs"] == 1
+
+
+def test_a_verdict_of_an_unknown_session_asks_for_resync_unless_it_is_over() -> None:
+    stand = DraftStand()
+    verdict = m.Verdict(m.At("b", 1, 1, 41), 0, [1], plain=False)
+    assert stand.receive(verdict) == [m.Resync("b")]
+    assert stand.receive(m.End("b"), verdict) == []
+
+
+def test_a_refusal_asks_for_resync() -> None:
+    stand = DraftStand()
+    assert stand.receive(m.Refusal(m.At("a", 0, 0, 40), "a gap")) == [m.Resync("a")]
+
+
+def test_a_begin_that_comes_after_its_end_opens_nothing() -> None:
+    stand = DraftStand()
+    stand.receive(m.End("a"), stand.begin)
+    assert stand.drafter.session_count == 0
+    assert stand.drafter.runner.kv.pool.held == 0
+
+
+def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
+    """KV of the tokens that still hold is kept; the epoch is the verdict's."""
+    stand = DraftStand()
+    plain = FakeModel().plain(stand.tokens, 3, [])[0]
+    other = (plain[42] + 1) % VOCAB
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
+    assert [type(event) for event in sent] == [m.Announcement, m.Proposal] * 2
+    proposal = sent[1]
+    assert isinstance(proposal, m.Proposal)
+    committed = [*plain[:42], other]
+    assert proposal.at == m.At("a", 1, 1, 43)
+    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
+    assert proposal.assumed_token == other
+
+
+def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
+    """The target had not heard of the round ahead when it judged; what it then hears is of the new epoch."""
+    stand = DraftStand()
+    before = [event for event in stand.sent if not isinstance(event, m.Ready)]
+    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
+    announcement, proposal = sent[:2]
+    assert isinstance(announcement, m.Announcement)
+    assert isinstance(proposal, m.Proposal)
+    assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
+    assert isinstance(before[3], m.Proposal)
+    assert proposal.tokens == before[3].tokens
+
+
+def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
+    """Room that a broken stream leaves goes to a session of a stream that stands."""
+    stand = DraftStand()  # holds 7 of 20 pages
+    big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, announce=False)
+    sent: list[m.DraftEvent] = []
+    other = Peer("other", sent.append)
+    stand.drafter.attach(other)
+    assert isinstance(stand.receive(big)[0], m.Decline)
+    stand.drafter.receive(other, replace(big, at=big.at._replace(session="c")))
+    assert stand.receive() == []
+    assert isinstance(sent.pop(), m.Decline)
+    stand.drafter.detach(stand.peer)
+    stand.receive()
+    assert sent == [m.Resync("c")]
+
+
+# Pieces
+
+
+def test_rounds_judged_together_are_judged_as_each_alone() -> None:
+    """Greedy and sampled, of different lengths, with and without distributions."""
+    generator = torch.Generator().manual_seed(0)
+    rounds = []
+    for i in range(12):
+        count = i % 4
+        logits = torch.randn(count + 1, VOCAB, generator=generator)
+        tokens = [int(row.argmax()) if i % 3 else 5 for row in logits[:count]]
+        sampling = GREEDY if i % 2 else Sampling(0.5, 0.9, seed=i)
+        supports = []
+        if not sampling.greedy and i % 4 == 2:
+            others = [np.array([token, (token + 1) % VOCAB]) for token in tokens]
+            supports = [m.Support(ids, np.array([0.75, 0.25], np.float32)) for ids in others]
+        rounds.append(RoundInput(logits, tokens, supports, sampling, base=10 + i))
+    together = judge_rounds(rounds)
+    assert together == [judge_rounds([item])[0] for item in rounds]
+    assert len({accepted for accepted, _ in together}) > 2
+
+
+def test_residency_hands_out_what_was_announced_once() -> None:
+    residency = Residency(PLAN)
+    heads = len(PLAN.announced_heads)
+    key = ("a", 0, 0)
+    for block in (2, 3):
+        residency.prepare(key, BlockSelection.from_lists([[block]] * heads, 7), 100, 104)
+    residency.prepare(("a", 0, 1), BlockSelection.from_lists([[]] * heads, 7), 105, 109)
+    residency.prepare(("b", 0, 0), BlockSelection.from_lists([[]] * heads, 7), 100, 104)
+    pages = residency.take(key, 101)
+    assert pages[1:].all((0, 1)).tolist() == [True, False, True, True, False, False, True]
+    assert pages[0].all()
+    with pytest.raises(KeyError):
+        residency.take(key, 101)
+    residency.forget("a", before=(0, 1))
+    assert set(residency._marks) == {("a", 0, 1), ("b", 0, 0)}
+    residency.forget("a")
+    assert set(residency._marks) == {("b", 0, 0)}
+
+
+@given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))
+def test_prompts_share_a_step(remaining: list[int], budget: int) -> None:
+    """The whole budget is used where there is work; the shortest prompt and the oldest both move on."""
+    shares = share_prefill(remaining, budget)
+    assert all(0 <= share <= left for share, left in zip(shares, remaining, strict=True))
+    assert sum(shares) == min(budget, sum(remaining))
+    if remaining:
+        shortest = min(remaining)
+        assert shares[remaining.index(shortest)] >= min(shortest, budget // 2)
+        assert shares[0] >= min(remaining[0], budget // 2)
