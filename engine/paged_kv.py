@@ -12,9 +12,11 @@ A page is writable by the one sequence that allocated it; a page in the prefix i
 written again. Rollback moves a length and frees whole pages; it copies nothing.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,6 +198,13 @@ class PagedKV:
             page = sequence.pages[sequence.indexed]
             sequence.serial = self.pool.index(page, _next_prefix(sequence, tokens))
             sequence.indexed += 1
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros, because what is masked still takes part in 0 * value. On a CPU numpy's take memory only when written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def pages_for(length: int) -> int:
