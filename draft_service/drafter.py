@@ -121,10 +121,10 @@ class Drafter:
         for peer, event in inbox:
             match event:
                 case None:
+                    self._waiting = deque(item for item in self._waiting if item[0] is not peer)
                     for session in list(peer.sessions.values()):
                         self._drop(peer, session)
                     self._peers.remove(peer)
-                    self._waiting = deque(item for item in self._waiting if item[0] is not peer)
                 case Begin():
                     self._begin(peer, event)
                 case Verdict():
@@ -147,7 +147,7 @@ class Drafter:
             return
         known = peer.sessions.get(name)
         if known is not None:
-            if known.judged > begin.at.round:
+            if begin.at.epoch <= known.epoch:  # the target begins a session anew in a later epoch only
                 self.counters["stale_frames"] += 1
                 return
             self._drop(peer, known)
@@ -156,6 +156,7 @@ class Drafter:
             peer.send(
                 Decline(name, f"{begin.max_length} tokens, the draft model reads {self.settings.max_context}")
             )
+            peer.ended.append(name)  # there will never be room: its verdicts are of no interest
             return
         need = self._need(begin.max_length)
         if self._reserved + need > self.runner.kv.pool.num_pages:

@@ -146,12 +146,8 @@ class PagedKV:
     ) -> None:
         shape = (num_pages, kv_heads, PAGE_SIZE, head_dim)
         self.kv_heads = kv_heads
-        self.k_pages: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
-        self.v_pages: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
+        self.k_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.pool = PagePool(num_pages)
 
     @property

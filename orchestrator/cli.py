@@ -51,12 +51,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(flags: argparse.Namespace) -> None:
-    if flags.prompt is not None:
-        prompt = flags.prompt
-    elif flags.prompt_file is not None:
-        prompt = Path(flags.prompt_file).read_text(encoding="utf-8")
-    else:
-        prompt = sys.stdin.read()
+    prompt = _read_prompt(flags)
+    for name, value, bits in (("--max-tokens", flags.max_tokens, 32), ("--seed", flags.seed, 64)):
+        if value is not None and not 0 <= value < 2**bits:
+            raise ValueError(f"{name} must lie in [0, 2^{bits}), got {value}")
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
@@ -73,6 +71,17 @@ def _generate(flags: argparse.Namespace) -> None:
         on_text=None if flags.json else show,
     )
     print(json.dumps(to_json(result)) if flags.json else "")
+
+
+def _read_prompt(flags: argparse.Namespace) -> str:
+    if flags.prompt is not None:
+        return flags.prompt
+    try:
+        if flags.prompt_file is not None:
+            return Path(flags.prompt_file).read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flags.prompt_file or 'standard input'} is not UTF-8 text: {error}") from None
 
 
 def to_json(result: Generation) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.metrics import Metrics
-from orchestrator.requests import GenerationRequest, Limits, to_record
+from orchestrator.requests import GenerationRequest, Limits, encode_text, to_record
 from orchestrator.router import Router
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -40,6 +40,9 @@ class Frontend:
         self.metrics = metrics
         self.draft_name = draft_name
         self.accepting = True
+
+    async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
+        return await asyncio.to_thread(encode_text, text, self.tokenizer, self.limits, special_tokens)
 
     async def prepare(self, request: GenerationRequest) -> Record:
         """Check a request; raises ServiceError before anything is started."""

@@ -8,7 +8,7 @@ import grpc
 
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.ledger import SpeculationTotals
-from orchestrator.requests import GenerationRequest, check_model, encode_prompt
+from orchestrator.requests import GenerationRequest, check_model
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.errors import InvalidArgument, NotFound
 from wire.messages import FinishReason
@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async def tokenize() -> inference_pb2.TokenizeResponse:
             limits = self._frontend.limits
             check_model(request.model, limits)
-            tokens = encode_prompt(request.text, self._frontend.tokenizer, limits)
+            tokens = await self._frontend.tokenize(request.text)
             return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=limits.max_context)
 
         return await guarded(context, tokenize())

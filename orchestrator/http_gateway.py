@@ -1,6 +1,7 @@
 """OpenAI-style HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
 
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -59,6 +60,8 @@ async def _errors_as_json(
         return await handler(request)
     except ServiceError as error:
         return web.json_response(_error_body(error), status=error.http_code)
+    except RecursionError:
+        return web.json_response(_error_body(InvalidArgument("the body is nested too deeply")), status=400)
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -91,22 +94,25 @@ class _Gateway:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        if isinstance(prompt, list) and not all(_is_int(token) for token in prompt):
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
             raise InvalidArgument(
                 "prompt: several prompts in one request are not supported yet; send one each"
             )
-        if not isinstance(prompt, str | list):
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_int, prompt))):
             raise InvalidArgument("prompt: expected a string or a list of token ids")
         return await self._answer(request, body, prompt, _CompletionFormat())
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await _read_body(request, _CHAT_FIELDS)
-        prompt = self._render_chat(body.get("messages"))
-        if body.get("max_completion_tokens") is not None:
-            body["max_tokens"] = body["max_completion_tokens"]
+        text = self._render_chat(body.get("messages"))
+        prompt = await self._frontend.tokenize(text, special_tokens=False)
+        if (limit := body.get("max_completion_tokens")) is not None:
+            if not _is_int(limit):
+                raise InvalidArgument(f"max_completion_tokens: expected an integer, got {str(limit)[:80]!r}")
+            body["max_tokens"] = limit
         return await self._answer(request, body, prompt, _ChatFormat())
 
-    def _render_chat(self, messages: Any) -> list[int]:
+    def _render_chat(self, messages: Any) -> str:
         if not isinstance(messages, list) or not messages:
             raise InvalidArgument("messages: expected a list of at least one message")
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
@@ -116,10 +122,9 @@ class _Gateway:
                 f"model {self._frontend.limits.model_name!r} has no chat template; use /v1/completions"
             )
         try:
-            text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes for messages that it does not take
             raise InvalidArgument(f"messages: the model's chat template refuses them: {error}") from error
-        return tokenizer.encode(text, add_special_tokens=False)
 
     async def _answer(
         self, request: web.Request, body: dict[str, Any], prompt: str | list[int], style: "_Format"
@@ -204,6 +209,8 @@ class _Gateway:
 async def _read_body(request: web.Request, fields: set[str]) -> dict[str, Any]:
     try:
         body = json.loads(await request.read())
+    except web.RequestPayloadError:
+        raise InvalidArgument("the body is not encoded as its headers say") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
@@ -211,7 +218,7 @@ async def _read_body(request: web.Request, fields: set[str]) -> dict[str, Any]:
     for name, value in body.items():
         if name in fields or value is None:
             continue
-        if name not in _NEUTRAL or not any(value == neutral for neutral in _NEUTRAL[name]):
+        if not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ())):
             raise InvalidArgument(f"{name}: this field is not supported (value {str(value)[:80]!r})")
     return body
 
@@ -235,6 +242,11 @@ def _plain_message(index: int, message: Any) -> dict[str, str]:
     return {"role": check_text(role, "role"), "content": check_text(content, "content")}
 
 
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and not a number where a truth value is meant: `logprobs: 0` asks for something, false does not."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -247,7 +259,9 @@ def _bool(body: dict[str, Any], name: str) -> bool:
 
 
 def _include_usage(body: dict[str, Any]) -> bool:
-    options = body.get("stream_options") or {}
+    options = body.get("stream_options")
+    if options is None:
+        return False
     if not isinstance(options, dict) or set(options) - {"include_usage"}:
         raise InvalidArgument("stream_options: only include_usage is supported")
     return _bool(options, "include_usage")
@@ -267,7 +281,7 @@ def _generation_request(body: dict[str, Any], prompt: str | list[int]) -> Genera
         raise InvalidArgument("stream_options: only with stream")
     _include_usage(body)
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop or []
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         raise InvalidArgument("stop: expected a string or a list of strings")
     return GenerationRequest(
@@ -362,6 +376,6 @@ async def start_http(app: web.Application, host: str, port: int) -> tuple[web.Ap
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
-        raise OSError(f"cannot listen on {host}:{port}: is another process using the port?") from error
+        raise OSError(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from error
     bound = runner.addresses[0][1]
     return runner, f"http://{host}:{bound}"

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import grpc
 
@@ -63,28 +64,30 @@ async def serve_clients(
     router = Router(target, settings.resume_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), settings.draft)
     draft_channel = grpc.aio.insecure_channel(draft) if draft else None
-    await router.start()
 
     async def read_status() -> Mapping[str, ServiceStatus | None]:
         return {"target": await _status_or_none(router), "draft": await _draft_status(draft_channel)}
 
-    servicer = InferenceServicer(frontend)
-    add = inference_pb2_grpc.add_InferenceServicer_to_server
-    server = await start_server(
-        settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")]
-    )
-    http, http_address = await start_http(make_app(frontend, read_status), settings.host, settings.http_port)
-    await server.set_serving(True)
-    try:
-        yield Endpoints(server.address, http_address), frontend
-    finally:
-        await server.set_serving(False)
-        await frontend.drain(settings.shutdown_grace)
-        await server.stop(1.0)
-        await http.cleanup()
-        await router.stop()
+    async with contextlib.AsyncExitStack() as started:
         if draft_channel is not None:
-            await draft_channel.close()
+            started.push_async_callback(draft_channel.close)
+        await router.start()
+        started.push_async_callback(router.stop)
+        servicer = InferenceServicer(frontend)
+        add = inference_pb2_grpc.add_InferenceServicer_to_server
+        server = await start_server(
+            settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")]
+        )
+        started.push_async_callback(server.stop, 1.0)
+        app = make_app(frontend, read_status)
+        http, http_address = await start_http(app, settings.host, settings.http_port)
+        started.push_async_callback(http.cleanup)
+        await server.set_serving(True)
+        try:
+            yield Endpoints(server.address, http_address), frontend
+        finally:
+            await server.set_serving(False)
+            await frontend.drain(settings.shutdown_grace)
 
 
 async def _status_or_none(router: Router) -> ServiceStatus | None:
@@ -154,22 +157,29 @@ def placed_services(settings: Settings) -> Iterator[tuple[str, str]]:
         cluster.stop()
 
 
+def _fail(error: Exception) -> NoReturn:
+    """Exit with one line; what Hugging Face says has more."""
+    sys.exit(f"error: {' '.join(str(error).split())}")
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         settings, dry_run = resolve_settings(sys.argv[1:], os.environ)
         if dry_run:
             print(json.dumps(dataclasses.asdict(settings), indent=2))
             return
         settings = resolve_context(settings)
-    except (SettingsError, OSError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError, NotImplementedError) as error:
+        _fail(error)
     try:
         with placed_services(settings) as (target, draft):
             asyncio.run(run(settings, target, draft))
-    except (ClusterError, ConnectionError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (ClusterError, OSError) as error:
+        _fail(error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What a client may ask for, checked in one place for both transports."""
 
-import math
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,15 +61,18 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
+def encode_text(text: str, tokenizer: Any, limits: Limits, special_tokens: bool = True) -> list[int]:
+    """Token ids of a text that may be a prompt. Raises InvalidArgument."""
+    check_text(text, "prompt")
+    if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
+        raise InvalidArgument(f"prompt of {len(text)} characters; the context is {limits.max_context} tokens")
+    return tokenizer.encode(text, add_special_tokens=special_tokens)
+
+
 def encode_prompt(prompt: str | list[int], tokenizer: Any, limits: Limits) -> list[int]:
     """Token ids of a prompt, checked. Raises InvalidArgument."""
     if isinstance(prompt, str):
-        check_text(prompt, "prompt")
-        if len(prompt) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
-            raise InvalidArgument(
-                f"prompt of {len(prompt)} characters; the context is {limits.max_context} tokens"
-            )
-        tokens = tokenizer.encode(prompt)
+        tokens = encode_text(prompt, tokenizer, limits)
     else:
         tokens = prompt
         outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
@@ -111,12 +113,13 @@ def to_record(request: GenerationRequest, tokenizer: Any, limits: Limits) -> Rec
 def _sampling(request: GenerationRequest) -> Sampling:
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
-    if not (math.isfinite(temperature) and 0 <= temperature <= 2):
+    if not 0 <= temperature <= 2:  # nor is NaN
         raise InvalidArgument(f"temperature must lie in [0, 2], got {temperature}")
     if not 0 < top_p <= 1:
         raise InvalidArgument(f"top_p must lie in (0, 1], got {top_p}")
     if 0 < temperature < 0.01:
         temperature = 0.01  # as vLLM does: below it the softmax overflows
+    top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not 0 <= seed < 2**64:
         raise InvalidArgument(f"seed must lie in [0, 2^64), got {seed}")

@@ -16,7 +16,6 @@ from engine.batch import PageLists, SequenceInput
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner
 from engine.step_loop import share_prefill
-from kernels.selection import compact
 from sparsity.plan import Plan
 from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
@@ -477,7 +476,13 @@ def cut_at_end(
 
 def to_page_lists(wanted: np.ndarray, dense_layers: tuple[int, ...]) -> PageLists:
     """bool [layers, kv_heads, pages] to what a SequenceInput takes."""
-    layers, kv_heads, _ = wanted.shape
-    lists, counts = compact(torch.from_numpy(wanted).flatten(0, 1))
-    lists, counts = lists.view(layers, kv_heads, -1), counts.view(layers, kv_heads)
-    return [None if i in dense_layers else (lists[i], counts[i]) for i in range(layers)]
+    layers, kv_heads, pages = wanted.shape
+    sparse = [layer for layer in range(layers) if layer not in dense_layers]
+    chosen = wanted[sparse]
+    counts = chosen.sum(-1, dtype=np.int32)
+    lists = np.zeros((len(sparse), kv_heads, counts.max(initial=0)), dtype=np.int32)
+    lists[np.arange(lists.shape[2]) < counts[..., None]] = np.flatnonzero(chosen) % pages
+    page_lists: PageLists = [None] * layers
+    for row, layer in enumerate(sparse):
+        page_lists[layer] = torch.from_numpy(lists[row]), torch.from_numpy(counts[row])
+    return page_lists

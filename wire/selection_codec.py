@@ -140,8 +140,8 @@ def _encode_varints(values: np.ndarray) -> bytes:
 
 def _decode_varints(body: np.ndarray) -> np.ndarray:
     """int64 values; raises InvalidArgument for a number that is cut off or longer than 5 bytes."""
-    if not len(body):
-        return np.zeros(0, dtype=np.int64)
+    if not len(body) or body.max() < 128:  # by far the most common case
+        return body.astype(np.int64)
     ends = np.flatnonzero(body < 128)
     if not len(ends) or ends[-1] != len(body) - 1:
         raise InvalidArgument("announcement: a number is cut off")
@@ -153,8 +153,16 @@ def _decode_varints(body: np.ndarray) -> np.ndarray:
 
 
 def _take_varints(body: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    ends = np.flatnonzero(body[: count * _MAX_VARINT] < 128)
-    if len(ends) < count:
-        raise InvalidArgument("announcement: the header is cut off")
-    size = int(ends[count - 1]) + 1
-    return _decode_varints(body[:size]).tolist(), body[size:]
+    """The numbers that `body` starts with, and what follows them."""
+    values, value, size = [], 0, 0
+    for used, byte in enumerate(body[: count * _MAX_VARINT].tolist(), 1):
+        value |= (byte & 127) << (7 * size)
+        size += 1
+        if byte < 128:
+            values.append(value)
+            if len(values) == count:
+                return values, body[used:]
+            value = size = 0
+        elif size == _MAX_VARINT:
+            raise InvalidArgument("announcement: a number is longer than 5 bytes")
+    raise InvalidArgument("announcement: the header is cut off")

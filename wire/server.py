@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+
+_MAX_DETAILS = 500
 
 
 @dataclass
@@ -63,13 +66,29 @@ async def start_server(
     names = [name for _, _, name in services] + [health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     try:
+        _try_bind(host, port)  # gRPC prints what is wrong instead of raising it
         bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: is another process using the port?") from error
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
     await server.start()
     running = RunningServer(server, health_servicer, f"{host}:{bound}")
     await running.set_serving(False)
     return running
+
+
+def _try_bind(host: str, port: int) -> None:
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
+    text = str(error)
+    # Details travel in a header, whose room is 8 KiB.
+    await context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
 
 
 async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> Any:
@@ -77,7 +96,7 @@ async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> An
     try:
         return await work
     except ServiceError as error:
-        await context.abort(error.status, str(error))
+        await _abort(context, error)
 
 
 async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -86,7 +105,7 @@ async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[
         async for item in work:
             yield item
     except ServiceError as error:
-        await context.abort(error.status, str(error))
+        await _abort(context, error)
 
 
 async def serve_until_signal(

@@ -207,6 +207,17 @@ def test_budget_1_reads_every_page(context: tuple[Plan, int, np.ndarray], more: 
     assert pages.all()
 
 
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=4), plans())
+def test_sequences_selected_together_are_selected_as_each_alone(bases: list[int], plan: Plan) -> None:
+    rng = np.random.default_rng(len(bases))
+    shapes = [(plan.draft_layers, plan.draft_heads, plan.num_blocks(base)) for base in bases]
+    weights = [torch.from_numpy(rng.random(shape).astype(np.float32)) for shape in shapes]
+    for alone, together in zip(weights, select_top_k_blocks(weights, plan), strict=True):
+        (selection,) = select_top_k_blocks([alone], plan)
+        assert together.num_blocks == selection.num_blocks == alone.shape[2]
+        assert together.lists() == selection.lists()
+
+
 def test_no_selection_reads_every_block() -> None:
     assert expand_to_target(None, SMALL, 100, 105).all()
 

@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import target_service.verifier
 from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
-from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
+from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import SequenceOutput
 from engine.sampling import Sampling
 from engine.step_loop import share_prefill
@@ -38,9 +39,10 @@ from wire.selection_codec import encode_selection
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
 DRAFT_LAYERS, DRAFT_HEADS = 2, 3
+UNSEEN = 254
 RECENT = 8  # tokens that a model that sees only the ends looks back
 PLAN = uniform_plan(
-    LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS, budget=0.3, sink_blocks=1, window_blocks=1, dense_layers=(0,)
+    LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS, budget=0.6, sink_blocks=1, window_blocks=2, dense_layers=(0,)
 )
 GREEDY = Sampling(temperature=0.0)
 TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
@@ -124,20 +126,19 @@ class FakeRunner:
     def _run(self, part: BatchPart, row: int, item: SequenceInput) -> SequenceOutput:
         length = int(part.kv_lengths[row])
         assert length == item.kv.length + len(item.tokens)
-        read = [
-            self._read(part, row, layer, head)
-            for layer in range(self.kv.num_layers)
-            for head in range(KV_HEADS)
-        ]
+        places = [(layer, head) for layer in range(self.kv.num_layers) for head in range(KV_HEADS)]
+        read = [self._read(part, row, layer, head) for layer, head in places]
         if item.logits == "all":
             self.pages_read.append(sum(pages for _, pages in read))
-        tokens = dict(read[0][0])
         first = length - len(item.tokens) if item.logits == "all" else length - 1
+        needed = np.arange(length)
+        if self.ends:
+            needed = needed[(needed < PAGE_SIZE) | (needed > first - RECENT)]
+        tokens = read[0][0]
         for seen, _ in read:
-            needed = [*range(min(PAGE_SIZE, length)), *range(max(0, first + 1 - RECENT), length)]
-            for position in needed if self.ends else range(length):
-                assert seen[position] == tokens[position]
-        history = [tokens[position] if position in tokens else 254 for position in range(length)]
+            assert (seen[needed] == tokens[needed]).all()
+            assert (seen[needed] != UNSEEN).all()
+        history: list[int] = tokens.tolist()
         assert history[length - len(item.tokens) :] == item.tokens
         out = SequenceOutput()
         if item.logits != "none":
@@ -145,27 +146,37 @@ class FakeRunner:
                 np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
             )
         if item.block_size:
-            shape = (self.kv.num_layers, self.heads, -(-length // item.block_size))
-            weights = np.random.default_rng(hashed(history)).random(shape).astype(np.float32)
-            out.block_weights = torch.from_numpy(weights / weights.sum(-1, keepdims=True))
+            out.block_weights = self._block_weights(history, item.block_size)
         return out
 
-    def _read(self, part: BatchPart, row: int, layer: int, head: int) -> tuple[dict[int, int], int]:
-        """Tokens by position that this head of this layer gets to see, and from how many pages."""
+    def tokens_in(self, kv: SequenceKV) -> list[int]:
+        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[: kv.length]
+        assert (content[:, 0] == np.arange(kv.length)).all()
+        return content[:, 1].tolist()
+
+    def _block_weights(self, history: list[int], block_size: int) -> Tensor:
+        """Much the same from round to round, so that differences are worth sending, but never quite."""
+        shape = (self.kv.num_layers, self.heads, -(-len(history) // block_size))
+        lasting = np.random.default_rng(0).random((*shape[:2], 40))[..., : shape[2]]
+        weights = lasting + 0.2 * np.random.default_rng(hashed(history)).random(shape)
+        return torch.from_numpy(weights / weights.sum(-1, keepdims=True)).float()
+
+    def _read(self, part: BatchPart, row: int, layer: int, head: int) -> tuple[np.ndarray, int]:
+        """The token at each position that this head of this layer gets to see, and from how many pages."""
         length = int(part.kv_lengths[row])
-        pages = list(range(pages_for(length)))
+        pages = np.arange(pages_for(length))
         if part.page_lists is not None and part.page_lists[layer] is not None:
             lists, counts = part.page_lists[layer]  # type: ignore[misc]
-            pages = lists[row, head, : int(counts[row, head])].tolist()
-            assert pages == sorted(set(pages))
-            assert not pages or pages[-1] < pages_for(length)
-        seen: dict[int, int] = {}
-        for page in pages:
-            content = self.kv.k_pages[layer][int(part.block_tables[row, page]), head]
-            for offset, (position, token) in enumerate(content.int().tolist()):
-                if page * PAGE_SIZE + offset < length:
-                    assert position == page * PAGE_SIZE + offset
-                    seen[position] = token
+            pages = lists[row, head, : int(counts[row, head])].numpy()
+            assert (np.diff(pages) > 0).all()
+            assert not len(pages) or pages[-1] < pages_for(length)
+        physical = part.block_tables[row].numpy()[pages]
+        content = self.kv.k_pages[layer].numpy()[physical, head].astype(int).reshape(-1, 2)
+        at = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).flatten()
+        content, at = content[at < length], at[at < length]
+        assert (content[:, 0] == at).all()
+        seen = np.full(length, UNSEEN)
+        seen[at] = content[:, 1]
         return seen, len(pages)
 
 
@@ -267,7 +278,9 @@ class World:
         self.verifier = Verifier(
             self.target,
             plan,
-            VerifierSettings(gamma, prefill_chunk, max_sessions=max_sessions, max_context=500),
+            VerifierSettings(
+                gamma, prefill_chunk, max_sessions=max_sessions, max_queued=5000, max_context=500
+            ),
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = DrafterSettings(gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
@@ -294,9 +307,10 @@ class World:
         stop: list[int] | None = None,
         exactness: m.Exactness = m.Exactness.EXACT,
         done: list[int] | None = None,
+        name: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
-        name = f"s{len(self.requests)}"
+        name = name or f"s{len(self.requests)}"
         record = Record(name, prompt + (done or []), len(prompt), max_tokens, stop or [], sampling, exactness)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
@@ -311,6 +325,10 @@ class World:
         assert not self.ended(event.at.session)
         assert self.ledger.apply(event) is not None
         self.commits[event.at.session].append(event)
+        session = self.verifier._sessions[event.at.session]
+        kept = [*session.proposals, *session.announced]
+        kept += [key[1:] for key in self.verifier.residency._marks if key[0] == session.id]
+        assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
 
     def ended(self, name: str) -> bool:
         return self.ledger.records[name].finish_reason is not m.FinishReason.NONE
@@ -357,7 +375,7 @@ class World:
     def _choices(self) -> Iterator[Callable[[], None]]:
         for side in (self.target_side, self.draft_side):
             if side.dirty or side.step is not None:
-                yield lambda side=side: side.advance(self.rng)
+                yield lambda side=side: self._advance(side)
         for link in self.links:
             if link.to_target:
                 yield lambda link=link: self._deliver(link, link.to_target)
@@ -367,6 +385,21 @@ class World:
             yield lambda: self.script.pop(0)()
         if self.faults.jumps and self.busy():
             yield self._jump
+
+    def _advance(self, side: Side) -> None:
+        side.advance(self.rng)
+        if side.step is None:
+            self.check_kv()
+
+    def check_kv(self) -> None:
+        """Between steps every session's KV is that of its own tokens, on both sides."""
+        if self.target_side.step is None:
+            for session in self.verifier._sessions.values():
+                assert self.target.tokens_in(session.kv) == session.tokens[: session.kv.length]
+        if self.draft_side.step is None:
+            for link in self.links:
+                for drafted in link.draft_end.sessions.values():
+                    assert self.draft.tokens_in(drafted.kv) == drafted.tokens[: drafted.kv.length]
 
     def _jump(self) -> None:
         if self.rng.random() < 0.05:
@@ -420,13 +453,13 @@ class World:
         assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
 
 
-def prompts(rng: random.Random, count: int, longest: int = 90) -> list[list[int]]:
+def prompts(rng: random.Random, count: int, longest: int = 150) -> list[list[int]]:
     """Of any length; many begin with the same pages."""
     common = [rng.randrange(VOCAB) for _ in range(longest)]
     made = []
     for _ in range(count):
-        shared = rng.choice([0, 0, 16, 40, longest])
-        own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 40]))]
+        shared = rng.choice([0, 0, 16, 90, longest])
+        own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))]
         made.append(([*common[:shared], *own])[:longest])
     return made
 
@@ -488,7 +521,7 @@ def test_commits_tell_what_was_read(clock: Clock) -> None:
     for exactness in m.Exactness:
         world = World(clock, 1, FakeModel(ends=True, agreement=3))
         world.attach()
-        name = world.open(prompts(world.rng, 1)[0] * 4, 30, exactness=exactness)
+        name = world.open([*range(30)] * 11, 30, exactness=exactness)
         world.run()
         world.check_greedy(name)
         commits = world.commits[name]
@@ -589,50 +622,73 @@ def test_a_session_opened_again_goes_on_where_it_stood(clock: Clock, seed: int) 
     world.check_nothing_left()
 
 
+@pytest.mark.parametrize("length", [31, 32, 33, 48])
+def test_a_prompt_that_was_read_before_is_not_read_again(clock: Clock, length: int) -> None:
+    """But for its last token, which the first round runs: on both sides, up to whole pages."""
+    world = World(clock, length)
+    world.attach()
+    prompt = [length] * length
+    first = world.open(prompt, 20)
+    world.run()
+    world.check_greedy(first)
+    covered = (length - 1) // PAGE_SIZE * PAGE_SIZE
+    again = world.open(prompt, 20)
+    world.verifier._admit()
+    (link,) = world.links
+    while link.to_draft:
+        world._deliver(link, link.to_draft)
+    world.drafter._apply_inbox()
+    assert world.verifier._sessions[again].kv.length == covered
+    assert link.draft_end.sessions[again].kv.length == covered
+    world.run()
+    world.check_greedy(again)
+    world.check_nothing_left()
+
+
+@pytest.mark.parametrize("exactness", m.Exactness)
+def test_only_kv_that_was_computed_densely_is_offered(clock: Clock, exactness: m.Exactness) -> None:
+    """To a later session with the same text: an approximate session offers its prompt, an exact one all."""
+    world = World(clock, 6, FakeModel(ends=True))
+    world.attach()
+    name = world.open([5] * 170, 60, exactness=exactness)
+    world.run()
+    later = SequenceKV()
+    covered = world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens)
+    assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
+    world.target.kv.release(later)
+    world.check_nothing_left()
+
+
 # Sampled outcomes
 
 
 def test_sampled_outcomes_have_the_targets_distribution(clock: Clock) -> None:
-    """Two thousand sessions of three tokens: each pair's follower as the target alone would draw it."""
-    sampling = Sampling(temperature=0.8, top_p=0.95)
-    model = FakeModel(agreement=2)
+    """Sessions of three tokens, most of them speculated: each token given those before, as the target has it."""
+    sampling, model, prompt = Sampling(temperature=0.8, top_p=0.95), FakeModel(agreement=2), [1, 2, 3]
     world = World(clock, 5, model, gamma=2, prefill_chunk=512)
     world.attach()
-    prompt = [1, 2, 3]
-    names = [world.open(prompt, 3, replace(sampling, seed=seed)) for seed in range(2000)]
+    names = [world.open(prompt, 3, replace(sampling, seed=seed)) for seed in range(1200)]
     world.run()
     world.check_nothing_left()
     drafted, accepted = totals(world)
+    assert drafted > 2000
     assert 0.2 < accepted / drafted < 0.9
-    outcomes = Counter(tuple(world.ledger.records[name].generated) for name in names)
-    firsts: Counter[int] = Counter()
-    for outcome, count in outcomes.items():
-        firsts[outcome[0]] += count
-    assert p_value(firsts, target_probs(model, prompt, sampling)) > 1e-4
-    (common, _), *_ = firsts.most_common()
-    for place in (1, 2):
-        expected: dict[int, float] = {}
-        observed: Counter[int] = Counter()
-        for outcome, count in outcomes.items():
-            if place == 1 and outcome[0] == common:
-                observed[outcome[1]] += count
-            elif place == 2:
-                observed[outcome[2]] += count
-        if place == 1:
-            expected = target_probs(model, [*prompt, common], sampling)
-        else:
-            for a, p in target_probs(model, prompt, sampling).items():
-                for b, q in target_probs(model, [*prompt, a], sampling).items():
-                    for c, r in target_probs(model, [*prompt, a, b], sampling).items():
-                        expected[c] = expected.get(c, 0.0) + p * q * r
-        assert p_value(observed, expected) > 1e-4
-        assert p_value(observed, target_probs(model, prompt, sampling) | {}, strict=False) < 1e-6  # a control
+    outcomes = [world.ledger.records[name].generated for name in names]
+    after: dict[tuple[int, ...], Counter[int]] = {}
+    for outcome in outcomes:
+        for place, token in enumerate(outcome):
+            after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
+    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 150}
+    assert {len(start) for start in seen} == {0, 1, 2}
+    for start, counts in seen.items():
+        assert p_value(counts, target_probs(model.target([*prompt, *start]), sampling)) > 1e-4
+    # A control: the draft's own distribution is another one, and would be told apart.
+    assert p_value(seen[()], target_probs(model.draft(prompt), sampling)) < 1e-6
 
 
-def target_probs(model: FakeModel, tokens: list[int], sampling: Sampling) -> dict[int, float]:
-    """Worked out in float64, apart from the engine."""
-    logits = model.target(tokens).astype(np.float64) / sampling.temperature
-    probs = np.exp(logits - logits.max())
+def target_probs(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
+    """The truncated distribution, worked out in float64 apart from the engine."""
+    probs = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     probs /= probs.sum()
     kept: dict[int, float] = {}
     for token in np.argsort(-probs, kind="stable"):
@@ -642,18 +698,18 @@ def target_probs(model: FakeModel, tokens: list[int], sampling: Sampling) -> dic
     return {token: p / sum(kept.values()) for token, p in kept.items()}
 
 
-def p_value(observed: Counter[int], probs: dict[int, float], strict: bool = True) -> float:
-    """Chi-square; outcomes expected fewer than five times are taken together."""
+def p_value(observed: Counter[int], probs: dict[int, float]) -> float:
+    """Chi-square; tokens expected fewer than five times are taken together. 0 if an impossible one occurs."""
+    if not set(observed) <= set(probs):
+        return 0.0
     total = sum(observed.values())
-    if strict:
-        assert set(observed) <= set(probs)
     cells = [(observed[token], p * total) for token, p in probs.items()]
-    cells.append((total - sum(o for o, _ in cells), 1e-9 if strict else 0.5))
-    large = [cell for cell in cells if cell[1] >= 5]
     small = [cell for cell in cells if cell[1] < 5]
-    large.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1e-9)))
-    statistic = sum((o - e) ** 2 / e for o, e in large)
-    return float(torch.special.gammaincc(torch.tensor((len(large) - 1) / 2), torch.tensor(statistic / 2)))
+    cells = [cell for cell in cells if cell[1] >= 5]
+    if small:
+        cells.append((sum(o for o, _ in small), sum(e for _, e in small)))
+    statistic = sum((o - e) ** 2 / e for o, e in cells)
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2), torch.tensor(statistic / 2)))
 
 
 def check_sampled(world: World, name: str) -> None:
@@ -661,7 +717,7 @@ def check_sampled(world: World, name: str) -> None:
     request, record = world.requests[name], world.ledger.records[name]
     assert len(record.generated) == request.max_tokens
     for place in range(record.prompt_tokens, len(record.tokens)):
-        allowed = target_probs(world.model, record.tokens[:place], record.sampling)
+        allowed = target_probs(world.model.target(record.tokens[:place]), record.sampling)
         assert record.tokens[place] in allowed
 
 
@@ -703,7 +759,7 @@ def check(world: World, names: list[str]) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(50))
 def test_repeated_reordered_and_stale_frames_change_no_outcome(clock: Clock, seed: int) -> None:
     """Nor does one that is honest but out of place ever count as dishonest."""
     world, names = random_world(clock, seed, Faults(left=120))
@@ -718,7 +774,7 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
     """Over some seeds every way of turning a frame away is taken, and proposals are still accepted."""
     counters: Counter[str] = Counter()
     accepted = 0
-    for seed in range(25):
+    for seed in range(15):
         world, _ = random_world(clock, seed, Faults(left=120))
         world.attach()
         world.run()
@@ -727,12 +783,11 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
     turned_away = [
         "repeated_frames",
         "stale_frames",
-        "refused_frames",
         "unknown_session_frames",
         "repeated_verdicts",
     ]
     assert all(counters[name] > 5 for name in turned_away), counters
-    assert accepted > 300
+    assert accepted > 200
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -795,6 +850,23 @@ def test_a_draft_that_asks_for_resync_is_begun_again(clock: Clock) -> None:
         world.check_nothing_left()
 
 
+def test_a_refused_frame_leads_to_resync_and_on(clock: Clock) -> None:
+    """As after a frame that left a gap, at any moment of a session's life."""
+    refused = 0
+    for moment in range(20):
+        world = World(clock, moment, FakeModel(ends=True, agreement=3))
+        link = world.attach()
+        name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
+        gap = m.Announcement(m.At(name, 0, 50, 300), 0, 1, b"")
+        world.script = [lambda: None] * moment + [lambda link=link, gap=gap: link.to_target.append(gap)]
+        world.run()
+        world.check_greedy(name)
+        assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"]
+        refused += world.verifier.counters["refused_frames"]
+        world.check_nothing_left()
+    assert refused >= 10
+
+
 def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
     world = World(clock)
     silent = DraftPeer("silent", lambda event: None)
@@ -842,13 +914,37 @@ def test_sessions_without_room_at_the_draft_are_decoded_plainly_until_there_is(c
 def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Clock) -> None:
     world = World(clock, 4)
     world.drafter.settings = replace(world.drafter.settings, max_context=50)
-    world.attach()
+    link = world.attach()
+    begun: Counter[str] = Counter()
+    send = link.target_end.send
+
+    def count(event: m.TargetEvent) -> None:
+        if isinstance(event, m.Begin):
+            begun[event.at.session] += 1
+        send(event)
+
+    link.target_end.send = count  # type: ignore[method-assign]
     long, short = world.open([1] * 40, 20), world.open([2] * 20, 20)
     world.run()
     world.check_greedy(long)
     world.check_greedy(short)
     assert not any(commit.drafted for commit in world.commits[long])
     assert any(commit.drafted for commit in world.commits[short])
+    assert begun == {long: 1, short: 1}
+    world.check_nothing_left()
+
+
+@pytest.mark.xfail(strict=True, reason="the draft takes it for the one that ended before")
+def test_a_session_id_can_be_used_again(clock: Clock) -> None:
+    """By a client for its next request, or when a session is opened again on the same target."""
+    world = World(clock, 4)
+    world.attach()
+    for _ in range(2):
+        name = world.open([1] * 20, 20, name="mine")
+        world.run()
+        world.check_greedy(name)
+        assert any(commit.drafted for commit in world.commits[name])
+        world.ledger.close(name)
     world.check_nothing_left()
 
 
@@ -1254,6 +1350,17 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     assert proposal.assumed_token == other
 
 
+def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
+    """All that was proposed is kept, so the length is as foreseen, but not the text."""
+    stand = DraftStand()
+    plain = FakeModel().plain(stand.tokens, 5, [])[0]
+    committed = [*plain[:44], (plain[44] + 1) % VOCAB]
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
+    proposal = sent[1]
+    assert isinstance(proposal, m.Proposal)
+    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
+
+
 def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
     """The target had not heard of the round ahead when it judged; what it then hears is of the new epoch."""
     stand = DraftStand()
@@ -1315,7 +1422,7 @@ def test_residency_hands_out_what_was_announced_once() -> None:
     residency.prepare(("a", 0, 1), BlockSelection.from_lists([[]] * heads, 7), 105, 109)
     residency.prepare(("b", 0, 0), BlockSelection.from_lists([[]] * heads, 7), 100, 104)
     pages = residency.take(key, 101)
-    assert pages[1:].all((0, 1)).tolist() == [True, False, True, True, False, False, True]
+    assert pages[1:].all((0, 1)).tolist() == [True, False, True, True, False, True, True]
     assert pages[0].all()
     with pytest.raises(KeyError):
         residency.take(key, 101)

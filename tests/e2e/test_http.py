@@ -1,0 +1,439 @@
+"""OpenAI-style HTTP through the real `openai` package, and through raw requests what no package would send."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.client import metric, service_state, wait_for, wait_until_idle
+from tests.stack import Stack
+
+MODEL = "tiny-target"
+PROMPT = "The old man looked at the sea and"
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tell me of the sea."},
+]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+async def raw(stack: Stack) -> AsyncIterator[aiohttp.ClientSession]:
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(stack.http, headers=headers) as session:
+        yield session
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(
+        **({"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0} | fields)
+    )
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **({"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields)
+    )
+
+
+def wait_for_sessions(stack: Stack, count: int) -> None:
+    """Both services answer, and each holds that many sessions."""
+
+    def holds(service: str) -> bool:
+        up = metric(stack.http, "service_up", service=service)
+        return up == 1 and service_state(stack.http, service, "sessions") == count
+
+    for service in ("target", "draft"):
+        wait_for(lambda s=service: holds(s), 20, f"{service} holds {count} sessions")
+
+
+# What is served.
+
+
+def test_completion(client: OpenAI, tokenizer: Any) -> None:
+    answer = complete(client)
+    (choice,) = answer.choices
+    assert choice.text
+    assert (choice.index, choice.finish_reason) == (0, "length")
+    assert (answer.object, answer.model) == ("text_completion", MODEL)
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(PROMPT))
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95, "seed": 11}])
+def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any]) -> None:
+    """In several pieces, the reason in the last; then, if asked for, a chunk of usage without choices."""
+    plain = complete(client, **sampling)
+    *chunks, last = complete(client, **sampling, stream=True, stream_options={"include_usage": True})
+    assert len(chunks) > 3
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage == plain.usage
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+
+    chunks = list(complete(client, **sampling, stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+async def test_a_stream_is_server_sent_events_up_to_done(raw: aiohttp.ClientSession) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+    async with raw.post(COMPLETIONS, json=body) as response:
+        assert response.content_type == "text/event-stream"
+        *events, done, rest = (await response.text()).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+
+
+def test_a_prompt_of_token_ids(client: OpenAI, tokenizer: Any) -> None:
+    plain = complete(client)
+    tokens = tokenizer.encode(PROMPT)
+    for prompt in (tokens, [tokens], [PROMPT]):
+        answer = complete(client, prompt=prompt)
+        assert answer.choices[0].text == plain.choices[0].text
+        assert answer.usage == plain.usage
+
+
+def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
+    texts = [complete(client, temperature=1, seed=seed).choices[0].text for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_cut_off_and_never_shown(client: OpenAI, stream: bool) -> None:
+    """The one that comes first counts, also if it spans several tokens."""
+    plain = complete(client, max_tokens=48).choices[0].text
+    stop, later = plain[20:29], plain[60:66]
+    assert plain.index(stop) < plain.index(later)
+    answer = complete(client, max_tokens=48, stop=[later, stop, "never there"], stream=stream)
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == plain[: plain.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    if not stream:
+        assert answer.usage.completion_tokens < 48
+        assert complete(client, max_tokens=48, stop=stop).choices[0].text == choices[0].text
+
+
+def test_approximate(client: OpenAI) -> None:
+    prompt = PROMPT * 200
+    exact, approximate = (
+        complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
+    )
+    assert approximate.usage == exact.usage
+    assert exact.speculation["kv_read_fraction"] == 1
+    assert approximate.speculation["kv_read_fraction"] < 0.7
+    assert approximate.speculation["announced_bytes"] > 0
+
+
+def test_chat(client: OpenAI, tokenizer: Any) -> None:
+    """The answer is the completion of the rendered template; in a stream, the role comes first and once."""
+    plain = chat(client, max_completion_tokens=20)
+    (choice,) = plain.choices
+    assert (plain.object, choice.message.role, choice.finish_reason) == (
+        "chat.completion",
+        "assistant",
+        "length",
+    )
+    assert plain.usage.completion_tokens == 20
+    rendered = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert complete(client, prompt=rendered, max_tokens=20).choices[0].text == choice.message.content
+
+    *chunks, last = chat(client, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert (last.choices, last.usage) == ([], plain.usage)
+
+
+def test_chat_takes_text_parts(client: OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "of the sea."}]
+    messages = [MESSAGES[0], {"role": "user", "content": parts}]
+    expected = chat(client, max_tokens=8).choices[0].message
+    assert chat(client, messages=messages, max_tokens=8).choices[0].message == expected
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_an_unknown_model_is_not_found(client: OpenAI) -> None:
+    for ask in (
+        lambda: client.models.retrieve("gpt-9"),
+        lambda: complete(client, model="gpt-9"),
+        lambda: complete(client, model="gpt-9", stream=True),
+        lambda: chat(client, model="gpt-9"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="gpt-9") as refused:
+            ask()
+        assert refused.value.status_code == 404
+
+
+def test_fields_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
+    neutral: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}}
+    expected = complete(client, max_tokens=4).choices[0].text
+    answer = complete(client, max_tokens=4, **neutral, echo=False, best_of=1, suffix=None, user="me")
+    assert answer.choices[0].text == expected
+    more = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}
+    assert chat(client, max_tokens=4, **neutral, extra_body=more).usage.completion_tokens == 4
+
+
+# What is refused.
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+UNSUPPORTED: list[tuple[str, str, Any]] = [
+    *((COMPLETIONS, name, value) for name, value in {
+        "n": 2, "best_of": 4, "logprobs": 3, "echo": True, "suffix": "x", "presence_penalty": 0.5,
+        "frequency_penalty": -1, "logit_bias": {"5": 1}, "surprise": 1, "messages": MESSAGES,
+    }.items()),
+    # The likeliest 0 alternatives, and still the token's own: not the same as false.
+    (COMPLETIONS, "logprobs", 0),
+    *((CHAT, name, value) for name, value in {
+        "n": 2, "logprobs": True, "top_logprobs": 2, "tools": [TOOL], "tool_choice": "required",
+        "response_format": {"type": "json_object"}, "functions": [TOOL["function"]], "prompt": "x",
+    }.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "field", "value"), UNSUPPORTED)
+def test_an_unsupported_field_is_refused_by_name(client: OpenAI, path: str, field: str, value: Any) -> None:
+    ask = complete if path == COMPLETIONS else chat
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, extra_body={field: value})
+    body: Any = refused.value.body
+    assert body["message"].startswith(f"{field}: ")
+    assert body["type"] == "invalid_request_error"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 2} | fields).encode()
+
+
+BAD_BODIES = {
+    "nothing": (b"", "JSON"),
+    "cut off": (b'{"prompt": "a"', "JSON"),
+    "not an object": (b'["prompt"]', "object"),
+    "null": (b"null", "object"),
+    "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', "JSON"),
+    "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', "prompt is not valid Unicode"),
+    "lone surrogate": (b'{"prompt": "a\\ud800"}', "prompt is not valid Unicode"),
+    "lone surrogate in stop": (b'{"prompt": "a", "stop": "\\udfff"}', "stop is not valid Unicode"),
+    "lone surrogate in request_id": (b'{"prompt": "a", "request_id": "\\ud800"}', "request_id"),
+    "nested too deeply": (b'{"prompt": ' + b"[" * 100_000, "nested"),
+    "nested too deeply, ignored field": (body(user=0).replace(b"0", b"[" * 3000 + b"]" * 3000), "nested"),
+    "no prompt": (b'{"max_tokens": 1}', "prompt"),
+    "prompt of another type": (body(prompt={"text": "a"}), "prompt"),
+    "empty prompt": (body(prompt=""), "prompt is empty"),
+    "empty token prompt": (body(prompt=[]), "prompt is empty"),
+    "fractional token": (body(prompt=[1.5]), "prompt"),
+    "truth values as tokens": (body(prompt=[True]), "prompt"),
+    "several prompts": (body(prompt=["a", "b"]), "several prompts"),
+    "token out of range": (body(prompt=[4096]), "vocabulary"),
+    "negative token": (body(prompt=[-1]), "vocabulary"),
+    "token 2^70": (body(prompt=[2**70]), "vocabulary"),
+    "over-long token prompt": (body(prompt=[5] * 40_000), "context"),
+    "over-long prompt": (body(prompt="a " * 100_000), "context"),
+    "far over-long prompt": (body(prompt="a " * 2_000_000), "characters"),
+    "NaN temperature": (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    "infinite temperature": (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+    "huge integer temperature": (body(temperature=10**400), "temperature"),
+    "negative temperature": (body(temperature=-0.1), "temperature"),
+    "temperature text": (body(temperature="hot"), "temperature"),
+    "top_p 0": (body(top_p=0), "top_p"),
+    "top_p 1.5": (body(top_p=1.5), "top_p"),
+    "NaN top_p": (b'{"prompt": "a", "top_p": NaN}', "top_p"),
+    "max_tokens 0": (body(max_tokens=0), "max_tokens"),
+    "max_tokens negative": (body(max_tokens=-5), "max_tokens"),
+    "max_tokens 2^31": (body(max_tokens=2**31), "max_tokens"),
+    "max_tokens 2^64": (body(max_tokens=2**64), "max_tokens"),
+    "max_tokens fractional": (body(max_tokens=2.5), "max_tokens"),
+    "max_tokens true": (body(max_tokens=True), "max_tokens"),
+    "seed 2^64": (body(seed=2**64), "seed"),
+    "seed negative": (body(seed=-1), "seed"),
+    "stop of numbers": (body(stop=[1]), "stop"),
+    "stop 0": (body(stop=0), "stop"),
+    "empty stop": (body(stop=""), "stop"),
+    "long stop": (body(stop="a" * 257), "stop"),
+    "too many stops": (body(stop=["a"] * 17), "stop"),
+    "exactness": (body(exactness="roughly"), "exactness"),
+    "model of another type": (body(model=5), "model"),
+    "long request_id": (body(request_id="a" * 129), "request_id"),
+    "ignore_eos number": (body(ignore_eos=1), "ignore_eos"),
+    "stream text": (body(stream="yes"), "stream"),
+    "stream_options without stream": (body(stream_options={"include_usage": True}), "stream_options"),
+    "unknown stream option": (body(stream=True, stream_options={"x": 1}), "stream_options"),
+    "stream_options of another type": (body(stream=True, stream_options=[]), "stream_options"),
+}
+BAD_CHATS = {
+    "no messages": ({}, "messages"),
+    "empty messages": ({"messages": []}, "messages"),
+    "messages text": ({"messages": "hello"}, "messages"),
+    "message text": ({"messages": ["hello"]}, "messages[0]"),
+    "no content": ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[2]"),
+    "content of another type": ({"messages": [{"role": "user", "content": 5}]}, "messages[0]"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+    "a tool call": ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "messages[0]"),
+    "lone surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
+    "over-long": ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "context"),
+    "far over-long": ({"messages": [{"role": "user", "content": "a " * 8_000_000}]}, "characters"),
+    "max_completion_tokens text": ({"messages": MESSAGES, "max_completion_tokens": "x"}, "max_completion_tokens"),
+    "max_completion_tokens 0": ({"messages": MESSAGES, "max_completion_tokens": 0}, "at least 1"),
+}  # fmt: skip
+
+
+async def assert_refused(response: aiohttp.ClientResponse, reason: str, status: int = 400) -> None:
+    """With OpenAI's error body, which says why."""
+    assert response.status == status
+    error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert reason in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == status
+
+
+@pytest.mark.parametrize("what", BAD_BODIES)
+async def test_a_bad_body_is_refused_with_the_reason(raw: aiohttp.ClientSession, what: str) -> None:
+    data, reason = BAD_BODIES[what]
+    async with raw.post(COMPLETIONS, data=data) as response:
+        await assert_refused(response, reason)
+
+
+@pytest.mark.parametrize("what", BAD_CHATS)
+async def test_bad_messages_are_refused_with_the_reason(raw: aiohttp.ClientSession, what: str) -> None:
+    fields, reason = BAD_CHATS[what]
+    async with raw.post(CHAT, json=fields) as response:
+        await assert_refused(response, reason)
+
+
+async def test_a_body_that_is_not_compressed_as_it_says(raw: aiohttp.ClientSession) -> None:
+    async with raw.post(COMPLETIONS, data=body(), headers={"Content-Encoding": "gzip"}) as response:
+        await assert_refused(response, "headers")
+
+
+async def test_wrong_methods_and_paths(raw: aiohttp.ClientSession) -> None:
+    for method, path, status in [
+        ("GET", COMPLETIONS, 405),
+        ("PUT", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/health", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/", 404),
+    ]:
+        async with raw.request(method, path) as response:
+            await assert_refused(response, "", status)
+            assert ("Allow" in response.headers) == (status == 405)
+
+
+async def test_a_running_request_id_is_refused(client: OpenAI, raw: aiohttp.ClientSession) -> None:
+    endless = ENDLESS | {"extra_body": {"ignore_eos": True, "request_id": "taken"}}
+    stream = complete(client, stream=True, **endless)
+    assert next(iter(stream)).id == "cmpl-taken"
+    async with raw.post(COMPLETIONS, data=body(request_id="taken")) as response:
+        await assert_refused(response, "taken")
+    stream.close()
+
+
+# What it leaves behind.
+
+
+async def test_health(raw: aiohttp.ClientSession) -> None:
+    async with raw.get("/health") as response:
+        assert response.status == 200
+        assert (await response.json())["status"] == "ok"
+
+
+def test_metrics_count_speculation(client: OpenAI, stack: Stack) -> None:
+    """They grow by what the answer itself reports."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+
+    def read() -> tuple[list[float], list[float]]:
+        sums = [metric(stack.http, f"spec_decode_num_{name}_total") for name in names]
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        return sums, [metric(stack.http, name, position=str(i)) for i in range(4)]
+
+    (before, before_at) = read()
+    summary = complete(client, max_tokens=60).speculation
+    (after, after_at) = read()
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert grown == [summary["rounds"], summary["drafted"], summary["accepted"]]
+    assert all(value > 0 for value in grown)
+    assert [b - a for a, b in zip(before_at, after_at, strict=True)] == summary["accepted_per_position"]
+
+
+def test_a_client_that_leaves_its_stream_ends_the_request(client: OpenAI, stack: Stack) -> None:
+    stream = complete(client, stream=True, **ENDLESS)
+    next(iter(stream))
+    wait_for_sessions(stack, 1)
+    assert metric(stack.http, "num_requests_running") == 1
+    stream.close()
+    wait_for(lambda: metric(stack.http, "num_requests_running") == 0, 20, "the request ends")
+    wait_for_sessions(stack, 0)
+    wait_until_idle(stack.http)
+
+
+async def test_clients_that_leave_without_an_answer_end_their_requests(stack: Stack) -> None:
+    """One by closing its connection, one by resetting it."""
+    host, port = stack.http.removeprefix("http://").split(":")
+    data = body(max_tokens=20_000, ignore_eos=True)
+    writers = []
+    for _ in range(2):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data))
+        )
+        writer.write(data)
+        writers.append(writer)
+    await asyncio.to_thread(wait_for_sessions, stack, 2)
+    linger = bytes([1, 0, 0, 0, 0, 0, 0, 0])  # on, 0 s: closing resets
+    writers[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    for writer in writers:
+        writer.close()
+    await asyncio.to_thread(wait_for_sessions, stack, 0)
+    await asyncio.to_thread(wait_until_idle, stack.http)
+    assert metric(stack.http, "num_requests_running") == 0
+
+
+async def test_bad_requests_do_no_harm_to_others(
+    client: OpenAI, raw: aiohttp.ClientSession, stack: Stack
+) -> None:
+    """A stream goes on as if alone while all of the above, and the strangest that is allowed, arrive."""
+    fields: dict[str, Any] = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    expected = (await asyncio.to_thread(complete, client, **fields)).choices[0].text
+    names = [("target", "pid"), ("draft", "pid")]
+    before = [service_state(stack.http, *name) for name in names]
+    said = len(stack.output.read_text())
+
+    running = asyncio.create_task(asyncio.to_thread(complete, client, **fields))
+    for data, _ in BAD_BODIES.values():
+        async with raw.post(COMPLETIONS, data=data) as response:
+            assert response.status == 400
+    for strange in (
+        # A float32, as it travels to the target, has no room for it.
+        body(top_p=1e-300),
+        body(temperature=1e-300),
+        body(seed=2**64 - 1),
+        body(prompt="\0"),
+        body(prompt="\U0010ffff"),
+    ):
+        async with raw.post(COMPLETIONS, data=strange) as response:
+            assert response.status == 200, await response.text()
+    assert (await running).choices[0].text == expected
+    assert [service_state(stack.http, *name) for name in names] == before
+    assert stack.output.read_text()[said:] == ""
