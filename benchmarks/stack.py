@@ -199,12 +199,11 @@ def _endpoint(launch: "subprocess.Popen[str]") -> str:
 def _stop(process: "subprocess.Popen[str]") -> None:
     process.terminate()
     try:
-        process.wait(_STOP_SECONDS)
-    except BaseException:  # too slow, or interrupted once more
-        process.kill()
-        process.wait()
-        raise
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
     finally:
+        process.kill()  # does nothing to one that has ended
+        process.wait()
         if process.stdout is not None:
             process.stdout.close()
 

@@ -627,7 +627,7 @@ def test_a_prompt_that_was_read_before_is_not_read_again(clock: Clock, length: i
     """But for its last token, which the first round runs: on both sides, up to whole pages."""
     world = World(clock, length)
     world.attach()
-    prompt = [length] * length
+    prompt = [length % VOCAB] * length
     first = world.open(prompt, 20)
     world.run()
     world.check_greedy(first)

@@ -1,0 +1,164 @@
+"""The commands as a user runs them: what they print, and one line and a non-zero exit for what they refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import TARGET
+from sparsity.plan import save_plan, uniform_plan
+from tests.client import generate, metric, wait_for, wait_until_idle
+from tests.conftest import RAY_ENVIRONMENT
+from tests.stack import ROOT, Stack
+
+PROMPT = "The old man — naïve as he was — looked at the sea and"
+SPECAHEAD = str(Path(sys.executable).with_name("specahead"))
+LAUNCH = [sys.executable, "-m", "orchestrator.launch"]
+
+
+def run(*command: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        command, cwd=ROOT, input=stdin, capture_output=True, timeout=120, env=os.environ | environment
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[bytes], reason: str) -> None:
+    """It fails, and says why in one line on standard error."""
+    message = done.stderr.decode()
+    assert done.returncode == 1, message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1, message
+    assert reason in message
+
+
+@pytest.mark.parametrize("source", ["--prompt", "--prompt-file", "-"])
+def test_generate_prints_the_text(stack: Stack, tmp_path: Path, source: str) -> None:
+    """The same for a prompt from an argument, a file and standard input."""
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    given = {"--prompt": [source, PROMPT], "--prompt-file": [source, str(file)], "-": [source]}[source]
+    flags = ["--address", stack.grpc, "--max-tokens", "20", "--temperature", "0"]
+    done = run(SPECAHEAD, "generate", *flags, *given, stdin=PROMPT.encode())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == generate(stack.stub(), PROMPT, max_tokens=20).text + "\n"
+    assert done.stderr == b""
+
+
+def test_generate_json(stack: Stack, tokenizer: Any) -> None:
+    """One object, with all that is known of the request."""
+    flags = ["--address", stack.grpc, "--max-tokens", "30", "--temperature", "0", "--json"]
+    done = run(SPECAHEAD, "generate", *flags, "--prompt", PROMPT)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "usage", "speculation"}
+    expected = generate(stack.stub(), PROMPT, max_tokens=30)
+    assert (answer["text"], answer["token_ids"]) == (expected.text, expected.tokens)
+    assert answer["finish_reason"] == "length"
+    prompt_tokens = len(tokenizer.encode(PROMPT))
+    assert answer["prompt_tokens"] == prompt_tokens
+    assert answer["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 30,
+        "total_tokens": prompt_tokens + 30,
+    }
+    speculation = answer["speculation"]
+    assert {
+        "rounds", "drafted", "accepted", "accepted_per_position", "stale_rounds", "announced_bytes", "kv_read_fraction"
+    } <= set(speculation)  # fmt: skip
+    assert 0 < sum(speculation["accepted_per_position"]) == speculation["accepted"] <= speculation["drafted"]
+    assert speculation["kv_read_fraction"] == 1
+
+
+def test_generate_passes_every_flag_on(stack: Stack) -> None:
+    """Sampling, stop strings and exactness do what they do over gRPC."""
+    stub, long_prompt = stack.stub(), PROMPT * 100
+    sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 2**64 - 1}
+    plain = generate(stub, long_prompt, max_tokens=30, **sampling).text
+    stop = plain[10:16]
+    flags = ["--address", stack.grpc, "--max-tokens", "30", "--json", "--stop", "never there", "--stop", stop]
+    flags += ["--temperature", "0.9", "--top-p", "0.95", "--seed", str(2**64 - 1)]
+    answer = json.loads(run(SPECAHEAD, "generate", *flags, "--prompt", long_prompt).stdout)
+    assert answer["text"] == plain[: plain.index(stop)]
+    assert answer["finish_reason"] == "stop"
+    flags += ["--exactness", "approximate"]
+    answer = json.loads(run(SPECAHEAD, "generate", *flags, "--prompt", long_prompt).stdout)
+    assert answer["speculation"]["kv_read_fraction"] < 1
+    assert answer["speculation"]["announced_bytes"] > 0
+
+
+def test_interrupting_generate_ends_its_request(stack: Stack) -> None:
+    """Text is shown as it comes; Ctrl-C leaves nothing running."""
+    flags = ["--address", stack.grpc, "--max-tokens", "20000", "--temperature", "1", "--prompt", PROMPT]
+    with subprocess.Popen([SPECAHEAD, "generate", *flags], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(20)
+        assert metric(stack.http, "num_requests_running") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    wait_for(lambda: metric(stack.http, "num_requests_running") == 0, 20, "the request ends")
+    wait_until_idle(stack.http)
+
+
+def test_generate_refuses_in_one_line(stack: Stack, tmp_path: Path) -> None:
+    bad = tmp_path / "latin-1.txt"
+    bad.write_bytes("naïve".encode("latin-1"))
+    here = ("--address", stack.grpc)
+    cases: list[tuple[list[str], str]] = [
+        (["--address", "127.0.0.1:1", "--prompt", "x"], "UNAVAILABLE"),
+        ([*here, "--prompt", ""], "prompt is empty"),
+        ([*here, "--prompt", "x", "--max-tokens", "99999"], "context"),
+        ([*here, "--prompt", "x", "--max-tokens", "-1"], "--max-tokens"),
+        ([*here, "--prompt", "x", "--seed", str(2**64)], "--seed"),
+        ([*here, "--prompt", "x", "--temperature", "nan"], "temperature"),
+        ([*here, "--prompt-file", "/no/such/file"], "/no/such/file"),
+        ([*here, "--prompt-file", str(bad)], str(bad)),
+        ([*here, "-"], "standard input"),
+    ]
+    for flags, reason in cases:
+        done = run(SPECAHEAD, "generate", *flags, stdin=bad.read_bytes())
+        assert_refused(done, reason)
+        assert done.stdout == b""
+
+
+def test_dry_run_prints_the_settings() -> None:
+    """Resolved from flags and environment; nothing is started."""
+    done = run(*LAUNCH, "--dry-run", "--gamma", "6", SPECAHEAD_GAMMA="5", SPECAHEAD_HTTP_PORT="1234")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(done.stdout)
+    assert (settings["gamma"], settings["http_port"], settings["grpc_port"]) == (6, 1234, 50051)
+    assert settings["target"] == str(TARGET)
+
+
+def test_launch_refuses_a_bad_value() -> None:
+    assert_refused(run(*LAUNCH, "--gamma", "many"), "flag: gamma is 'many'")
+
+
+def test_launch_refuses_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    done = run(*LAUNCH, "--target", str(tmp_path), "--plan", "any.json")
+    assert_refused(done, str(tmp_path))
+
+
+@pytest.mark.parametrize("which", ["grpc", "http"])
+def test_launch_refuses_a_port_that_is_in_use(stack: Stack, which: str) -> None:
+    """Whichever endpoint it is, the other is given up too, and the process ends."""
+    port = getattr(stack, which).rsplit(":", 1)[1]
+    flags = {"grpc": "0", "http": "0"} | {which: port}
+    ports = ("--grpc-port", flags["grpc"], "--http-port", flags["http"])
+    done = run(*LAUNCH, "--target-address", "127.0.0.1:1", *ports)
+    assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
+
+
+def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Path) -> None:
+    """What the service says reaches the user, without what Ray says about it."""
+    plan = tmp_path / "plan.json"
+    save_plan(uniform_plan(3, 2, 2, 2), plan)
+    flags = ("--plan", str(plan), "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0")
+    done = run(*LAUNCH, *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
+    assert_refused(done, "(3, 2)")
+    assert str(plan) in done.stderr.decode()
+    assert b"ready" not in done.stdout

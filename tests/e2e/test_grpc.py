@@ -1,0 +1,365 @@
+"""specahead.v1.Inference through the generated stubs: what it serves, what it refuses, what it leaves behind."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from models import DRAFT
+from protos import control_pb2, inference_pb2
+from tests.client import APPROXIMATE, generate, make_request, metric, service_state, wait_for, wait_until_idle
+from tests.stack import Stack
+
+PROMPT = "The old man looked at the sea and"
+METHODS = ["Generate", "Abort", "ListModels", "Tokenize"]
+ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "ignore_eos": True}
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+
+
+def refused(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    """Status and details of a call that fails. A stream is read to its end."""
+
+    def run() -> None:
+        answer = call()
+        if isinstance(answer, grpc.Call):
+            list(answer)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        run()
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+def wait_for_sessions(stack: Stack, count: int) -> None:
+    """Both services answer, and each holds that many sessions."""
+
+    def holds(service: str) -> bool:
+        up = metric(stack.http, "service_up", service=service)
+        return up == 1 and service_state(stack.http, service, "sessions") == count
+
+    for service in ("target", "draft"):
+        wait_for(lambda s=service: holds(s), 20, f"{service} holds {count} sessions")
+    if count == 0:
+        wait_until_idle(stack.http)
+        assert metric(stack.http, "num_requests_running") == 0
+
+
+# What is served.
+
+
+def test_generate(stack: Stack, tokenizer: Any) -> None:
+    """The pieces add up; usage and the account of speculation come once, in the last message."""
+    request = make_request(PROMPT, max_tokens=40, temperature=0, request_id="mine")
+    *others, last = stack.stub().Generate(request)
+    tokens = [token for response in [*others, last] for token in response.token_ids]
+    assert len(others) > 3
+    assert {response.request_id for response in [*others, last]} == {"mine"}
+    assert "".join(response.text for response in [*others, last]) == tokenizer.decode(tokens)
+    assert last.finish_reason == control_pb2.FINISH_REASON_LENGTH
+    for response in others:
+        assert not response.finish_reason
+        assert not response.HasField("usage")
+        assert not response.HasField("speculation")
+    prompt_tokens = len(tokenizer.encode(PROMPT))
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        prompt_tokens,
+        40,
+        prompt_tokens + 40,
+    )
+    assert len(tokens) == 40
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 4}])
+def test_the_account_of_speculation_is_consistent(stack: Stack, sampling: dict[str, Any]) -> None:
+    summary = generate(stack.stub(), PROMPT, max_tokens=80, **sampling).speculation
+    at = list(summary.accepted_per_position)
+    assert 0 < summary.accepted == sum(at) <= summary.drafted
+    assert len(at) <= 4
+    assert at == sorted(at, reverse=True), "a token is accepted only if those before it are"
+    assert summary.rounds >= at[0]
+    assert summary.rounds <= summary.drafted <= 4 * summary.rounds
+    # Each round adds a token of the target's own; without a proposal there is that one only.
+    assert summary.rounds + summary.accepted <= 80
+    assert summary.kv_read_fraction == 1
+    assert summary.announced_bytes == 0
+    assert summary.verify_seconds > 0
+
+
+def test_exactness(stack: Stack) -> None:
+    """Exact unless asked otherwise; approximate announces blocks and reads less."""
+    stub, prompt = stack.stub(), PROMPT * 200
+    summaries = [
+        generate(stub, prompt, max_tokens=16, **fields).speculation
+        for fields in ({}, {"exactness": control_pb2.EXACTNESS_UNSPECIFIED}, {"exactness": APPROXIMATE})
+    ]
+    assert [summary.kv_read_fraction for summary in summaries[:2]] == [1, 1]
+    assert summaries[2].kv_read_fraction < 0.7
+    assert summaries[2].announced_bytes > 0
+
+
+def test_a_prompt_of_token_ids(stack: Stack, tokenizer: Any) -> None:
+    stub = stack.stub()
+    by_text, by_ids = (generate(stub, prompt, max_tokens=24) for prompt in (PROMPT, tokenizer.encode(PROMPT)))
+    assert by_text.tokens == by_ids.tokens
+    assert by_text.text == by_ids.text
+
+
+def test_a_stop_string_ends_the_text_before_it(stack: Stack) -> None:
+    stub = stack.stub()
+    plain = generate(stub, PROMPT, max_tokens=48).text
+    stop = plain[20:29]
+    responses = list(stub.Generate(make_request(PROMPT, max_tokens=48, temperature=0, stop=[stop])))
+    assert "".join(response.text for response in responses) == plain[: plain.index(stop)]
+    assert responses[-1].finish_reason == control_pb2.FINISH_REASON_STOP
+
+
+def test_ids_chosen_by_the_server_differ(stack: Stack) -> None:
+    stub = stack.stub()
+    ids = {next(iter(stub.Generate(make_request(PROMPT, max_tokens=1)))).request_id for _ in range(3)}
+    assert len(ids) == 3
+    assert "" not in ids
+
+
+def test_list_models(stack: Stack) -> None:
+    (model,) = stack.stub().ListModels(inference_pb2.ListModelsRequest()).models
+    assert (model.id, model.vocab_size, model.draft) == ("tiny-target", 4096, str(DRAFT))
+    assert model.max_model_len == 32768
+
+
+@pytest.mark.parametrize("text", [PROMPT, "naïve 漢字 🙂\n\n\ttabs", " ", ""])
+def test_tokenize(stack: Stack, tokenizer: Any, text: str) -> None:
+    answer = stack.stub().Tokenize(inference_pb2.TokenizeRequest(text=text, model="tiny-target"))
+    assert list(answer.token_ids) == tokenizer.encode(text)
+    assert answer.max_model_len == 32768
+
+
+def test_health_and_reflection(stack: Stack) -> None:
+    with grpc.insecure_channel(stack.grpc) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="specahead.v1.Inference"),
+        ]
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, described = stub.ServerReflectionInfo(iter(requests))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"specahead.v1.Inference", "grpc.health.v1.Health"} <= names
+    assert described.file_descriptor_response.file_descriptor_proto
+
+
+# How requests end.
+
+
+def test_abort(stack: Stack) -> None:
+    """The running request ends with ABORT and its account; its id is taken until then and unknown after."""
+    stub = stack.stub()
+    call = stub.Generate(make_request(PROMPT, request_id="to-abort", **ENDLESS))
+    next(call)
+    code, details = refused(lambda: stub.Generate(make_request(PROMPT, request_id="to-abort")))
+    assert code is INVALID
+    assert "to-abort" in details
+    abort = inference_pb2.AbortRequest(request_id="to-abort")
+    stub.Abort(abort)
+    last = list(call)[-1]
+    assert last.finish_reason == control_pb2.FINISH_REASON_ABORT
+    assert last.usage.completion_tokens > 0
+    wait_for_sessions(stack, 0)
+    code, details = refused(lambda: stub.Abort(abort))
+    assert code is NOT_FOUND
+    assert "to-abort" in details
+    assert len(generate(stub, PROMPT, max_tokens=3, request_id="to-abort").tokens) == 3, "free again"
+
+
+def test_abort_ends_a_request_that_came_over_http(stack: Stack) -> None:
+    fields = {"prompt": PROMPT, "stream": True, "request_id": "over-http"} | ENDLESS
+    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(fields).encode())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        response.readline()
+        stack.stub().Abort(inference_pb2.AbortRequest(request_id="over-http"))
+        events = [line.removeprefix(b"data: ") for line in response if line.strip()]
+    assert events[-1].strip() == b"[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+    wait_for_sessions(stack, 0)
+
+
+def test_a_deadline_ends_the_session_on_both_services(stack: Stack) -> None:
+    call = stack.stub().Generate(make_request(PROMPT, **ENDLESS), timeout=3)
+    assert next(call).token_ids
+    assert refused(lambda: call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for_sessions(stack, 0)
+
+
+def test_cancelling_ends_the_session_on_both_services(stack: Stack) -> None:
+    call = stack.stub().Generate(make_request(PROMPT, **ENDLESS))
+    next(call)
+    wait_for_sessions(stack, 1)
+    call.cancel()
+    wait_for_sessions(stack, 0)
+
+
+def test_a_channel_that_closes_ends_its_sessions(stack: Stack) -> None:
+    with grpc.insecure_channel(stack.grpc) as channel:
+        ask = channel.unary_stream("/specahead.v1.Inference/Generate")
+        calls = [ask(make_request(PROMPT, **ENDLESS).SerializeToString()) for _ in range(2)]
+        for call in calls:
+            next(call)
+        wait_for_sessions(stack, 2)
+    wait_for_sessions(stack, 0)
+
+
+def _tokenize_much(stack: Stack) -> None:
+    stack.stub().Tokenize(inference_pb2.TokenizeRequest(text=PROMPT * 40_000))
+
+
+def _chat_much(stack: Stack) -> None:
+    fields = {"messages": [{"role": "user", "content": PROMPT * 40_000}]}
+    request = urllib.request.Request(f"{stack.http}/v1/chat/completions", json.dumps(fields).encode())
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=60)
+    assert error.value.code == 400
+    error.value.close()
+
+
+@pytest.mark.parametrize("work", [_tokenize_much, _chat_much])
+def test_a_long_text_holds_nobody_up(stack: Stack, work: Callable[[Stack], None]) -> None:
+    """While a text of a megabyte is tokenized, which takes a second, others get their answers."""
+    stub = stack.stub()
+    stub.ListModels(inference_pb2.ListModelsRequest())
+    worker = threading.Thread(target=work, args=(stack,))
+    began = time.monotonic()
+    worker.start()
+    longest = 0.0
+    while worker.is_alive():
+        asked = time.monotonic()
+        stub.ListModels(inference_pb2.ListModelsRequest())
+        longest = max(longest, time.monotonic() - asked)
+    assert longest < 0.5 * (time.monotonic() - began)
+
+
+# What is refused.
+
+NAN, INFINITY = float("nan"), float("inf")
+BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
+    "no prompt": (inference_pb2.GenerateRequest(max_tokens=1), "prompt"),
+    "empty text": (make_request(""), "prompt is empty"),
+    "no token ids": (make_request([]), "prompt is empty"),
+    "over-long token ids": (make_request([5] * 40_000), "context"),
+    "over-long text": (make_request("a " * 100_000), "context"),
+    "far over-long text": (make_request("a " * 2_000_000), "characters"),
+    "token out of range": (make_request([5, 4096]), "4096 lies outside the vocabulary"),
+    "token 2^32 - 1": (make_request([2**32 - 1]), "vocabulary"),
+    "NaN temperature": (make_request(PROMPT, temperature=NAN), "temperature"),
+    "infinite temperature": (make_request(PROMPT, temperature=INFINITY), "temperature"),
+    "negative temperature": (make_request(PROMPT, temperature=-0.1), "temperature"),
+    "temperature 2.1": (make_request(PROMPT, temperature=2.1), "temperature"),
+    "NaN top_p": (make_request(PROMPT, top_p=NAN), "top_p"),
+    "negative top_p": (make_request(PROMPT, top_p=-0.1), "top_p"),
+    "top_p 0": (make_request(PROMPT, top_p=0), "top_p"),
+    "top_p 1.01": (make_request(PROMPT, top_p=1.01), "top_p"),
+    "max_tokens 0": (make_request(PROMPT, max_tokens=0), "max_tokens"),
+    "max_tokens 2^31": (make_request(PROMPT, max_tokens=2**31), "max_tokens"),
+    "max_tokens 2^32 - 1": (make_request(PROMPT, max_tokens=2**32 - 1), "max_tokens"),
+    "exactness 9": (make_request(PROMPT, exactness=9), "exactness"),
+    "exactness -1": (make_request(PROMPT, exactness=-1), "exactness"),
+    "too many stops": (make_request(PROMPT, stop=["a"] * 17), "stop"),
+    "empty stop": (make_request(PROMPT, stop=["a", ""]), "stop"),
+    "long stop": (make_request(PROMPT, stop=["a" * 257]), "stop"),
+    "long request_id": (make_request(PROMPT, request_id="a" * 129), "request_id"),
+    "unprintable request_id": (make_request(PROMPT, request_id="a\nb"), "request_id"),
+    # gRPC drops a status whose details are long, so they must not quote all of this.
+    "a stop of megabytes": (make_request(PROMPT, stop=["字" * 1_000_000]), "stop"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_bad_input_is_invalid_argument_with_the_reason(stack: Stack, what: str) -> None:
+    request, reason = BAD_REQUESTS[what]
+    code, details = refused(lambda: stack.stub().Generate(request))
+    assert code is INVALID, details
+    assert reason in details
+
+
+def test_an_unknown_model_is_not_found(stack: Stack) -> None:
+    stub = stack.stub()
+    for name in ("gpt-9", "字" * 100_000):
+        for ask in (
+            lambda n=name: stub.Generate(make_request(PROMPT, model=n)),
+            lambda n=name: stub.Tokenize(inference_pb2.TokenizeRequest(text=PROMPT, model=n)),
+        ):
+            code, details = refused(ask)
+            assert code is NOT_FOUND, details
+            assert name[:100] in details
+
+
+def test_a_far_over_long_text_is_not_tokenized(stack: Stack) -> None:
+    request = inference_pb2.TokenizeRequest(text="a " * 2_000_000)
+    code, details = refused(lambda: stack.stub().Tokenize(request))
+    assert code is INVALID
+    assert "characters" in details
+
+
+def field(number: int, data: bytes, announced: int | None = None) -> bytes:
+    """A length-delimited field as it travels; `announced`: a length that it claims instead of its own."""
+    return bytes([number << 3 | 2, len(data) if announced is None else announced]) + data
+
+
+# No valid UTF-8 in each string field of each request, and bytes that are no message at all.
+MALFORMED = [
+    *(("Generate", field(number, b"\xff\xfe")) for number in (1, 2, 3, 9)),
+    ("Generate", field(3, PROMPT.encode()) + field(9, b"\xed\xa0\x80")),
+    ("Abort", field(1, b"\xc3\x28")),
+    ("Tokenize", field(1, b"\xff")),
+    ("Tokenize", field(2, b"\xf0\x82\x82\xac")),
+    *((method, field(1, b"cut off", 100)) for method in METHODS),
+    *((method, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff") for method in METHODS),
+]
+
+
+@pytest.mark.parametrize(("method", "data"), MALFORMED)
+def test_bytes_that_are_no_message_are_invalid_argument(stack: Stack, method: str, data: bytes) -> None:
+    """The client is to blame, and told so: gRPC by itself would say INTERNAL."""
+    with grpc.insecure_channel(stack.grpc) as channel:
+        path = f"/specahead.v1.Inference/{method}"
+        call = channel.unary_stream(path) if method == "Generate" else channel.unary_unary(path)
+        code, details = refused(lambda: call(data))
+    assert code is INVALID, details
+    assert "no valid message" in details
+
+
+def test_bad_requests_do_no_harm_to_others(stack: Stack) -> None:
+    """A stream goes on as if alone while all of the above, and the strangest that is allowed, arrive."""
+    stub, others = stack.stub(), stack.stub()
+    fields: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+    expected = generate(stub, PROMPT, **fields).tokens
+    names = [("target", "pid"), ("draft", "pid")]
+    before = [service_state(stack.http, *name) for name in names]
+    said = len(stack.output.read_text())
+
+    call = stub.Generate(make_request(PROMPT, temperature=0, **fields))
+    tokens = list(next(call).token_ids)
+    for request, _ in BAD_REQUESTS.values():
+        assert refused(lambda r=request: others.Generate(r))[0] is INVALID
+    for strange in (
+        {"top_p": 1e-45},
+        {"temperature": 1e-45},
+        {"temperature": -0.0},
+        {"seed": 2**64 - 1},
+        {"request_id": "字" * 128},
+    ):
+        assert generate(others, "\0", max_tokens=2, **strange).tokens
+    for response in call:
+        tokens += response.token_ids
+    assert tokens == expected
+    assert [service_state(stack.http, *name) for name in names] == before
+    assert stack.output.read_text()[said:] == ""
+    wait_for_sessions(stack, 0)

@@ -1,0 +1,66 @@
+"""The stack benchmark runs, says what it measured, and leaves no process behind. No claims about time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import stack
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """The processes that the benchmark starts."""
+    processes = []
+    popen = subprocess.Popen
+
+    def record(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        processes.append(popen(*arguments, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(stack.subprocess, "Popen", record)
+    return processes
+
+
+def test_a_small_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[subprocess.Popen[str]]
+) -> None:
+    file = tmp_path / "stack.json"
+    rows = stack.run_stack_benchmark([2], tokens=40, gamma=4, json_file=str(file))
+    content = json.loads(file.read_text())
+    assert [row["exactness"] for row in content["rows"]] == ["exact", "approximate"]
+    assert {"machine", "date", "command"} <= set(content)
+    for row, written in zip(rows, content["rows"], strict=True):
+        assert written == vars(row)
+        assert row.sessions == 2 and row.rounds > 0 and row.messages >= row.rounds
+        assert 0 < row.round_p50_ms <= row.round_p95_ms and row.session_round_ms > 0
+        assert 1 < row.tokens_a_round < 5  # some proposals were accepted, and some not
+        assert (row.announced_bytes_a_round > 0) == (row.exactness == "approximate")
+    printed = capsys.readouterr().out
+    assert "--sessions 2 --tokens 40 --gamma 4" in printed and "approximate" in printed
+    assert len(started) == 3 and all(process.returncode == 0 for process in started)
+
+
+def test_what_does_not_start_leaves_nothing_behind(
+    started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = stack.subprocess.Popen
+
+    def fail_to_launch(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return record([sys.executable, "-c", ""] if "orchestrator.launch" in command else command, **options)
+
+    monkeypatch.setattr(stack.subprocess, "Popen", fail_to_launch)
+    with pytest.raises(ChildProcessError, match="did not start"):
+        stack.run_stack_benchmark([1], tokens=40, gamma=4, json_file=None)
+    assert len(started) == 3 and all(process.returncode is not None for process in started)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "tokens", "gamma"), [([], 40, 4), ([0], 40, 4), ([1], 8, 4), ([1], 40, 0)]
+)
+def test_numbers_that_give_nothing_to_measure(sessions: list[int], tokens: int, gamma: int) -> None:
+    with pytest.raises(ValueError, match=r"must|takes"):
+        stack.run_stack_benchmark(sessions, tokens, gamma, None)
