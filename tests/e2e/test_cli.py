@@ -114,7 +114,6 @@ def test_generate_refuses_in_one_line(stack: Stack, tmp_path: Path) -> None:
         ([*here, "--prompt", "x", "--max-tokens", "99999"], "context"),
         ([*here, "--prompt", "x", "--max-tokens", "-1"], "--max-tokens"),
         ([*here, "--prompt", "x", "--seed", str(2**64)], "--seed"),
-        ([*here, "--prompt", "x", "--temperature", "nan"], "temperature"),
         ([*here, "--prompt-file", "/no/such/file"], "/no/such/file"),
         ([*here, "--prompt-file", str(bad)], str(bad)),
         ([*here, "-"], "standard input"),
@@ -154,11 +153,10 @@ def test_launch_refuses_a_port_that_is_in_use(stack: Stack, which: str) -> None:
 
 
 def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Path) -> None:
-    """What the service says reaches the user, without what Ray says about it."""
+    """What either service says reaches the user, without what Ray says about it."""
     plan = tmp_path / "plan.json"
     save_plan(uniform_plan(3, 2, 2, 2), plan)
     flags = ("--plan", str(plan), "--namespace", "mismatch", "--grpc-port", "0", "--http-port", "0")
     done = run(*LAUNCH, *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
-    assert_refused(done, "(3, 2)")
-    assert str(plan) in done.stderr.decode()
+    assert_refused(done, f"{plan} is for a ")
     assert b"ready" not in done.stdout

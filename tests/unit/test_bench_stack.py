@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,33 @@ import pytest
 
 from benchmarks import stack
 
+Process = subprocess.Popen[str]
+
+
+@dataclass
+class Started:
+    """The processes that the benchmark starts. Those of the module `broken` end at once."""
+
+    processes: list[Process] = field(default_factory=list)
+    broken: str = ""
+
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
-    """The processes that the benchmark starts."""
-    processes = []
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    result = Started()
     popen = subprocess.Popen
 
-    def record(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-        processes.append(popen(*arguments, **options))
-        return processes[-1]
+    def record(command: list[str], **options: Any) -> Process:
+        if result.broken in command:
+            command = [sys.executable, "-c", ""]
+        result.processes.append(popen(command, **options))
+        return result.processes[-1]
 
-    monkeypatch.setattr(stack.subprocess, "Popen", record)
-    return processes
+    monkeypatch.setattr(subprocess, "Popen", record)
+    return result
 
 
-def test_a_small_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[subprocess.Popen[str]]
-) -> None:
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started: Started) -> None:
     file = tmp_path / "stack.json"
     rows = stack.run_stack_benchmark([2], tokens=40, gamma=4, json_file=str(file))
     content = json.loads(file.read_text())
@@ -41,21 +51,16 @@ def test_a_small_run(
         assert (row.announced_bytes_a_round > 0) == (row.exactness == "approximate")
     printed = capsys.readouterr().out
     assert "--sessions 2 --tokens 40 --gamma 4" in printed and "approximate" in printed
-    assert len(started) == 3 and all(process.returncode == 0 for process in started)
+    assert len(started.processes) == 3
+    assert all(process.returncode == 0 for process in started.processes)
 
 
-def test_what_does_not_start_leaves_nothing_behind(
-    started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = stack.subprocess.Popen
-
-    def fail_to_launch(command: list[str], **options: Any) -> subprocess.Popen[str]:
-        return record([sys.executable, "-c", ""] if "orchestrator.launch" in command else command, **options)
-
-    monkeypatch.setattr(stack.subprocess, "Popen", fail_to_launch)
+def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
+    started.broken = "orchestrator.launch"
     with pytest.raises(ChildProcessError, match="did not start"):
         stack.run_stack_benchmark([1], tokens=40, gamma=4, json_file=None)
-    assert len(started) == 3 and all(process.returncode is not None for process in started)
+    assert len(started.processes) == 3
+    assert all(process.returncode is not None for process in started.processes)
 
 
 @pytest.mark.parametrize(
