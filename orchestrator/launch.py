@@ -114,10 +114,10 @@ async def wait_until_connected(router: Router, with_draft: bool) -> None:
     while True:
         with contextlib.suppress(Unavailable):
             status = await router.status()
-            if with_draft and status.refusal:
-                raise ClusterError(status.refusal)
             if router.connected and (status.attached or not with_draft):
                 return
+            if with_draft and status.refusal and not status.attached:
+                raise ClusterError(status.refusal)
         if loop.time() > deadline:
             what = "draft and target did" if with_draft else "the target did"
             raise ClusterError(f"{what} not connect within {_ATTACH_SECONDS:.0f} s")

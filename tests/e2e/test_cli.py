@@ -76,7 +76,7 @@ def test_generate_json(stack: Stack, tokenizer: Any) -> None:
 
 def test_generate_passes_every_flag_on(stack: Stack) -> None:
     """Sampling, stop strings and exactness do what they do over gRPC."""
-    stub, long_prompt = stack.stub(), PROMPT * 100
+    stub, long_prompt = stack.stub(), PROMPT * 40
     sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 2**64 - 1}
     plain = generate(stub, long_prompt, max_tokens=30, **sampling).text
     stop = plain[10:16]

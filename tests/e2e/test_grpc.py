@@ -96,7 +96,7 @@ def test_the_account_of_speculation_is_consistent(stack: Stack, sampling: dict[s
 
 def test_exactness(stack: Stack) -> None:
     """Exact unless asked otherwise; approximate announces blocks and reads less."""
-    stub, prompt = stack.stub(), PROMPT * 200
+    stub, prompt = stack.stub(), PROMPT * 100
     summaries = [
         generate(stub, prompt, max_tokens=16, **fields).speculation
         for fields in ({}, {"exactness": control_pb2.EXACTNESS_UNSPECIFIED}, {"exactness": APPROXIMATE})
@@ -325,7 +325,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "data"), MALFORMED)
+@pytest.mark.parametrize(("method", "data"), MALFORMED, ids=[f"{m}-{d.hex()[:12]}" for m, d in MALFORMED])
 def test_bytes_that_are_no_message_are_invalid_argument(stack: Stack, method: str, data: bytes) -> None:
     """The client is to blame, and told so: gRPC by itself would say INTERNAL."""
     with grpc.insecure_channel(stack.grpc) as channel:

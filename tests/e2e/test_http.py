@@ -130,7 +130,7 @@ def test_a_stop_string_is_cut_off_and_never_shown(client: OpenAI, stream: bool) 
 
 
 def test_approximate(client: OpenAI) -> None:
-    prompt = PROMPT * 200
+    prompt = PROMPT * 100
     exact, approximate = (
         complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
     )

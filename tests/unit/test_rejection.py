@@ -116,7 +116,7 @@ def test_identical_distributions_accept_always(gamma: int) -> None:
 # Drawing
 
 
-@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, JUST_BELOW_ONE])
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, JUST_BELOW_ONE, 1.0])  # 1.0: rounded up
 def test_draw_never_returns_an_entry_of_weight_0(u: float) -> None:
     rows = torch.tensor(
         [

@@ -61,14 +61,19 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
 
 
 def test_top_p_of_1_leaves_a_row_untouched_beside_others() -> None:
-    """Not even the last bits of a tail that rounding would drop."""
-    logits = torch.linspace(0, 60, 40)[None].repeat(2, 1)
-    one = torch.ones(2)
-    both = truncated_probs(logits, one, torch.tensor([0.9, 1.0]))
-    alone = truncated_probs(logits[1:], one[1:], one[1:])
-    assert torch.equal(both[1], alone[0])
-    assert (alone > 0).all()
-    assert not (both[0] > 0).all()
+    """Not even the tail is cut where the tokens before it add up to 1 and a little more."""
+    torch.manual_seed(0)
+    logits = torch.randn(64, 40)
+    logits[:, 30:] -= 25
+    one = torch.ones(64)
+    alone = truncated_probs(logits, one, one)
+    assert (alone[:, :30].double().sum(1) >= 1).sum() > 10
+    top_p = one.clone()
+    top_p[0] = 0.9
+    beside = truncated_probs(logits, one, top_p)
+    assert torch.equal(beside[1:], alone[1:])
+    assert (beside[1:] > 0).all()
+    assert not (beside[0] > 0).all()
 
 
 def test_logits_of_minus_infinity_have_no_probability() -> None:

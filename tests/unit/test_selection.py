@@ -50,6 +50,15 @@ def test_top_k_by_hand() -> None:
     assert as_lists(select_top_k(weights, torch.tensor([0, 1]), torch.tensor([3, 3]))) == [[], [0]]
 
 
+def test_ties_go_to_the_lower_index_in_wide_rows() -> None:
+    """Where a sort that is not stable would mix them."""
+    weights = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (8, 5000)).astype(np.float32))
+    k = torch.arange(8) * 600 + 1
+    chosen = as_lists(select_top_k(weights, torch.full((8,), 5000), k))
+    for row, count, got in zip(weights.numpy(), k.tolist(), chosen, strict=True):
+        assert got == sorted(np.argsort(-row, kind="stable")[:count].tolist())
+
+
 @given(rows(), st.sampled_from([0.05, 0.25, 0.5, 0.75, 0.9, 1.0]))
 def test_nucleus_is_the_smallest_threshold_set(table: tuple[np.ndarray, np.ndarray], mass: float) -> None:
     """All at or above the heaviest threshold that leaves `mass` of the valid weight: ties stay whole."""
