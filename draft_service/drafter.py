@@ -84,9 +84,7 @@ class Peer:
         self.name = name
         self.send = send
         self.sessions: dict[str, DraftSession] = {}
-        self.ended: deque[str] = deque(
-            maxlen=1024
-        )  # a Begin that comes after its End must not open a session
+        self.ended: deque[str] = deque(maxlen=1024)  # their late verdicts are of no interest
 
 
 class Drafter:
@@ -142,9 +140,8 @@ class Drafter:
 
     def _begin(self, peer: Peer, begin: Begin) -> None:
         name = begin.at.session
-        if name in peer.ended:
-            self.counters["stale_frames"] += 1
-            return
+        if name in peer.ended:  # a name used again; or a late repeat, which the target ends at our first word
+            peer.ended.remove(name)
         known = peer.sessions.get(name)
         if known is not None:
             if begin.at.epoch <= known.epoch:  # the target begins a session anew in a later epoch only

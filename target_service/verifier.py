@@ -104,6 +104,7 @@ class Verifier:
         self._emit: dict[str, Callable[[ServedEvent], None]] = {}
         self._queue: deque[TargetSession] = deque()
         self._reserved = 0
+        self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
         self._drafts: list[DraftPeer] = []
         self._aborts: list[str] = []
 
@@ -169,6 +170,7 @@ class Verifier:
             self._queue.popleft()
             self._reserved += need
             self._sessions[session.id] = session
+            session.epoch = self._first_epoch
             self.runner.kv.reuse_prefix(session.kv, session.tokens[:-1])
             self.counters["opened_sessions"] += 1
             self._assign_draft(session, wait=True)
@@ -194,6 +196,7 @@ class Verifier:
         self.residency.forget(session.id)
         self.runner.kv.release(session.kv)
         self._reserved -= self._need(session.max_length)
+        self._first_epoch = max(self._first_epoch, session.epoch + 1)
         del self._sessions[session.id], self._emit[session.id]
 
     def close_all(self, error: ServiceError) -> None:
@@ -239,8 +242,7 @@ class Verifier:
         session = self._sessions.get(name)
         if session is None or session.draft is not peer:
             self.counters["unknown_session_frames"] += 1
-            if isinstance(event, Resync):
-                peer.send(End(name))
+            peer.send(End(name))
             return
         match event:
             case Announcement():

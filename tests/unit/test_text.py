@@ -103,6 +103,20 @@ def test_an_incomplete_end_is_shown_at_the_end_only(tokenizer: Any) -> None:
     assert detokenizer.finish() == ""
 
 
+class SpacedTokenizer:
+    """A word a token, each with a space before it but the first that is decoded: as SentencePiece does it."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return " ".join(["the", "quick", "brown", "fox"][token] for token in tokens)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_token_may_look_different_at_the_beginning(most: int) -> None:
+    """Its text is taken with the token before it, so no space is lost between chunks."""
+    chunks = stream(SpacedTokenizer(), cut(random.Random(1), [0, 1, 2, 3, 0, 1], most))
+    assert "".join(chunks) == "the quick brown fox the quick"
+
+
 # Stop strings
 
 
