@@ -484,26 +484,25 @@ def test_greedy_is_plain_decoding(
     clock: Clock, exactness: m.Exactness, ahead: bool, agreement: int, gamma: int
 ) -> None:
     """Whatever the draft proposes; what it agrees on is what is accepted."""
-    for seed in range(2):
-        model = FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement)
-        world = World(clock, seed, model, gamma=gamma, ahead=ahead)
-        world.attach()
-        names = [world.open(prompt, 25, exactness=exactness) for prompt in prompts(world.rng, 4)]
-        world.run()
-        for name in names:
-            world.check_greedy(name)
-        drafted, accepted = totals(world)
-        assert drafted > 40
-        if agreement == 0:
-            assert accepted == 0
-        elif agreement == 4:
-            assert accepted == drafted
-            assert not world.drafter.counters["resyncs"]
-        else:
-            assert 0 < accepted < drafted
-        assert not world.verifier.counters["draft_timeouts"]
-        assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
-        world.check_nothing_left()
+    model = FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement)
+    world = World(clock, gamma, model, gamma=gamma, ahead=ahead)
+    world.attach()
+    names = [world.open(prompt, 25, exactness=exactness) for prompt in prompts(world.rng, 4)]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+    drafted, accepted = totals(world)
+    assert drafted > 40
+    if agreement == 0:
+        assert accepted == 0
+    elif agreement == 4:
+        assert accepted == drafted
+        assert not world.drafter.counters["resyncs"]
+    else:
+        assert 0 < accepted < drafted
+    assert not world.verifier.counters["draft_timeouts"]
+    assert world.drafter.counters["refused_frames"] == world.verifier.counters["refused_frames"] == 0
+    world.check_nothing_left()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -671,18 +670,18 @@ def test_sampled_outcomes_have_the_targets_distribution(clock: Clock) -> None:
     sampling, model, prompt = Sampling(temperature=0.8, top_p=0.95), FakeModel(agreement=2), [1, 2, 3]
     world = World(clock, 5, model, gamma=2, prefill_chunk=512)
     world.attach()
-    names = [world.open(prompt, 3, replace(sampling, seed=seed)) for seed in range(1200)]
+    names = [world.open(prompt, 3, replace(sampling, seed=seed)) for seed in range(900)]
     world.run()
     world.check_nothing_left()
     drafted, accepted = totals(world)
-    assert drafted > 2000
+    assert drafted > 1500
     assert 0.2 < accepted / drafted < 0.9
     outcomes = [world.ledger.records[name].generated for name in names]
     after: dict[tuple[int, ...], Counter[int]] = {}
     for outcome in outcomes:
         for place, token in enumerate(outcome):
             after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
-    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 150}
+    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 120}
     assert {len(start) for start in seen} == {0, 1, 2}
     for start, counts in seen.items():
         assert p_value(counts, target_probs(model.target([*prompt, *start]), sampling)) > 1e-4
@@ -763,7 +762,7 @@ def check(world: World, names: list[str]) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(40))
 def test_repeated_reordered_and_stale_frames_change_no_outcome(clock: Clock, seed: int) -> None:
     """Nor does one that is honest but out of place ever count as dishonest."""
     world, names = random_world(clock, seed, Faults(left=120))
@@ -794,7 +793,7 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
     assert accepted > 200
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(30))
 def test_drafts_come_and_go(clock: Clock, seed: int) -> None:
     """Streams break in mid-step and come back, a second draft joins, patience runs out; outcomes stay."""
     world, names = random_world(clock, 1000 + seed, Faults(left=20 * (seed % 3), jumps=5))
@@ -841,7 +840,7 @@ def test_aborts_leave_nothing_behind(clock: Clock, seed: int) -> None:
 
 def test_a_draft_that_asks_for_resync_is_begun_again(clock: Clock) -> None:
     """Also in the middle of a step on its proposal, whose verdict it then cannot know."""
-    for moment in range(40):
+    for moment in range(24):
         world = World(clock, moment, FakeModel(ends=True, agreement=3))
         link = world.attach()
         name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
