@@ -56,9 +56,12 @@ class ScriptedRunner:
             if rows:
                 first = (end - rows) % _PERIOD
                 output.logits = self._table[first : first + rows]
-            if item.block_size:
+            if item.emitting:
                 blocks = -(-end // item.block_size)
-                output.block_weights = self._weights[end % _PERIOD, :, :, :blocks]
+                output.block_weights = self._weights[end % _PERIOD, :, None, :, :blocks]
+            if item.read is not None and item.read.emit:
+                blocks = -(-end // item.read.block_size)
+                output.read_weights = self._weights[end % _PERIOD, :, :KV_HEADS, :blocks]
             outputs.append(output)
             item.kv.length = end
         return outputs

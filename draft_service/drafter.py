@@ -20,8 +20,9 @@ from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, limit_support, truncated_probs, uniforms
 from engine.step_loop import share_prefill
 from kernels.rejection import draw
+from sparsity.announce import announce
+from sparsity.methods import Method
 from sparsity.plan import Plan
-from sparsity.policy import select_top_k_blocks
 from sparsity.selection import BlockSelection
 from wire.messages import (
     Announcement,
@@ -46,12 +47,14 @@ Send = Callable[[DraftEvent], None]
 class DrafterSettings:
     """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
 
-    ahead: draft the next round while one is judged. prefill_chunk: prompt tokens a step, over all sessions.
+    ahead: draft the next round while one is judged. early: announce after a round's first step what the first
+    query says, before all its queries are asked. prefill_chunk: prompt tokens a step, over all sessions.
     """
 
     gamma: int = 4
     support: int = 64
     ahead: bool = True
+    early: bool = True
     prefill_chunk: int = 512
     max_context: int = 32768
 
@@ -62,13 +65,25 @@ class Drafted:
 
     token: int | None = None
     support: Support | None = None
-    selection: BlockSelection | None = None
+    weights: Tensor | None = None  # [layers, heads, blocks], of the query that was run
+    selection: BlockSelection | None = None  # what is to be announced with them, if anything
+
+
+@dataclass
+class Query:
+    """One of the queries of a round that announces; `evidence` is of those before it."""
+
+    method: Method
+    base: int
+    evidence: list[Tensor]
+    announces: bool
 
 
 @dataclass
 class Step:
     sessions: list[tuple["Peer", DraftSession]]
     inputs: list[SequenceInput]
+    queries: list[Query | None]
 
 
 @dataclass
@@ -207,6 +222,8 @@ class Drafter:
         if session.apply(verdict):
             if session.epoch != epoch:
                 self._send_again(peer, session)
+            if self.settings.ahead:
+                session.go_ahead()
         else:
             common = verdict.at.base + common_prefix(before, verdict.tokens)
             # The last token is always run again: its logits start the next round.
@@ -217,7 +234,9 @@ class Drafter:
     def _send_again(self, peer: Peer, session: DraftSession) -> None:
         """The epoch has moved but the work drafted ahead still holds: say again what was said of it."""
         if session.selection is not None:
-            self._announce(peer, session)
+            self._announce(peer, session, session.selection, self._last_part)
+        elif session.hint is not None:
+            self._announce(peer, session, session.hint, 0)
         if session.proposal is not None:
             self._propose(peer, session)
 
@@ -235,34 +254,52 @@ class Drafter:
                     (ready if short else reading).append((peer, session))
         if not ready and not reading:
             return None
-        step = Step([], [])
+        step = Step([], [], [])
         for peer, session in ready:
             if session.ready_due:
                 session.ready_due = False
                 peer.send(Ready(session.at))
-            emit = session.announce and len(session.tokens) == session.base and session.selection is None
-            block_size = self.plan.block_size if emit else 0
             step.sessions.append((peer, session))
-            step.inputs.append(SequenceInput(session.kv, session.pending, "last", block_size=block_size))
+            step.queries.append(self._query(session))
+            emitting = int(step.queries[-1] is not None)
+            step.inputs.append(
+                SequenceInput(
+                    session.kv, session.pending, "last", block_size=self.plan.block_size, emitting=emitting
+                )
+            )
         shares = share_prefill(
             [len(session.pending) - 1 for _, session in reading], self.settings.prefill_chunk
         )
         for (peer, session), share in zip(reading, shares, strict=True):
             if share:
                 step.sessions.append((peer, session))
+                step.queries.append(None)
                 step.inputs.append(SequenceInput(session.kv, session.pending[:share]))
         return step
+
+    def _query(self, session: DraftSession) -> Query | None:
+        """The query that the next step of a session is, if its round announces."""
+        if session.method is None or session.selection is not None:
+            return None
+        announces = session.selection_due or (self.settings.early and not session.evidence)
+        return Query(session.method, session.base, list(session.evidence), announces)
+
+    @property
+    def _last_part(self) -> int:
+        """The number of the announcement that holds a round's selection."""
+        return int(self.settings.early)
 
     def execute(self, step: Step) -> StepResult:
         """Runs in the model thread; touches no session but through the inputs' KV."""
         started = time.perf_counter()
         outputs = self.runner.forward(step.inputs)
         drafted = [Drafted() for _ in outputs]
-        emitting = [i for i, output in enumerate(outputs) if output.block_weights is not None]
-        if emitting:
-            weights = [outputs[i].block_weights for i in emitting]
-            for i, selection in zip(emitting, select_top_k_blocks(weights, self.plan), strict=True):  # type: ignore[arg-type]
-                drafted[i].selection = selection
+        for item, query, output in zip(drafted, step.queries, outputs, strict=True):
+            if query is not None:
+                assert output.block_weights is not None
+                item.weights = output.block_weights[:, 0, :, : self.plan.num_blocks(query.base)].cpu()
+                if query.announces:
+                    item.selection = self._select(query, item.weights)
         rows = [i for i, output in enumerate(outputs) if output.logits is not None]
         if rows:
             sessions = [step.sessions[i][1] for i in rows]
@@ -273,6 +310,13 @@ class Drafter:
                 drafted[i].token, drafted[i].support = token, support
         return StepResult(drafted, time.perf_counter() - started)
 
+    def _select(self, query: Query, weights: Tensor) -> BlockSelection:
+        announcing = query.method.announcing
+        assert announcing is not None
+        evidence = torch.stack([*query.evidence, weights])
+        (selection,) = announce(announcing, evidence, self.plan, query.method.rule_of(self.plan), query.base)
+        return selection
+
     def finish_step(self, step: Step, result: StepResult) -> None:
         for (peer, session), drafted in zip(step.sessions, result.drafted, strict=True):
             if drafted.token is None:
@@ -281,37 +325,48 @@ class Drafter:
                 )
                 continue
             session.draft_seconds += result.seconds
-            if drafted.selection is not None:
-                session.selection = drafted.selection
-                self._announce(peer, session)
-            session.tokens.append(drafted.token)
-            if session.proposal is not None:  # this was the guess at what the target will add
-                session.judging = session.selection
-                session.start_round(session.round + 1, len(session.tokens))
+            if drafted.weights is not None:
+                self._take_evidence(peer, session, drafted.weights, drafted.selection)
+            if session.proposal is not None:
+                session.guess = drafted.token
+                if self.settings.ahead:
+                    session.go_ahead()
                 continue
+            session.tokens.append(drafted.token)
             if drafted.support is not None:
                 session.supports.append(drafted.support)
             if len(session.tokens) - session.base == session.gamma_here:
                 self._propose(peer, session)
 
-    def _announce(self, peer: Peer, session: DraftSession) -> None:
-        assert session.selection is not None
+    def _take_evidence(
+        self, peer: Peer, session: DraftSession, weights: Tensor, selection: BlockSelection | None
+    ) -> None:
+        """A query's weights; with the last query of a round its selection is announced, with the first a hint."""
+        session.evidence.append(weights)
+        if selection is None:
+            return
+        if session.selection_due:
+            session.selection = selection
+            self._announce(peer, session, selection, self._last_part)
+        else:
+            session.hint = selection
+            self._announce(peer, session, selection, 0)
+
+    def _announce(self, peer: Peer, session: DraftSession, selection: BlockSelection, part: int) -> None:
         reference = session.reference
         if reference is None:
-            data = encode_selection(session.selection)
+            data = encode_selection(selection)
         else:
-            data = encode_selection(
-                session.selection, reference.selection, (reference.epoch, reference.round)
-            )
+            data = encode_selection(selection, reference.selection, (reference.epoch, reference.round))
         self.counters["announcements"] += 1
         self.counters["announced_bytes"] += len(data)
-        peer.send(Announcement(session.at, 0, session.tokens[session.base - 1], data))
+        peer.send(Announcement(session.at, part, session.tokens[session.base - 1], data))
 
     def _propose(self, peer: Peer, session: DraftSession) -> None:
         self.counters["proposals"] += 1
         session.proposal = Proposal(
             at=session.at,
-            announcements=0 if session.selection is None else 1,
+            announcements=0 if session.method is None else self._last_part + 1,
             assumed_token=session.tokens[session.base - 1],
             tokens=session.tokens[session.base : session.base + session.gamma_here],
             supports=session.supports,

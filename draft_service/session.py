@@ -7,8 +7,11 @@ token that the draft itself would have.
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling
+from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Support, Verdict
 
@@ -33,7 +36,7 @@ class DraftSession:
     judged: int  # rounds with a verdict: the next verdict is for round `judged`
     sampling: Sampling
     max_length: int
-    announce: bool
+    method: Method | None  # what it announces by; None: nothing
     gamma: int
     ready_due: bool = True  # the target does not wait for this draft until it says Ready
     kv: SequenceKV = field(default_factory=SequenceKV)
@@ -41,8 +44,11 @@ class DraftSession:
     round: int = 0
     base: int = 0
     supports: list[Support] = field(default_factory=list)
-    selection: BlockSelection | None = None  # announced for this round
+    evidence: list[Tensor] = field(default_factory=list)  # block weights of its queries so far
+    hint: BlockSelection | None = None  # announced early, from the first query
+    selection: BlockSelection | None = None  # announced from all queries
     proposal: Proposal | None = None  # sent for this round
+    guess: int | None = None  # at the token that the target will add to it, once its last token has been run
     draft_seconds: float = 0.0
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
@@ -59,7 +65,7 @@ class DraftSession:
             judged=begin.at.round,
             sampling=begin.sampling,
             max_length=begin.max_length,
-            announce=begin.announce,
+            method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
         )
         session.start_round(begin.at.round, len(begin.tokens))
@@ -79,15 +85,30 @@ class DraftSession:
         """Tokens to propose in this round: the target adds one, and neither goes beyond max_length."""
         return max(1, min(self.gamma, self.max_length - self.base - 1))
 
+    @property
+    def selection_due(self) -> bool:
+        """Whether the round's selection waits for its last query: the last token proposed, run once more."""
+        return self.method is not None and self.proposal is not None and self.selection is None
+
     def wants_step(self, ahead: bool) -> bool:
-        """Whether there is anything to draft before the next verdict."""
-        if len(self.tokens) >= self.max_length:
-            return False
-        return self.proposal is None or (ahead and self.round == self.judged)
+        """Whether there is anything to draft, or to announce, before the next verdict."""
+        if self.proposal is None or self.selection_due:
+            return True
+        return (
+            ahead and self.guess is None and self.round == self.judged and len(self.tokens) < self.max_length
+        )
+
+    def go_ahead(self) -> None:
+        """Start the next round on the guess, if there is one and no other round is drafted ahead already."""
+        if self.guess is not None and self.round == self.judged and len(self.tokens) < self.max_length:
+            self.tokens.append(self.guess)
+            self.judging = self.selection
+            self.start_round(self.round + 1, len(self.tokens))
 
     def start_round(self, round_: int, base: int) -> None:
         self.round, self.base = round_, base
-        self.supports, self.selection, self.proposal, self.draft_seconds = [], None, None, 0.0
+        self.supports, self.proposal, self.guess, self.draft_seconds = [], None, None, 0.0
+        self.evidence, self.hint, self.selection = [], None, None
 
     def apply(self, verdict: Verdict) -> bool:
         """Take the verdict on round `judged`; True if what was drafted beyond it still holds.

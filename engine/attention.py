@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.batch import Batch
+from engine.batch import Batch, BatchPart, SequenceKeys
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.kv_write import write_kv
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights
+from kernels.selection import compact
 
 NAME = "specahead"
 
@@ -45,19 +46,59 @@ def attend(
     queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     k_pages, v_pages = batch.k_pages[layer], batch.v_pages[layer]
     write_kv(k_pages, v_pages, batch.slots, keys, values)
-    parts = []
-    for part in batch.parts:
-        rows = queries[part.first_row : part.last_row].contiguous()
-        arguments = (rows, k_pages, v_pages, part.block_tables, part.kv_lengths, part.query_starts, scale)
-        if part.block_size:
-            out, weights = paged_attention_with_block_weights(*arguments, part.block_size)
-            part.block_weights.append(weights)
-        elif part.page_lists is not None and part.page_lists[layer] is not None:
-            out = paged_attention(*arguments, *part.page_lists[layer])  # type: ignore[misc]
-        else:
-            out = paged_attention(*arguments)
-        parts.append(out)
+    parts = [_attend_part(layer, part, queries, k_pages, v_pages, scale) for part in batch.parts]
     return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None], None
+
+
+def _attend_part(
+    layer: int, part: BatchPart, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float
+) -> Tensor:
+    rows = queries[part.first_row : part.last_row].contiguous()
+    arguments = (rows, k_pages, v_pages, part.block_tables, part.kv_lengths, part.query_starts, scale)
+    if part.emitting:
+        out, weights = paged_attention_with_block_weights(*arguments, part.block_size, part.emitting)
+        part.block_weights.append(weights)
+        return out
+    if part.lists is not None:
+        blocks = part.lists[layer]
+    elif part.selector is not None:
+        keys = SequenceKeys(k_pages, part.block_tables[0].long(), int(part.kv_lengths[0]))
+        chosen = part.selector.choose(layer, rows, keys, scale)
+        if chosen is not None and chosen.dim() == 3:
+            return _attend_each_query(part, arguments, chosen)
+        blocks = None if chosen is None else _to_lists(chosen[None], part.block_size)
+    else:
+        blocks = None
+    if blocks is None:
+        if part.emit_read:
+            part.read_weights.append(None)
+        return paged_attention(*arguments)
+    means = None if part.means is None else part.means[layer]
+    if not part.emit_read:
+        return paged_attention(*arguments, blocks, means)
+    out, weights = paged_attention_with_read_weights(*arguments, blocks, means)
+    part.read_weights.append((blocks, weights))
+    return out
+
+
+def _attend_each_query(part: BatchPart, arguments: tuple[Any, ...], chosen: Tensor) -> Tensor:
+    """One sequence whose queries read different blocks: each query becomes a sequence of its own."""
+    rows, k_pages, v_pages, tables, lengths, _, scale = arguments
+    count = len(rows)
+    places = torch.arange(count, dtype=torch.int32, device=rows.device)
+    each = (
+        tables.expand(count, -1),
+        lengths - count + 1 + places,
+        torch.arange(count + 1, device=rows.device),
+    )
+    return paged_attention(rows, k_pages, v_pages, *each, scale, _to_lists(chosen, part.block_size))
+
+
+def _to_lists(chosen: Tensor, block_size: int) -> BlockLists:
+    """bool [sequences, kv_heads, blocks] to lists"""
+    lists, counts = compact(chosen.flatten(0, 1))
+    shape = chosen.shape[:2]
+    return BlockLists(lists.view(*shape, -1), counts.view(shape), block_size)
 
 
 def _no_mask(*_args: Any, **_keywords: Any) -> None:

@@ -1,31 +1,78 @@
 """One forward pass over several sequences of different lengths, flattened to [1, tokens].
 
-The sequences are ordered by how they attend: plainly (dense), dense with block weights, over page lists.
+The sequences are ordered by how they attend: plainly (dense), dense with block weights, over block lists, over
+blocks that are chosen layer by layer while the pass runs.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from kernels.paged_attention import BlockLists, GroupMeans, gather_pages
 
 Logits = Literal["none", "last", "all"]
-# Per layer: None (dense) or page lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
-PageLists = list[tuple[Tensor, Tensor] | None]
+# Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
+LayerLists = list[tuple[Tensor, Tensor] | None]
+
+
+@dataclass(frozen=True)
+class SequenceKeys:
+    """The keys of one sequence in one layer, for selectors that look at them."""
+
+    k_pages: Tensor
+    table: Tensor  # [pages] int64
+    length: int
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Keys of tokens first … last - 1, `first` at a page's start: [kv_heads, last - first, dim]"""
+        pages = self.table[None, first // PAGE_SIZE : -(-last // PAGE_SIZE)]
+        return gather_pages(self.k_pages, pages)[:, : last - first]
+
+
+class LayerSelector(Protocol):
+    """Chooses blocks just in time: each layer's queries are known, its attention has not run."""
+
+    def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
+        """queries [rows, heads, dim] -> bool [kv_heads, blocks], or [rows, kv_heads, blocks] for a choice of each
+        query; None to read everything."""
+        ...
+
+
+@dataclass
+class SparseRead:
+    """What a sequence's queries read: lists that are known before the pass, or a selector's choice.
+
+    group_means: let means stand in for what is not read (PagedKV.means). emit: return what weight was read.
+    """
+
+    block_size: int
+    lists: LayerLists | None = None
+    selector: LayerSelector | None = None
+    group_means: bool = False
+    emit: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.lists is None) == (self.selector is None):
+            raise ValueError("a sparse read has either lists or a selector")
 
 
 @dataclass
 class SequenceInput:
-    """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on."""
+    """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
+
+    emitting: how many of the last queries also give their weights over blocks of `block_size` tokens (dense only).
+    """
 
     kv: SequenceKV
     tokens: list[int]
     logits: Logits = "none"
-    page_lists: PageLists | None = None  # None: dense
-    block_size: int = 0  # > 0: also emit the block weights of the last token
+    read: SparseRead | None = None  # None: dense
+    block_size: int = 0
+    emitting: int = 0
 
 
 @dataclass
@@ -37,11 +84,16 @@ class BatchPart:
     block_tables: Tensor  # [sequences, max_pages] int32
     kv_lengths: Tensor  # [sequences] int32
     query_starts: Tensor  # [sequences + 1] int32, from 0
-    page_lists: PageLists | None = (
-        None  # per layer, batched: [sequences, kv_heads, width] and [sequences, kv_heads]
-    )
     block_size: int = 0
-    block_weights: list[Tensor] = field(default_factory=list)  # a layer each, [sequences, heads, blocks]
+    emitting: int = 0
+    block_weights: list[Tensor] = field(
+        default_factory=list
+    )  # a layer each, [sequences, emitting, heads, blocks]
+    lists: list[BlockLists | None] | None = None  # per layer, batched
+    selector: LayerSelector | None = None  # of the part's only sequence
+    means: list[GroupMeans] | None = None  # per layer
+    emit_read: bool = False
+    read_weights: list[tuple[BlockLists, Tensor] | None] = field(default_factory=list)  # a layer each
 
 
 @dataclass
@@ -67,7 +119,7 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
     positions, slots = [], []
     rows: list[int] = []
     groups: list[list[tuple[SequenceInput, int]]] = []
-    kind: tuple[int, int] | None = None
+    kind: tuple[int, ...] | None = None
     for i in order:
         item = inputs[i]
         start, end = item.kv.length, item.kv.length + len(item.tokens)
@@ -98,8 +150,14 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
     )
 
 
-def _kind(item: SequenceInput) -> tuple[int, int]:
-    return (2, 0) if item.page_lists is not None else (1, item.block_size) if item.block_size else (0, 0)
+def _kind(item: SequenceInput) -> tuple[int, ...]:
+    """Neighbours of one kind share a part."""
+    read = item.read
+    if read is None:
+        return (1, item.block_size, item.emitting) if item.emitting else (0,)
+    if read.selector is not None:
+        return (3, id(item))
+    return (2, read.block_size, read.group_means, read.emit)
 
 
 def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: torch.device) -> BatchPart:
@@ -111,24 +169,32 @@ def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: tor
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     lengths = np.array([item.kv.length for item in items], dtype=np.int32) + counts
     first_row = group[0][1]
-    return BatchPart(
+    part = BatchPart(
         first_row=first_row,
         last_row=first_row + int(starts[-1]),
         block_tables=torch.from_numpy(tables).to(device),
         kv_lengths=torch.from_numpy(lengths).to(device),
         query_starts=torch.from_numpy(starts).to(device),
-        page_lists=_stack_page_lists(items, kv.num_layers, device)
-        if items[0].page_lists is not None
-        else None,
         block_size=items[0].block_size,
+        emitting=items[0].emitting,
     )
+    read = items[0].read
+    if read is not None:
+        part.emit_read, part.selector = read.emit, read.selector
+        if read.lists is not None:
+            part.lists = _stack_lists([item.read.lists for item in items], read.block_size, device)  # type: ignore[union-attr,misc]
+        if read.group_means:
+            part.means = kv.group_means([item.kv for item in items], device)
+        part.block_size = read.block_size
+    return part
 
 
-def _stack_page_lists(items: list[SequenceInput], num_layers: int, device: torch.device) -> PageLists:
+def _stack_lists(
+    layer_lists: list[LayerLists], block_size: int, device: torch.device
+) -> list[BlockLists | None]:
     """Pad every sequence's lists to one width a layer. A layer is dense for all sequences or for none."""
-    stacked: PageLists = []
-    for layer in range(num_layers):
-        entries = [item.page_lists[layer] for item in items if item.page_lists is not None]
+    stacked: list[BlockLists | None] = []
+    for layer, entries in enumerate(zip(*layer_lists, strict=True)):
         present = [entry for entry in entries if entry is not None]
         if not present:
             stacked.append(None)
@@ -139,5 +205,6 @@ def _stack_page_lists(items: list[SequenceInput], num_layers: int, device: torch
         padded = torch.zeros(len(present), kv_heads, width, dtype=torch.int32)
         for row, (lists, _) in enumerate(present):
             padded[row, :, : lists.shape[1]] = lists
-        stacked.append((padded.to(device), torch.stack([counts for _, counts in present]).to(device)))
+        counts = torch.stack([counts for _, counts in present])
+        stacked.append(BlockLists(padded.to(device), counts.to(device), block_size))
     return stacked

@@ -145,3 +145,21 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     return OpenedModel(
         runner, read_shape(runner.model.config), tokenizer_hash(load_tokenizer(settings.model))
     )
+
+
+def output_projections(model: nn.Module) -> list[torch.Tensor]:
+    """Each layer's attention output projection, [hidden, heads * head_dim].
+
+    Raises NotImplementedError for an architecture whose attention has none under a name that we know.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        names = [name for name in ("o_proj", "out_proj", "dense", "c_proj", "wo") if hasattr(module, name)]
+        if layer is not None and names:
+            found[layer] = getattr(module, names[0]).weight.detach()
+    if sorted(found) != list(range(model.config.num_hidden_layers)):  # type: ignore[union-attr,arg-type]
+        raise NotImplementedError(
+            f"{type(model).__name__}: no output projection of attention found in every layer"
+        )
+    return [found[layer] for layer in sorted(found)]

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.paged_attention import GroupMeans
+
 PAGE_SIZE = 16  # tokens
 
 
@@ -77,6 +79,13 @@ class PagePool:
                 else:
                     self._free.append(page)
 
+    def share(self, pages: list[int]) -> None:
+        """Let one more sequence refer to held pages."""
+        for page in pages:
+            if self.references[page] < 1:
+                raise ValueError(f"page {page} is not held")
+            self.references[page] += 1
+
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""
         page = self._page_of_prefix.get(prefix)
@@ -127,6 +136,64 @@ class SequenceKV:
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # leading pages offered to the prefix index
     serial: int = 0  # of the last of them
+    groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
+
+
+class GroupMeanPool:
+    """Means of keys and values, and variances of keys, of groups of tokens; slots 0 … n-1, each free or of one
+    sequence's group.
+
+    A group's mean is made once, when all its tokens are committed, and freed with its sequence.
+    """
+
+    def __init__(self, k_pages: list[Tensor], group_size: int, slots: int) -> None:
+        if group_size < 1 or group_size % PAGE_SIZE:
+            raise ValueError(f"groups of {group_size} tokens are no whole pages of {PAGE_SIZE}")
+        _, kv_heads, _, head_dim = k_pages[0].shape
+        shape, device = (slots, kv_heads, head_dim), k_pages[0].device
+        self.group_size = group_size
+        self.k, self.v, self.k_variance = (
+            [_zeros(shape, torch.float32, device) for _ in k_pages] for _ in range(3)
+        )
+        self.free = list(range(slots - 1, -1, -1))
+
+    def extend(self, sequence: SequenceKV, k_pages: list[Tensor], v_pages: list[Tensor]) -> None:
+        """Make the means of groups that are complete; every token of `sequence` must be committed."""
+        first, last = len(sequence.groups), sequence.length // self.group_size
+        if first >= last:
+            return
+        if last - first > len(self.free):
+            raise OutOfPages(f"{last - first} group means wanted, {len(self.free)} slots are free")
+        slots = [self.free.pop() for _ in range(last - first)]
+        per_group = self.group_size // PAGE_SIZE
+        pages = torch.tensor(sequence.pages[first * per_group : last * per_group], device=k_pages[0].device)
+        for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):
+            # [groups, pages, kv_heads, tokens, dim]
+            keys, values = (
+                source[pages].unflatten(0, (-1, per_group)).float() for source in (k_source, v_source)
+            )
+            self.k[layer][slots] = keys.mean((1, 3))
+            self.k_variance[layer][slots] = keys.var((1, 3), correction=0)
+            self.v[layer][slots] = values.mean((1, 3))
+        sequence.groups += slots
+
+    def truncate(self, sequence: SequenceKV) -> None:
+        """Free the means of groups that the sequence no longer fills."""
+        keep = sequence.length // self.group_size
+        self.free += sequence.groups[keep:]
+        del sequence.groups[keep:]
+
+    def batch(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
+        """What attention over these sequences takes, a layer each."""
+        counts = [len(sequence.groups) for sequence in sequences]
+        tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+        for row, sequence in enumerate(sequences):
+            tables[row, : counts[row]] = torch.tensor(sequence.groups, dtype=torch.int32)
+        tables, sizes = tables.to(device), torch.tensor(counts, dtype=torch.int32, device=device)
+        return [
+            GroupMeans(*layer, tables, sizes, self.group_size)
+            for layer in zip(self.k, self.v, self.k_variance, strict=True)
+        ]
 
 
 class PagedKV:
@@ -149,6 +216,25 @@ class PagedKV:
         self.k_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.v_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.pool = PagePool(num_pages)
+        self.means: GroupMeanPool | None = None
+
+    def keep_group_means(self, group_size: int, slots: int | None = None) -> None:
+        """Have room for means of groups of `group_size` tokens, for sequences that are read sparsely.
+
+        slots: groups over all sequences; as many as fit the pages if None, which is too few for sequences that
+        share pages. No sequence may hold means when this is called.
+        """
+        if slots is None:
+            slots = self.pool.num_pages * PAGE_SIZE // group_size
+        self.means = GroupMeanPool(self.k_pages, group_size, slots)
+
+    def group_means(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
+        """Means over all complete groups of each sequence, a layer each. Missing ones are made from the pages."""
+        if self.means is None:
+            raise ValueError("no room for group means was made: call keep_group_means first")
+        for sequence in sequences:
+            self.means.extend(sequence, self.k_pages, self.v_pages)
+        return self.means.batch(sequences, device)
 
     @property
     def num_layers(self) -> int:
@@ -170,11 +256,26 @@ class PagedKV:
         keep = pages_for(length)
         self.pool.release(sequence.pages[keep:])
         del sequence.pages[keep:]
+        if self.means is not None:
+            self.means.truncate(sequence)
 
     def release(self, sequence: SequenceKV) -> None:
         """Give all pages back; the sequence is empty afterwards."""
         self.pool.release(sequence.pages)
         sequence.pages, sequence.length, sequence.indexed, sequence.serial = [], 0, 0, 0
+        if self.means is not None:
+            self.means.truncate(sequence)
+
+    def fork(self, sequence: SequenceKV) -> SequenceKV:
+        """Another sequence with the same KV: full pages are shared, a partial last page is copied."""
+        shared = sequence.pages[: sequence.length // PAGE_SIZE]
+        twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
+        self.pool.share(shared)
+        if sequence.length % PAGE_SIZE:
+            self.grow(twin, sequence.length)
+            for pages in (*self.k_pages, *self.v_pages):
+                pages[twin.pages[-1]] = pages[sequence.pages[len(shared)]]
+        return twin
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""
@@ -198,7 +299,7 @@ class PagedKV:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros, because what is masked still takes part in 0 * value. On a CPU numpy's take memory only when written."""
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 

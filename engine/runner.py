@@ -8,17 +8,21 @@ from torch import Tensor, nn
 
 from engine.batch import SequenceInput, build_batch
 from engine.paged_kv import PagedKV
+from kernels.paged_attention import BlockLists
 
 
 @dataclass
 class SequenceOutput:
     """logits: [rows, vocab] float32 for the rows asked for, or None.
 
-    block_weights: [layers, heads, blocks] float32 of the last token, or None.
+    block_weights: [layers, emitting, heads, blocks] float32 of the last queries, or None.
+    read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
+    query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
     """
 
     logits: Tensor | None = None
     block_weights: Tensor | None = None
+    read_weights: Tensor | None = None
 
 
 class Runner(Protocol):
@@ -65,10 +69,25 @@ class ModelRunner:
         place = 0
         for part in batch.parts:
             count = len(part.kv_lengths)
-            if part.block_size:
-                weights = torch.stack(part.block_weights, 1)  # [sequences, layers, heads, blocks]
-                for j in range(count):
-                    blocks = -(-int(part.kv_lengths[j]) // part.block_size)
-                    outputs[batch.order[place + j]].block_weights = weights[j, :, :, :blocks]
+            for j in range(count):
+                output, length = outputs[batch.order[place + j]], int(part.kv_lengths[j])
+                blocks = -(-length // part.block_size) if part.block_size else 0
+                if part.emitting:
+                    output.block_weights = torch.stack([w[j, :, :, :blocks] for w in part.block_weights])
+                if part.emit_read:
+                    layers = [_spread(entry, j, blocks) for entry in part.read_weights]
+                    output.read_weights = torch.stack(
+                        [torch.zeros(self.kv.kv_heads, blocks) if w is None else w for w in layers]
+                    )
             place += count
         return outputs
+
+
+def _spread(entry: tuple[BlockLists, Tensor] | None, sequence: int, blocks: int) -> Tensor | None:
+    """Weights of listed blocks, on the CPU, at their blocks' places: [kv_heads, blocks]"""
+    if entry is None:
+        return None
+    lists, weights = entry[0].lists[sequence].cpu(), entry[1][sequence].cpu()
+    listed = torch.arange(lists.shape[1]) < entry[0].counts[sequence].cpu()[:, None]
+    out = torch.zeros(len(lists), blocks)
+    return out.scatter_add_(1, lists.where(listed, 0).long(), weights.where(listed, 0))

@@ -1,11 +1,11 @@
-"""How much softmax weight each KV block gets from the last query of a sequence, per query head."""
+"""How much softmax weight each KV block gets from the last queries of a sequence, per query head."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import gather_pages, paged_attention
 
 
 def paged_attention_with_block_weights(
@@ -17,36 +17,42 @@ def paged_attention_with_block_weights(
     query_starts: Tensor,
     scale: float,
     block_size: int,
+    emitting: int = 1,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Dense paged attention, and the weight that the last query of each sequence puts on each block.
+    """Dense paged attention, and the weight that the last queries of each sequence put on each block.
 
-    Arguments as for `paged_attention`; every sequence has at least one query. `block_size`: tokens.
-    Returns the output and weights [sequences, heads, ceil(max kv_length / block_size)] float32, which sum
-    to 1 over a sequence's blocks and are 0 beyond them.
+    Arguments as for `paged_attention`; every sequence has at least `emitting` queries. `block_size`: tokens.
+    Returns the output and weights [sequences, emitting, heads, ceil(max kv_length / block_size)] float32, which
+    sum to 1 over a sequence's blocks and are 0 beyond them.
     """
     check_backend("paged_attention_with_block_weights", backend)
     out = paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, backend=backend
     )
-    last = queries[query_starts[1:].long() - 1]
-    return out, _torch_block_weights(last, k_pages, block_tables, kv_lengths, scale, block_size)
+    last = query_starts[1:, None].long() + torch.arange(-emitting, 0, device=queries.device)
+    return out, _torch_block_weights(queries[last], k_pages, block_tables, kv_lengths, scale, block_size)
 
 
 def _torch_block_weights(
     queries: Tensor, k_pages: Tensor, block_tables: Tensor, kv_lengths: Tensor, scale: float, block_size: int
 ) -> Tensor:
-    """queries [sequences, heads, dim] at the last position of each -> [sequences, heads, blocks]"""
+    """queries [sequences, emitting, heads, dim], the last of each -> [sequences, emitting, heads, blocks]"""
     lengths = kv_lengths.tolist()
     kv_heads, page_size = k_pages.shape[1:3]
-    heads = queries.shape[1]
-    out = queries.new_zeros(len(lengths), heads, -(-max(lengths) // block_size), dtype=torch.float32)
+    sequences, emitting, heads, _ = queries.shape
+    out = queries.new_zeros(sequences, emitting, heads, -(-max(lengths) // block_size), dtype=torch.float32)
     for i, length in enumerate(lengths):
-        keys = k_pages[block_tables[i, : -(-length // page_size)].long()].transpose(0, 1).flatten(1, 2)
-        grouped = queries[i].view(kv_heads, heads // kv_heads, -1)
-        scores = (grouped @ keys[:, :length].mT).float() * scale  # [kv_heads, group, length]
-        blocks = pool_blocks(scores.softmax(-1).view(heads, length), block_size)
-        out[i, :, : blocks.shape[1]] = blocks
+        keys = gather_pages(k_pages, block_tables[i, None, : -(-length // page_size)].long())[:, :length]
+        grouped = (
+            queries[i].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        )  # [kv_heads, group, emitting, dim]
+        scores = (grouped @ keys[:, None].mT).float() * scale
+        places = torch.arange(length, device=keys.device)
+        visible = places <= torch.arange(length - emitting, length, device=keys.device)[:, None]
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        blocks = pool_blocks(probs, block_size).permute(2, 0, 1, 3).flatten(1, 2)
+        out[i, :, :, : blocks.shape[-1]] = blocks
     return out
 
 

@@ -14,13 +14,17 @@ def select_top_k(weights: Tensor, valid: Tensor, k: Tensor, backend: str = "torc
     Returns lists [rows, width] int32 ascending, and counts [rows] int32; entries past the count are 0.
     """
     check_backend("select_top_k", backend)
+    return compact(top_k_mask(weights, valid, k))
+
+
+def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
+    """`select_top_k` as bool [rows, n]."""
     _check_weights("select_top_k", weights)
     columns = torch.arange(weights.shape[1], device=weights.device)
     ranked = weights.where(columns < valid[:, None], -1.0)
     order = ranked.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, columns.expand_as(order))
-    chosen = (rank < torch.minimum(k, valid)[:, None]) & (columns < valid[:, None])
-    return compact(chosen)
+    return (rank < torch.minimum(k, valid)[:, None]) & (columns < valid[:, None])
 
 
 def select_nucleus(
@@ -32,6 +36,11 @@ def select_nucleus(
     selection never holds less than `mass`. Arguments and result as for `select_top_k`; 0 < mass <= 1.
     """
     check_backend("select_nucleus", backend)
+    return compact(nucleus_mask(weights, valid, mass, iterations))
+
+
+def nucleus_mask(weights: Tensor, valid: Tensor, mass: float, iterations: int = 24) -> Tensor:
+    """`select_nucleus` as bool [rows, n]."""
     _check_weights("select_nucleus", weights)
     if not 0 < mass <= 1:
         raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")
@@ -43,7 +52,7 @@ def select_nucleus(
         middle = (low + high) / 2
         enough = masked.where(masked >= middle[:, None], 0).sum(1) >= wanted
         low, high = middle.where(enough, low), high.where(enough, middle)
-    return compact(inside & (masked >= low[:, None]))
+    return inside & (masked >= low[:, None])
 
 
 def compact(chosen: Tensor) -> tuple[Tensor, Tensor]:

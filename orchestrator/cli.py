@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 
+import models
 from orchestrator.client import Generation, generate
 
 
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_generate(commands.add_parser("generate", help="continue a prompt on a running server"))
     _add_calibrate(commands.add_parser("calibrate", help="make a plan for a pair of models"))
+    _add_evaluate(commands.add_parser("evaluate", help="measure what the sparsity methods cost in quality"))
     bench = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
     _add_bench_stack(
         bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching")
@@ -44,6 +46,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
+    parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end instead of the text"
     )
@@ -68,6 +71,7 @@ def _generate(flags: argparse.Namespace) -> None:
         seed=flags.seed,
         stop=flags.stop,
         exactness=flags.exactness,
+        sparsity=flags.sparsity,
         on_text=None if flags.json else show,
     )
     print(json.dumps(to_json(result)) if flags.json else "")
@@ -94,41 +98,137 @@ def to_json(result: Generation) -> dict[str, object]:
     return content
 
 
+def _add_pair(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Both models; the bundled pair where they may be left out."""
+    for name, default in (("--target", models.TARGET), ("--draft", models.DRAFT)):
+        text = "Hugging Face id or folder" + ("" if required else " (default: the bundled model)")
+        parser.add_argument(name, required=required, default=str(default), help=text)
+
+
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="Hugging Face id or folder")
-    parser.add_argument("--draft", required=True, help="Hugging Face id or folder")
+    _add_pair(parser, required=True)
     parser.add_argument("--text", required=True, nargs="+", metavar="FILE")
     parser.add_argument("--out", required=True, metavar="PLAN.JSON")
     parser.add_argument("--context", type=int, default=4096, help="tokens read of each passage")
-    parser.add_argument("--passages", type=int, default=1, help="passages read of each file, evenly spread")
+    parser.add_argument("--passages", type=int, default=3, help="passages read of each file, evenly spread")
+    parser.add_argument("--stride", type=int, default=64, help="tokens between samples")
+    parser.add_argument("--skipped", type=int, default=1024, help="leading tokens without samples")
+    parser.add_argument(
+        "--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries"
+    )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument(
-        "--budget", type=float, default=0.1, help="share of the KV blocks that approximate reads"
+        "--group-size", type=int, default=512, help="tokens whose means stand in for unread blocks"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0.1, help="share of the KV that approximate reads by default"
     )
     parser.add_argument("--sink-blocks", type=int, default=1)
     parser.add_argument("--window-blocks", type=int, default=4)
     parser.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[0, 1], help="target layers that read everything"
+        "--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything"
+    )
+    parser.add_argument(
+        "--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer"
     )
     parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(flags: argparse.Namespace) -> None:
     # Models are imported only by the commands that run them.
-    from sparsity.calibration import CalibrationSettings, calibrate_files
+    from evaluation.plots import plot_maps, plot_prunable
+    from sparsity.calibration import CalibrationSettings, calibrate_files, overlap_shares
     from sparsity.plan import save_plan
 
     settings = CalibrationSettings(
         context=flags.context,
+        stride=flags.stride,
+        skipped=flags.skipped,
+        queries=flags.gamma + 1,
         block_size=flags.block_size,
+        group_size=flags.group_size,
         budget=flags.budget,
         sink_blocks=flags.sink_blocks,
         window_blocks=flags.window_blocks,
         dense_layers=tuple(flags.dense_layers),
     )
-    plan = calibrate_files(flags.draft, flags.target, flags.text, flags.passages, settings)
+    progress = Path(f"{flags.out}.progress")
+    plan, sums = calibrate_files(flags.draft, flags.target, flags.text, flags.passages, settings, progress)
     save_plan(plan, flags.out)
-    print(f"{flags.out}: plan {plan.hash}, mean top-k overlap {plan.provenance['mean_overlap']}")
+    print(f"{flags.out}: plan {plan.hash}, mean top-k overlap by budget {plan.provenance['mean_overlap']}")
+    if flags.plots:
+        folder = Path(flags.plots)
+        overlap = overlap_shares(sums, settings, plan.budget).numpy()
+        paths = plot_maps(plan, overlap, (sums.similarity / sums.samples).numpy(), folder)
+        for path in [*paths, plot_prunable(plan, folder / "prunable.png")]:
+            print(path)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_pair(parser, required=False)
+    parser.add_argument("task", choices=["perplexity", "recall", "copy"])
+    parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
+    parser.add_argument(
+        "--text", required=True, nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets"
+    )
+    parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
+    parser.add_argument(
+        "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
+    )
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each case")
+    parser.add_argument(
+        "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
+    )
+    parser.add_argument("--passages", type=int, default=1, help="perplexity: passages of each text")
+    parser.add_argument("--cases", type=int, default=12, help="recall, copy: cases (of each kind)")
+    parser.add_argument(
+        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall: what is hidden"
+    )
+    parser.add_argument("--gamma", type=int, default=3, help="drafted tokens a round; γ + 1 are verified")
+    parser.add_argument(
+        "--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries"
+    )
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
+    parser.add_argument("--dense-layers", type=int, nargs="*")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--markdown", metavar="FILE")
+    parser.add_argument("--plots", metavar="DIR")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(flags: argparse.Namespace) -> None:
+    from engine.loading import load_tokenizer
+    from evaluation import cases, plots, report
+    from evaluation.run import Pair, evaluate, variants_of
+    from sparsity.plan import load_plan
+
+    given = {name: getattr(flags, name) for name in ("sharing", "block_size", "group_size", "dense_layers")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if flags.dense_layers is not None:
+        changes["dense_layers"] = tuple(flags.dense_layers)
+    plan = dataclasses.replace(load_plan(flags.plan), **changes)
+    texts, tokenizer = cases.read_texts(flags.text), load_tokenizer(flags.target)
+    if flags.task == "perplexity":
+        prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
+        chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
+    elif flags.task == "recall":
+        chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
+    else:
+        chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
+    variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
+    sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
+    rows = report.to_rows(flags.task, variants, sums)
+    print(report.to_json(rows) if flags.json else report.to_text(rows))
+    if flags.markdown:
+        Path(flags.markdown).write_text(report.to_markdown(rows) + "\n", encoding="utf-8")
+    if flags.plots:
+        for path in (
+            plots.plot_quality(rows, Path(flags.plots) / f"{flags.task}-quality.png"),
+            plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
+        ):
+            print(path, file=sys.stderr)
 
 
 def _add_bench_stack(parser: argparse.ArgumentParser) -> None:

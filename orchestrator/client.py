@@ -46,6 +46,7 @@ def generate(
     seed: int | None = None,
     stop: list[str] | None = None,
     exactness: str = "exact",
+    sparsity: str = "",
     on_text: Callable[[str], None] | None = None,
 ) -> Generation:
     """Run one request to its end; `on_text` gets each piece as it is committed. Raises grpc.RpcError."""
@@ -57,6 +58,7 @@ def generate(
         seed=seed,
         stop=stop or [],
         exactness=f"EXACTNESS_{exactness.upper()}",
+        sparsity=sparsity,
     )
     result = Generation("", [], 0, "", Speculation())
     with grpc.insecure_channel(address, options=OPTIONS) as channel:

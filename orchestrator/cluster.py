@@ -142,7 +142,9 @@ def start_services(settings: Settings) -> Cluster:
 
     def side(name: str, model: str, kv_tokens: int) -> SideSettings:
         opened = ModelSettings(model, settings.device, settings.dtype, kv_tokens, threads)
-        return SideSettings(name, opened, settings.plan, settings.gamma, settings.budget or None)
+        return SideSettings(
+            name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None
+        )
 
     max_context = settings.max_context
     target_process = TargetProcess(

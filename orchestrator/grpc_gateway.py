@@ -95,6 +95,7 @@ def _request_from_pb(pb: inference_pb2.GenerateRequest) -> GenerationRequest:
         seed=given("seed"),
         stop=list(pb.stop),
         exactness=_EXACTNESS[pb.exactness],
+        sparsity=pb.sparsity,
         ignore_eos=pb.ignore_eos,
     )
 

@@ -20,10 +20,10 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 MAX_BODY = 64 << 20
 
-# Our additions to OpenAI's fields, as vLLM adds its own: exactness, ignore_eos, request_id.
+# Our additions to OpenAI's fields, as vLLM adds its own: exactness, sparsity, ignore_eos, request_id.
 _COMMON = {
     "model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options",
-    "exactness", "ignore_eos", "request_id", "user",
+    "exactness", "sparsity", "ignore_eos", "request_id", "user",
 }  # fmt: skip
 _COMPLETION_FIELDS = _COMMON | {"prompt"}
 _CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens"}
@@ -294,6 +294,7 @@ def _generation_request(body: dict[str, Any], prompt: str | list[int]) -> Genera
         seed=typed("seed", _is_int, "an integer"),
         stop=stops,
         exactness=typed("exactness", lambda v: isinstance(v, str), "a string"),
+        sparsity=typed("sparsity", lambda v: isinstance(v, str), "a string"),
         ignore_eos=_bool(body, "ignore_eos"),
     )
 

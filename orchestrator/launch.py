@@ -24,6 +24,8 @@ from orchestrator.requests import Limits
 from orchestrator.router import Router
 from orchestrator.settings import Settings, SettingsError, resolve_settings
 from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from sparsity.methods import methods_of
+from sparsity.plan import load_plan
 from wire.convert import status_from_pb
 from wire.errors import Unavailable
 from wire.messages import ServiceStatus
@@ -60,6 +62,7 @@ async def serve_clients(
         load_shape(settings.target).vocab_size,
         settings.max_context,
         stop_token_ids(settings.target, tokenizer),
+        tuple(methods_of(load_plan(settings.plan))),
     )
     router = Router(target, settings.resume_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), settings.draft)

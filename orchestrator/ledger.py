@@ -40,8 +40,8 @@ class SpeculationTotals:
     accepted_per_position: list[int] = field(default_factory=list)
     stale_rounds: int = 0
     announced_bytes: int = 0
-    kv_pages_read: int = 0
-    kv_pages_total: int = 0
+    kv_tokens_read: int = 0
+    kv_tokens_total: int = 0
     prefill_seconds: float = 0.0
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -49,7 +49,7 @@ class SpeculationTotals:
 
     @property
     def kv_read_fraction(self) -> float:
-        return self.kv_pages_read / self.kv_pages_total if self.kv_pages_total else 1.0
+        return self.kv_tokens_read / self.kv_tokens_total if self.kv_tokens_total else 1.0
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
@@ -62,8 +62,8 @@ class SpeculationTotals:
         for name in (
             "stale_rounds",
             "announced_bytes",
-            "kv_pages_read",
-            "kv_pages_total",
+            "kv_tokens_read",
+            "kv_tokens_total",
             "prefill_seconds",
             "wait_seconds",
             "draft_seconds",
@@ -83,6 +83,7 @@ class Record:
     stop_token_ids: list[int]
     sampling: Sampling
     exactness: Exactness
+    sparsity: str = ""
     entries: list[Entry] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -102,6 +103,7 @@ class Record:
             stop_token_ids=list(self.stop_token_ids),
             sampling=self.sampling,
             exactness=self.exactness,
+            sparsity=self.sparsity,
         )
 
 

@@ -24,8 +24,10 @@ class Metrics:
         )
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
-        self._kv_read = self._counter("kv_pages_read", "KV pages read by verification")
-        self._kv_dense = self._counter("kv_pages_dense", "KV pages that dense verification would have read")
+        self._kv_read = self._counter(
+            "kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples"
+        )
+        self._kv_dense = self._counter("kv_tokens_dense", "KV that dense verification would have read")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests taken")
         self._generated = self._counter("generation_tokens", "Tokens committed")
         self._requests = self._counter("request_success", "Requests ended, by reason", "finished_reason")
@@ -68,8 +70,8 @@ class Metrics:
         totals = record.totals
         self._stale.labels(self._model).inc(totals.stale_rounds)
         self._announced.labels(self._model).inc(totals.announced_bytes)
-        self._kv_read.labels(self._model).inc(totals.kv_pages_read)
-        self._kv_dense.labels(self._model).inc(totals.kv_pages_total)
+        self._kv_read.labels(self._model).inc(totals.kv_tokens_read)
+        self._kv_dense.labels(self._model).inc(totals.kv_tokens_total)
         self._running.labels(self._model).dec()
         self._requests.labels(self._model, outcome).inc()
         self._latency.labels(self._model).observe(seconds)

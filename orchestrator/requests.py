@@ -20,6 +20,7 @@ class Limits:
     vocab_size: int
     max_context: int
     stop_token_ids: list[int]
+    methods: tuple[str, ...] = ()  # of sparsity, that the plan allows
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class GenerationRequest:
     seed: int | None = None
     stop: list[str] = field(default_factory=list)
     exactness: str | None = None  # "exact" or "approximate"
+    sparsity: str | None = None  # method of an approximate request
     ignore_eos: bool = False
 
 
@@ -99,6 +101,7 @@ def to_record(request: GenerationRequest, tokenizer: Any, limits: Limits) -> Rec
             f"the prompt has {len(tokens)} tokens; with max_tokens {max_tokens} that exceeds the context of "
             f"{limits.max_context} tokens"
         )
+    exactness = _exactness(request.exactness)
     return Record(
         session=request.request_id or new_request_id(),
         tokens=list(tokens),
@@ -106,7 +109,8 @@ def to_record(request: GenerationRequest, tokenizer: Any, limits: Limits) -> Rec
         max_tokens=max_tokens,
         stop_token_ids=[] if request.ignore_eos else list(limits.stop_token_ids),
         sampling=_sampling(request),
-        exactness=_exactness(request.exactness),
+        exactness=exactness,
+        sparsity=_sparsity(request.sparsity, exactness, limits),
     )
 
 
@@ -132,6 +136,16 @@ def _exactness(name: str | None) -> Exactness:
         return Exactness[(name or "exact").upper()]
     except KeyError:
         raise InvalidArgument(f"exactness must be 'exact' or 'approximate', got {name!r}") from None
+
+
+def _sparsity(name: str | None, exactness: Exactness, limits: Limits) -> str:
+    if not name:
+        return ""
+    if exactness is not Exactness.APPROXIMATE:
+        raise InvalidArgument(f"sparsity {name!r} is for requests with exactness 'approximate'")
+    if name not in limits.methods:
+        raise InvalidArgument(f"sparsity must be one of {', '.join(limits.methods)}; got {name!r}")
+    return name
 
 
 def check_stop(stop: list[str]) -> None:

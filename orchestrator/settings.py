@@ -30,6 +30,7 @@ class Settings:
     draft: str = _setting(str(models.DRAFT), "draft model: Hugging Face id or folder")
     plan: str = _setting(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
     budget: float = _setting(0.0, "share of the KV blocks that approximate reads; 0: the plan's")
+    sparsity: str = _setting("", "sparsity method that approximate uses by default; empty: the plan's")
     served_model_name: str = _setting(
         "", "model name that clients use; empty: the target's last path component"
     )

@@ -37,7 +37,7 @@ class ServeFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness")
+    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Open(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    SPARSITY_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -52,7 +53,8 @@ class Open(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _speculation_pb2.Sampling
     exactness: Exactness
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ...) -> None: ...
+    sparsity: str
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("session",)
@@ -75,14 +77,14 @@ class ServedEvent(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_pages_read", "kv_pages_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds")
+    __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    KV_PAGES_READ_FIELD_NUMBER: _ClassVar[int]
-    KV_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_READ_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -94,15 +96,15 @@ class Commit(_message.Message):
     drafted: int
     accepted: int
     finish_reason: FinishReason
-    kv_pages_read: int
-    kv_pages_total: int
+    kv_tokens_read: int
+    kv_tokens_total: int
     announced_bytes: int
     stale_rounds: int
     prefill_seconds: float
     wait_seconds: float
     draft_seconds: float
     verify_seconds: float
-    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_pages_read: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., kv_tokens_read: _Optional[int] = ..., kv_tokens_total: _Optional[int] = ..., announced_bytes: _Optional[int] = ..., stale_rounds: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., draft_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("session", "code", "message")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.selection import select_top_k
+from kernels.selection import top_k_mask
 
 
 def top_k_overlap(draft: Tensor, target: Tensor, k: int) -> Tensor:
@@ -11,14 +11,12 @@ def top_k_overlap(draft: Tensor, target: Tensor, k: int) -> Tensor:
 
     draft: [draft_heads, blocks], target: [target_heads, blocks]. Returns [target_heads, draft_heads] float32.
     """
-    return _top_k_mask(target, k) @ _top_k_mask(draft, k).T
+    return _top(target, k) @ _top(draft, k).T
 
 
-def _top_k_mask(weights: Tensor, k: int) -> Tensor:
+def _top(weights: Tensor, k: int) -> Tensor:
     rows, blocks = weights.shape
-    lists, counts = select_top_k(weights, torch.full((rows,), blocks), torch.full((rows,), k))
-    listed = (torch.arange(lists.shape[1]) < counts[:, None]).float()
-    return torch.zeros(rows, blocks).scatter_add_(1, lists.long(), listed)
+    return top_k_mask(weights, torch.full((rows,), blocks), torch.full((rows,), k)).float()
 
 
 def best_draft_heads(overlap: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,15 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+
+Rule = Literal["top_k", "top_p"]
+Sharing = Literal["pooled", "union", "first", "per_query"]
+Allocation = Literal["uniform", "calibrated"]
+Heads = tuple[tuple[int, int], ...]  # (draft layer, draft head) of each KV head of a target layer
+Blend = tuple[tuple[int, int, float], ...]  # (draft layer, draft head, weight)
 
 
 class PlanError(ValueError):
@@ -16,48 +22,107 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """`head_map[layer][kv_head]` is the (draft layer, draft head) that speaks for that target KV head.
+    """How a draft's attention tells which KV blocks its target reads.
 
-    block_size: tokens. budget: share of a sequence's blocks that a sparse layer reads, the mandatory ones
-    included. sink_blocks, window_blocks: always read. dense_layers: target layers that read everything.
+    head_maps: for each calibrated budget, `map[layer][kv_head]`, the draft head whose top blocks are most like that
+    KV head's (STS, Algorithm 1). layer_map: draft layer of each target layer (SpecAttn, Algorithm 3). blends: for
+    each target head (layer by layer) the draft heads and weights whose sum predicts its block weights best.
+    head_importance[layer][kv_head]: what a unit of its attention weight counts in a budget shared by all heads.
+    head_budgets[layer][kv_head]: what the head got of such a budget in calibration, relative to the mean of 1.
+
+    method: the default (sparsity.methods). budget: share of the KV that a sparse layer reads on average, the
+    mandatory blocks and the summaries included. rule: top_k by `budget` or top_p by `mass`; empty: the method's
+    own. sharing: how the γ + 1 queries of a round share a selection. allocation: of top_k budgets to heads, where a
+    method chooses for each target head by itself: all the same, or by head_budgets. block_size, group_size: tokens;
+    a group's means stand in for its unread blocks in methods that use them. sink_blocks, window_blocks: always read.
+    dense_layers: target layers that read everything. anchor_layers: `tidal`'s. announced_share: the part of its
+    budget that `ahead` gives to the draft's choice; memory_decay: of the target's own weights, a round.
     """
 
     target_layers: int
     target_kv_heads: int
     draft_layers: int
     draft_heads: int
-    head_map: tuple[tuple[tuple[int, int], ...], ...]
-    block_size: int = 16
+    head_maps: tuple[tuple[float, tuple[Heads, ...]], ...]
+    layer_map: tuple[int, ...]
+    blends: tuple[Blend, ...]
+    head_importance: tuple[tuple[float, ...], ...]
+    head_budgets: tuple[tuple[float, ...], ...]
+    method: str = "ahead"
     budget: float = 0.1
+    mass: float = 0.95
+    rule: Rule | Literal[""] = ""
+    sharing: Sharing = "pooled"
+    allocation: Allocation = "uniform"
+    block_size: int = 16
+    group_size: int = 512
     sink_blocks: int = 1
     window_blocks: int = 4
-    dense_layers: tuple[int, ...] = (0, 1)
+    dense_layers: tuple[int, ...] = ()
+    anchor_layers: tuple[int, ...] = ()
+    announced_share: float = 0.9
+    memory_decay: float = 0.8
     version: int = PLAN_VERSION
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        self._check(
-            self.version == PLAN_VERSION, f"version {self.version}, this program reads {PLAN_VERSION}"
-        )
+        if self.version != PLAN_VERSION:
+            raise PlanError(f"plan: version {self.version}, this program reads {PLAN_VERSION}")
+        self._check_numbers()
+        self._check_maps()
+
+    def _check_numbers(self) -> None:
+        size = self.block_size
+        known = get_args(Allocation)
+        self._check(self.allocation in known, f"allocation {self.allocation!r}: one of {known}")
         self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
+        self._check(0 < self.mass <= 1, f"mass {self.mass} lies outside (0, 1]")
+        self._check(self.rule in ("", *get_args(Rule)), f"rule {self.rule!r}: one of {get_args(Rule)}")
         self._check(
-            self.block_size > 0 and self.block_size % 16 == 0,
-            f"block_size {self.block_size}: a multiple of 16",
+            self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}"
+        )
+        self._check(
+            size > 0 and (size % 16 == 0 or 16 % size == 0), f"block_size {size}: a divisor or multiple of 16"
+        )
+        group = self.group_size
+        self._check(
+            group == 0 or (group % 16 == 0 and group % size == 0),
+            f"group_size {group}: whole blocks and pages",
         )
         self._check(
             self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1"
         )
-        shape = [len(row) for row in self.head_map]
         self._check(
-            shape == [self.target_kv_heads] * self.target_layers,
-            f"head_map has rows of {shape}, expected {self.target_layers} rows of {self.target_kv_heads}",
+            0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay"
+        )
+        layers = (*self.dense_layers, *self.anchor_layers)
+        self._check(all(0 <= n < self.target_layers for n in layers), f"dense or anchor layers {layers}")
+
+    def _check_maps(self) -> None:
+        layers, kv_heads = self.target_layers, self.target_kv_heads
+        self._check(bool(self.head_maps), "no head map")
+        for name, rows in (
+            *((f"head_maps[{budget}]", heads) for budget, heads in self.head_maps),
+            ("head_importance", self.head_importance),
+            ("head_budgets", self.head_budgets),
+        ):
+            shape = [len(row) for row in rows]
+            self._check(
+                shape == [kv_heads] * layers, f"{name} has rows of {shape}, expected {layers} of {kv_heads}"
+            )
+        self._check(
+            len(self.layer_map) == layers, f"layer_map has {len(self.layer_map)} entries, expected {layers}"
         )
         self._check(
-            all(0 <= n < self.target_layers for n in self.dense_layers), f"dense_layers {self.dense_layers}"
+            len(self.blends) == layers * kv_heads, f"{len(self.blends)} blends, expected {layers * kv_heads}"
         )
-        for layer, head in (pair for row in self.head_map for pair in row):
+        named = {pair for _, rows in self.head_maps for row in rows for pair in row}
+        named |= {(layer, head) for blend in self.blends for layer, head, _ in blend}
+        named |= {(layer, 0) for layer in self.layer_map}
+        heads = f"{self.draft_layers} x {self.draft_heads}"
+        for layer, head in named:
             known = 0 <= layer < self.draft_layers and 0 <= head < self.draft_heads
-            self._check(known, f"head_map names draft head ({layer}, {head})")
+            self._check(known, f"names draft head ({layer}, {head}), the draft has {heads}")
 
     def _check(self, holds: bool, problem: str) -> None:
         if not holds:
@@ -70,10 +135,13 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def announced_heads(self) -> list[tuple[int, int]]:
-        """The draft heads that sparse layers listen to, in the order of an announcement's rows."""
-        sparse = [row for layer, row in enumerate(self.head_map) if layer not in self.dense_layers]
-        return sorted({pair for row in sparse for pair in row})
+    def head_map(self) -> tuple[Heads, ...]:
+        """The map calibrated for the budget nearest to this plan's, by ratio."""
+        return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        return [layer for layer in range(self.target_layers) if layer not in self.dense_layers]
 
     def num_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -81,27 +149,39 @@ class Plan:
     def budget_blocks(self, num_blocks: int) -> int:
         return min(num_blocks, max(1, math.ceil(self.budget * num_blocks)))
 
-    def middle(self, num_blocks: int) -> tuple[int, int]:
-        """The blocks [first, last) that a policy may choose from: between the sinks and the recent window."""
+    def middle(self, num_blocks: int, window: int | None = None) -> tuple[int, int]:
+        """The blocks [first, last) that may be chosen from: between the sinks and the recent window (in blocks)."""
         first = min(self.sink_blocks, num_blocks)
-        return first, max(first, num_blocks - self.window_blocks)
+        return first, max(first, num_blocks - (self.window_blocks if window is None else window))
 
 
 def uniform_plan(
     target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any
 ) -> Plan:
-    """A plan with an arbitrary, evenly spread head map, for tests and for pairs that are not calibrated."""
+    """A plan with arbitrary, evenly spread maps, for tests and for pairs that are not calibrated."""
     pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
-    rows = [
+    rows = tuple(
         tuple(pairs[(layer * target_kv_heads + head) % len(pairs)] for head in range(target_kv_heads))
         for layer in range(target_layers)
-    ]
-    return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, tuple(rows), **other)
+    )
+    ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
+    maps = {
+        "head_maps": ((other.get("budget", 0.1), rows),),
+        "layer_map": tuple(layer * draft_layers // target_layers for layer in range(target_layers)),
+        "blends": tuple(((*pair, 1.0),) for row in rows for pair in row),
+        "head_importance": ones,
+        "head_budgets": ones,
+    }
+    return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
+    """Written beside and moved into place, so that no reader ever sees half a plan."""
     content = asdict(plan) | {"hash": plan.hash}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    draft = Path(f"{path}.part")
+    draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    draft.replace(path)
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -110,19 +190,19 @@ def load_plan(path: str | Path) -> Plan:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan: {error}") from error
+    if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:
+        raise PlanError(
+            f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again"
+        )
     known = {item.name for item in fields(Plan)}
-    if (
-        not isinstance(content, dict)
-        or set(content) - known - {"hash"}
-        or not {"head_map", "hash"} <= set(content)
-    ):
+    if not isinstance(content, dict) or set(content) != known | {"hash"}:
         raise PlanError(f"{path}: not a plan; expected the keys {sorted(known | {'hash'})}")
     stated = content.pop("hash")
     try:
-        content["head_map"] = tuple(tuple((int(a), int(b)) for a, b in row) for row in content["head_map"])
-        content["dense_layers"] = tuple(int(n) for n in content["dense_layers"])
-        plan = Plan(**content)
-    except (TypeError, ValueError, KeyError) as error:
+        plan = Plan(
+            **{key: value if key == "provenance" else _tuples(value) for key, value in content.items()}
+        )
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise PlanError(f"{path}: {error}") from error
     if plan.hash != stated:
         raise PlanError(
@@ -131,6 +211,10 @@ def load_plan(path: str | Path) -> Plan:
     return plan
 
 
-def with_budget(plan: Plan, budget: float | None) -> Plan:
-    """The plan with another budget; with 1.0 every block of every layer is read."""
-    return plan if budget is None else replace(plan, budget=budget)
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def overridden(plan: Plan, budget: float | None = None, method: str | None = None) -> Plan:
+    """The plan with another budget or default method, where one is given."""
+    return replace(plan, budget=budget or plan.budget, method=method or plan.method)

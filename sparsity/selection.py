@@ -1,37 +1,58 @@
 """A choice of KV blocks for each of several attention heads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+WORD = 64  # bits
 
-@dataclass(frozen=True)
+
 class BlockSelection:
-    """`keys`: head * num_blocks + block, ascending and distinct, int64."""
+    """`words`: a bit a block, uint64 [heads, words], least significant bit first; bits past num_blocks are 0.
+
+    A row starts at a whole word, so a context that grows by a few blocks does not move the others. Immutable.
+    """
 
     num_heads: int
     num_blocks: int
-    keys: np.ndarray
+    words: np.ndarray
+
+    def __init__(self, num_heads: int, num_blocks: int, keys: np.ndarray) -> None:
+        """keys: head * num_blocks + block, in any order."""
+        chosen = np.zeros(num_heads * num_blocks, dtype=bool)
+        chosen[keys] = True
+        self._set(num_heads, num_blocks, _pack(chosen.reshape(num_heads, num_blocks)))
+
+    def _set(self, num_heads: int, num_blocks: int, words: np.ndarray) -> None:
+        words.flags.writeable = False
+        self.num_heads, self.num_blocks, self.words = num_heads, num_blocks, words
+
+    @staticmethod
+    def from_words(num_heads: int, num_blocks: int, words: np.ndarray) -> "BlockSelection":
+        """words: as the attribute, which it becomes; not to be written again."""
+        selection = BlockSelection.__new__(BlockSelection)
+        selection._set(num_heads, num_blocks, words)
+        return selection
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
-        keys = [
-            head * num_blocks + block for head, blocks in enumerate(lists) for block in sorted(set(blocks))
-        ]
+        keys = [head * num_blocks + block for head, blocks in enumerate(lists) for block in blocks]
         return BlockSelection(len(lists), num_blocks, np.array(keys, dtype=np.int64))
 
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
-        heads, blocks = chosen.shape
-        return BlockSelection(heads, blocks, np.flatnonzero(chosen))
+        return BlockSelection.from_words(*chosen.shape, _pack(chosen))
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """head * num_blocks + block, ascending, int64"""
+        return np.flatnonzero(self.matrix())
 
     def matrix(self) -> np.ndarray:
         """bool [heads, blocks]"""
-        flat = np.zeros(self.num_heads * self.num_blocks, dtype=bool)
-        flat[self.keys] = True
-        return flat.reshape(self.num_heads, self.num_blocks)
+        return _unpack(self.words)[:, : self.num_blocks]
 
     def lists(self) -> list[list[int]]:
         return [np.flatnonzero(row).tolist() for row in self.matrix()]
@@ -40,14 +61,43 @@ class BlockSelection:
         """The same blocks in a context of another length; blocks beyond it are dropped."""
         if num_blocks == self.num_blocks:
             return self
-        head, block = np.divmod(self.keys, max(1, self.num_blocks))
-        keep = block < num_blocks
-        return BlockSelection(self.num_heads, num_blocks, head[keep] * num_blocks + block[keep])
+        words, width = self.words, row_words(num_blocks)
+        if width > words.shape[1]:
+            words = np.zeros((self.num_heads, width), dtype="<u8")
+            words[:, : self.words.shape[1]] = self.words
+        elif num_blocks < self.num_blocks:
+            words = self.words[:, :width].copy()
+            if width:
+                words[:, -1] &= last_word_mask(num_blocks)
+        return BlockSelection.from_words(self.num_heads, num_blocks, words)
 
     def joined(self, other: "BlockSelection") -> "BlockSelection":
         """Union, in the longer of the two contexts."""
         if self.num_heads != other.num_heads:
             raise ValueError(f"selections of {self.num_heads} and {other.num_heads} heads cannot be joined")
         blocks = max(self.num_blocks, other.num_blocks)
-        keys = np.union1d(self.resized(blocks).keys, other.resized(blocks).keys)
-        return BlockSelection(self.num_heads, blocks, keys)
+        words = self.resized(blocks).words | other.resized(blocks).words
+        return BlockSelection.from_words(self.num_heads, blocks, words)
+
+
+def row_words(num_blocks: int) -> int:
+    """Words of a row."""
+    return -(-num_blocks // WORD)
+
+
+def last_word_mask(num_blocks: int) -> np.uint64:
+    """The bits of a row's last word that stand for blocks."""
+    return np.uint64((1 << ((num_blocks - 1) % WORD + 1)) - 1)
+
+
+def _pack(chosen: np.ndarray) -> np.ndarray:
+    heads, blocks = chosen.shape
+    rows = np.zeros((heads, 8 * row_words(blocks)), dtype=np.uint8)
+    packed = np.packbits(chosen, axis=1, bitorder="little")
+    rows[:, : packed.shape[1]] = packed
+    return rows.view("<u8")
+
+
+def _unpack(words: np.ndarray) -> np.ndarray:
+    """bool [heads, bits]"""
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling
+from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
-from wire.messages import At, Exactness, Proposal, Verdict
+from wire.messages import At, Proposal, Verdict
 
 if TYPE_CHECKING:
     from target_service.verifier import DraftPeer
@@ -16,12 +17,11 @@ RoundKey = tuple[int, int]  # (epoch, round)
 
 @dataclass
 class Announced:
-    """What a draft announced for a round: the joined selection, which parts came, how many bytes."""
+    """What a draft announced for a round last, and in which part."""
 
     selection: BlockSelection
     assumed_token: int
-    parts: set[int]
-    size: int
+    part: int
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TargetSession:
     max_length: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
-    exactness: Exactness
+    reader: Reader | None = None  # how an approximate session reads; None: exactly, everything
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -51,7 +51,8 @@ class TargetSession:
     drafted: bool = False  # whether to wait for the draft's proposals
     proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
     announced: dict[RoundKey, Announced] = field(default_factory=dict)
-    held: tuple[RoundKey, BlockSelection] | None = None  # of the last round judged by announcement
+    # Of the last two rounds judged by announcement: a draft that is a round ahead still speaks of the older one.
+    held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
 
@@ -69,17 +70,18 @@ class TargetSession:
         return len(self.tokens) - 1 - self.kv.length
 
     @property
-    def sparse(self) -> bool:
-        return self.exactness is Exactness.APPROXIMATE
+    def announced_by(self) -> str:
+        """The method whose announcements this session takes; empty if it takes none."""
+        return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
 
     def ready_proposal(self) -> Proposal | None:
-        """The proposal for the current round, if it and all announcements it speaks of are here."""
+        """The proposal for the current round, if it and the last announcement it speaks of are here."""
         proposal = self.proposals.get(self.key)
         if proposal is None:
             return None
         announced = self.announced.get(self.key)
-        parts = len(announced.parts) if announced else 0
-        return proposal if parts >= proposal.announcements else None
+        last_part = announced.part if announced else -1
+        return proposal if last_part + 1 >= proposal.announcements else None
 
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
@@ -95,7 +97,9 @@ class TargetSession:
         judged: the proposal that was verified, if the draft that made it still stands behind it.
         """
         if judged is not None and self.key in self.announced:
-            self.held = self.key, self.announced[self.key].selection
+            self.held[self.key] = self.announced[self.key].selection
+            for key in list(self.held)[:-2]:
+                del self.held[key]
         self.tokens += tokens
         self.round += 1
         if not agreed:
@@ -113,4 +117,5 @@ class TargetSession:
         self.epoch += 1
         self.proposals.clear()
         self.announced.clear()
-        self.held = self.last_judged = None
+        self.held.clear()
+        self.last_judged = None

@@ -9,14 +9,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
+from torch import Tensor
 
-from engine.batch import PageLists, SequenceInput
+from engine.batch import SequenceInput
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner
 from engine.step_loop import share_prefill
-from sparsity.plan import Plan
+from sparsity.methods import method_named
+from sparsity.plan import Plan, PlanError
+from sparsity.reader import Reader
 from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
 from target_service.session import Announced, TargetSession
@@ -29,6 +30,7 @@ from wire.messages import (
     Decline,
     DraftEvent,
     End,
+    Exactness,
     FinishReason,
     Open,
     Proposal,
@@ -74,8 +76,7 @@ class Round:
     session: TargetSession
     proposal: Proposal | None
     input: SequenceInput
-    pages_read: int
-    pages_total: int
+    length: int  # tokens with KV once it has run
     wait_seconds: float
 
 
@@ -88,6 +89,7 @@ class Step:
 @dataclass
 class StepResult:
     outcomes: list[tuple[int, int]]  # (accepted, next token) of each round
+    read_weights: list[Tensor | None]  # of each round, as in SequenceOutput
     seconds: float
 
 
@@ -99,7 +101,7 @@ class Verifier:
         self.plan = plan
         self.settings = settings
         self.counters: Counter[str] = Counter()
-        self.residency = Residency(plan)
+        self.residency = Residency(plan.block_size)
         self._sessions: dict[str, TargetSession] = {}
         self._emit: dict[str, Callable[[ServedEvent], None]] = {}
         self._queue: deque[TargetSession] = deque()
@@ -107,6 +109,8 @@ class Verifier:
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
         self._drafts: list[DraftPeer] = []
         self._aborts: list[str] = []
+        if plan.group_size:
+            runner.kv.keep_group_means(plan.group_size)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -129,10 +133,19 @@ class Verifier:
             max_length=request.prompt_tokens + request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
             sampling=request.sampling,
-            exactness=request.exactness,
+            reader=self._reader(request),
         )
         self._emit[session.id] = emit
         self._queue.append(session)
+
+    def _reader(self, request: Open) -> Reader | None:
+        """How a session reads. Raises InvalidArgument for a method that there is not, or that the plan rules out."""
+        if request.exactness is Exactness.EXACT:
+            return None
+        try:
+            return Reader(method_named(request.sparsity or self.plan.method), self.plan)
+        except PlanError as error:
+            raise InvalidArgument(f"session {request.session}: {error}") from None
 
     def _check_open(self, request: Open) -> None:
         vocab, settings = self.runner.vocab_size, self.settings
@@ -233,7 +246,9 @@ class Verifier:
 
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
-        begin = Begin(session.at, list(session.tokens), session.sampling, session.max_length, session.sparse)
+        begin = Begin(
+            session.at, list(session.tokens), session.sampling, session.max_length, session.announced_by
+        )
         session.draft.send(begin)
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
@@ -256,7 +271,7 @@ class Verifier:
                 session.drafted = False
             case Resync():
                 session.epoch += 1
-                session.held = None
+                session.held.clear()
                 self._begin(session)
 
     def _is_current(self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposal) -> bool:
@@ -287,18 +302,18 @@ class Verifier:
         return True
 
     def _receive_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
-        if not session.sparse:
-            raise InvalidArgument(f"session {session.id} verifies densely; it takes no announcements")
+        reader = session.reader
+        if reader is None or not session.announced_by:
+            raise InvalidArgument(f"session {session.id} takes no announcements")
         if not self._is_current(peer, session, event):
             return
         key = (event.at.epoch, event.at.round)
         known = session.announced.get(key)
-        if known is not None and event.part in known.parts:
+        if known is not None and event.part <= known.part:
             self.counters["repeated_frames"] += 1
             return
         try:
-            held = dict([session.held]) if session.held is not None else {}
-            selection = decode_selection(event.selection, held, len(self.plan.announced_heads))
+            selection = decode_selection(event.selection, session.held, reader.announced_rows)
         except UnknownReference as error:
             self.counters["refused_frames"] += 1
             peer.send(Refusal(session.at, str(error)))
@@ -308,15 +323,13 @@ class Verifier:
                 f"session {session.id}: an announcement over {selection.num_blocks} blocks, "
                 f"{event.at.base} tokens have {self.plan.num_blocks(event.at.base)}"
             )
-        if known is not None:
-            selection = known.selection.joined(selection)
-        parts = (known.parts if known else set()) | {event.part}
-        size = (known.size if known else 0) + len(event.selection)
-        session.announced[key] = Announced(selection, event.assumed_token, parts, size)
+        session.announced[key] = Announced(selection, event.assumed_token, event.part)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
         length = event.at.base + self.settings.gamma
-        self.residency.prepare((session.id, *key), selection, event.at.base, length)
+        self.residency.prepare(
+            (session.id, *key), reader.expand_all(selection, event.at.base, length), length
+        )
 
     def _receive_proposal(self, peer: DraftPeer, session: TargetSession, event: Proposal) -> None:
         if not self._is_current(peer, session, event):
@@ -380,17 +393,13 @@ class Verifier:
 
     def _plan_round(self, session: TargetSession, proposal: Proposal | None, now: float) -> Round:
         tokens = [session.tokens[-1], *(proposal.tokens if proposal else [])]
-        length = session.kv.length + len(tokens)
-        heads = self.runner.kv.num_layers * self.runner.kv.kv_heads
-        total = heads * pages_for(length)
-        page_lists, read = None, total
-        if session.sparse and proposal is not None and proposal.announcements:
-            wanted = self.residency.take((session.id, *session.key), length)
-            page_lists, read = to_page_lists(wanted, self.plan.dense_layers), int(wanted.sum())
+        length, read = session.kv.length + len(tokens), None
+        if session.reader is not None:
+            announced = session.announced.get(session.key) if proposal is not None else None
+            selections = [] if announced is None else [announced.selection]
+            read = session.reader.read(selections, len(session.tokens), length)
         waited = 0.0 if session.stats.waiting_since is None else now - session.stats.waiting_since
-        return Round(
-            session, proposal, SequenceInput(session.kv, tokens, "all", page_lists), read, total, waited
-        )
+        return Round(session, proposal, SequenceInput(session.kv, tokens, "all", read), length, waited)
 
     def execute(self, step: Step) -> StepResult:
         """Runs in the model thread; touches no session but through the inputs' KV."""
@@ -408,13 +417,18 @@ class Verifier:
             )
             for item, output in zip(step.rounds, outputs, strict=False)
         ]
-        return StepResult(judge_rounds(rounds), time.perf_counter() - started)
+        weights = [output.read_weights for _, output in zip(step.rounds, outputs, strict=False)]
+        return StepResult(judge_rounds(rounds), weights, time.perf_counter() - started)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for session, _ in step.prefills:
             session.stats.prefill_seconds += result.seconds
             self._index(session)
-        for item, (accepted, following) in zip(step.rounds, result.outcomes, strict=True):
+        for item, (accepted, following), weights in zip(
+            step.rounds, result.outcomes, result.read_weights, strict=True
+        ):
+            if item.session.reader is not None:
+                item.session.reader.finish(weights)
             self._commit(item, accepted, following, result.seconds)
 
     def _commit(self, item: Round, accepted: int, following: int, seconds: float) -> None:
@@ -427,14 +441,15 @@ class Verifier:
         all_kept = judged is not None and accepted == len(judged.tokens)
         agreed = all_kept and session.foreseen(session.round + 1) == following
         stats = session.stats
+        tokens_read, tokens_total = self._tokens_read(item)
         commit = Commit(
             at=before,
             tokens=tokens,
             drafted=len(proposal.tokens) if proposal else 0,
             accepted=min(accepted, len(tokens)),
             finish_reason=finish,
-            kv_pages_read=item.pages_read,
-            kv_pages_total=item.pages_total,
+            kv_tokens_read=tokens_read,
+            kv_tokens_total=tokens_total,
             announced_bytes=stats.announced_bytes,
             stale_rounds=stats.stale_rounds,
             prefill_seconds=stats.prefill_seconds,
@@ -444,6 +459,9 @@ class Verifier:
         )
         session.commit(tokens, agreed, judged)
         self.runner.kv.truncate(session.kv, len(session.tokens) - 1)
+        if session.reader is not None and session.reader.chosen is not None:
+            late = self.residency.settle((session.id, *key), session.reader.chosen, item.length)
+            self.counters["late_pages"] += late
         self.residency.forget(session.id, before=session.key)
         self._index(session)
         self.counters["committed_tokens"] += len(tokens)
@@ -457,9 +475,20 @@ class Verifier:
             session.last_judged = (key, verdict)
             session.draft.send(verdict)
 
+    def _tokens_read(self, item: Round) -> tuple[int, int]:
+        """(layer, KV head, token) triples that a round read, and that there were."""
+        if item.session.reader is not None:
+            read, total = item.session.reader.tokens_read
+            return round(read), total
+        kv = self.runner.kv
+        blocks = self.plan.num_blocks(item.length)  # whole blocks, as a sparse read counts them
+        everything = kv.num_layers * kv.kv_heads * blocks * self.plan.block_size
+        return everything, everything
+
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""
-        if session.unread == 0 and session.sparse and session.round > 0:
+        dense = session.reader is None or session.reader.method.name == "dense"
+        if session.unread == 0 and not dense and session.round > 0:
             return
         self.runner.kv.index_prefix(session.kv, session.tokens[: session.kv.length])
 
@@ -474,17 +503,3 @@ def cut_at_end(
     if len(tokens) >= room:
         return tokens[:room], FinishReason.LENGTH
     return tokens, FinishReason.NONE
-
-
-def to_page_lists(wanted: np.ndarray, dense_layers: tuple[int, ...]) -> PageLists:
-    """bool [layers, kv_heads, pages] to what a SequenceInput takes."""
-    layers, kv_heads, pages = wanted.shape
-    sparse = [layer for layer in range(layers) if layer not in dense_layers]
-    chosen = wanted[sparse]
-    counts = chosen.sum(-1, dtype=np.int32)
-    lists = np.zeros((len(sparse), kv_heads, counts.max(initial=0)), dtype=np.int32)
-    lists[np.arange(lists.shape[2]) < counts[..., None]] = np.flatnonzero(chosen) % pages
-    page_lists: PageLists = [None] * layers
-    for row, layer in enumerate(sparse):
-        page_lists[layer] = torch.from_numpy(lists[row]), torch.from_numpy(counts[row])
-    return page_lists

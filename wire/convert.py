@@ -151,13 +151,13 @@ def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFr
 
 def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
     match event:
-        case m.Begin(at, tokens, sampling, max_length, announce):
+        case m.Begin(at, tokens, sampling, max_length, method):
             begin = speculation.Begin(
                 at=at_to_pb(at),
                 tokens=tokens,
                 sampling=sampling_to_pb(sampling),
                 max_length=max_length,
-                announce=announce,
+                method=method,
             )
             return speculation.TargetEvent(begin=begin)
         case m.Verdict(at, accepted, tokens, plain):
@@ -175,9 +175,7 @@ def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
     kind = pb.WhichOneof("event")
     if kind == "begin":
         b = pb.begin
-        return m.Begin(
-            at_from_pb(b.at), list(b.tokens), sampling_from_pb(b.sampling), b.max_length, b.announce
-        )
+        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling_from_pb(b.sampling), b.max_length, b.method)
     if kind == "verdict":
         v = pb.verdict
         return m.Verdict(at_from_pb(v.at), v.accepted, list(v.tokens), v.plain)
@@ -199,6 +197,7 @@ def serve_request_to_pb(request: m.ServeRequest) -> control.ServeFrame:
         stop_token_ids=request.stop_token_ids,
         sampling=sampling_to_pb(request.sampling),
         exactness=control.Exactness.Name(request.exactness),
+        sparsity=request.sparsity,
     )
     return control.ServeFrame(open=opening)
 
@@ -220,6 +219,7 @@ def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest:
         stop_token_ids=list(o.stop_token_ids),
         sampling=sampling_from_pb(o.sampling),
         exactness=m.Exactness(o.exactness),
+        sparsity=o.sparsity,
     )
 
 

@@ -4,19 +4,21 @@ from dataclasses import dataclass
 
 from engine.loading import ModelSettings, ModelShape, open_model
 from engine.runner import Runner
-from sparsity.plan import Plan, load_plan, with_budget
+from sparsity.methods import check_served
+from sparsity.plan import Plan, load_plan, overridden
 from wire.messages import Hello
 
 
 @dataclass(frozen=True)
 class SideSettings:
-    """name: for messages and metrics. plan: its file. budget: instead of the plan's, if given."""
+    """name: for messages and metrics. plan: its file. budget, method: instead of the plan's, if given."""
 
     name: str
     model: ModelSettings
     plan: str
     gamma: int
     budget: float | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Side:
 
 def open_side(settings: SideSettings) -> Side:
     """Load model and plan. Raises PlanError, OSError or what transformers raises for a model it cannot load."""
-    plan = with_budget(load_plan(settings.plan), settings.budget)
+    plan = overridden(load_plan(settings.plan), settings.budget, settings.method)
+    check_served(plan)
     opened = open_model(settings.model)
     hello = Hello(
         peer=settings.name,

@@ -107,7 +107,7 @@ class Begin:
     tokens: list[int]
     sampling: Sampling
     max_length: int
-    announce: bool
+    method: str  # whose announcements are wanted; empty: none
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ class Open:
     stop_token_ids: list[int]
     sampling: Sampling
     exactness: Exactness
+    sparsity: str = ""  # method of an approximate session; empty: the plan's
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ class Commit:
     drafted: int = 0
     accepted: int = 0
     finish_reason: FinishReason = FinishReason.NONE
-    kv_pages_read: int = 0
-    kv_pages_total: int = 0
+    kv_tokens_read: int = 0
+    kv_tokens_total: int = 0
     announced_bytes: int = 0
     stale_rounds: int = 0
     prefill_seconds: float = 0.0

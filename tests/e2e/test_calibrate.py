@@ -18,6 +18,10 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
         str(out),
         "--context",
         "1024",
+        "--skipped",
+        "384",
+        "--plots",
+        str(tmp_path / "plots"),
         "--passages",
         "2",
         "--budget",
@@ -38,8 +42,13 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert (plan.budget, plan.dense_layers) == (0.2, (0,))
     assert plan.provenance["files"] == [TEXT.name]
     assert plan.provenance["texts"] == 2
-    # Chance would give 0.2: a mapped draft head must know much more of what its target head reads.
-    assert 0.4 < plan.provenance["mean_overlap"] <= 1
+    # Chance would give a quarter: a mapped draft head must know much more of what its target head reads.
+    assert 0.4 < plan.provenance["mean_overlap"]["0.25"] <= 1
+    assert list(plan.layer_map) == sorted(plan.layer_map)
+    assert all(weight > 0 for blend in plan.blends for _, _, weight in blend)
+    assert not list(tmp_path.glob("*.progress"))
+    for name in ("head-map.png", "layer-map.png", "prunable.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_bundled_plan_is_for_the_bundled_pair() -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kernels.block_weights import paged_attention_with_block_weights, pool_blocks
 from kernels.kv_write import write_kv
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import (
+    MAX_VARIANCE_TERM,
+    BlockLists,
+    GroupMeans,
+    paged_attention,
+    paged_attention_with_read_weights,
+)
 from kernels.rejection import accept_greedy, accept_sampled
 from kernels.selection import select_nucleus, select_top_k
 
@@ -45,19 +51,19 @@ class Case:
         lengths = torch.tensor(self.kv_lengths, dtype=torch.int32)
         return self.queries, self.k_pages, self.v_pages, self.block_tables, lengths, self.query_starts
 
-    def packed_lists(self) -> tuple[Tensor, Tensor]:
+    def packed_lists(self, block_size: int = 0) -> BlockLists:
         counts = torch.tensor([[len(pages) for pages in heads] for heads in self.lists], dtype=torch.int32)
         packed = torch.full((*counts.shape, int(counts.max()) + 2), UNREAD, dtype=torch.int32)
         for i, heads in enumerate(self.lists):
             for h, pages in enumerate(heads):
                 packed[i, h, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return packed, counts
+        return BlockLists(packed, counts, block_size or self.page_size)
 
     def dense(self) -> Tensor:
         return paged_attention(*self.arguments, SCALE)
 
     def sparse(self) -> Tensor:
-        return paged_attention(*self.arguments, SCALE, *self.packed_lists())
+        return paged_attention(*self.arguments, SCALE, self.packed_lists())
 
     def every_page(self) -> list[list[list[int]]]:
         kv_heads = self.k_pages.shape[1]
@@ -223,7 +229,8 @@ def test_block_weights_are_the_pooled_softmax(seed: int, group: int, block_size:
     out, weights = paged_attention_with_block_weights(*case.arguments, SCALE, block_size)
     assert torch.equal(out, case.dense())
     blocks_of = [-(-length // block_size) for length in case.kv_lengths]
-    assert weights.shape == (len(blocks_of), case.queries.shape[1], max(blocks_of))
+    assert weights.shape == (len(blocks_of), 1, case.queries.shape[1], max(blocks_of))
+    weights = weights[:, 0]
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]), atol=1e-5, rtol=0)
     for i, by_token in enumerate(reference_weights(case, case.every_page())):
@@ -279,10 +286,173 @@ def test_heads_must_be_a_multiple_of_kv_heads() -> None:
         paged_attention(case.queries[:, :-1], *case.arguments[1:], SCALE)
 
 
-def test_lists_and_counts_go_together() -> None:
+def in_blocks(case: Case, block_size: int, seed: int) -> Case:
+    """The same case with random lists of blocks of another size; a last block may reach beyond the table."""
+    rng = np.random.default_rng(seed)
+    lists = [
+        [
+            rng.permutation(-(-n // block_size))[: rng.integers(0, -(-n // block_size) + 1)].tolist()
+            for _ in range(case.k_pages.shape[1])
+        ]
+        for n in case.kv_lengths
+    ]
+    return replace(case, lists=lists)
+
+
+def tokens_of(case: Case, block_size: int) -> list[list[list[int]]]:
+    """The listed tokens, for a reference over pages of one token."""
+    return [
+        [[t for b in blocks for t in range(b * block_size, min((b + 1) * block_size, n))] for blocks in heads]
+        for heads, n in zip(case.lists, case.kv_lengths, strict=True)
+    ]
+
+
+def reference_by_token(
+    case: Case, block_size: int, means: GroupMeans | None = None
+) -> tuple[Tensor, list[np.ndarray]]:
+    """Output [rows, heads, dim] and each sequence's weights [rows, heads, length], in float64 by hand."""
+    outs, weights, starts = [], [], case.query_starts.tolist()
+    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
+        keys, values = densified(case, i, case.k_pages), densified(case, i, case.v_pages)
+        queries = case.queries.double().numpy()[starts[i] : starts[i + 1]]
+        heads, group = queries.shape[1], queries.shape[1] // keys.shape[1]
+        out, probs = np.zeros((rows, heads, keys.shape[2])), np.zeros((rows, heads, length))
+        listed = tokens_of(case, block_size)[i]
+        for row in range(rows):
+            for head in range(heads):
+                kv_head, q = head // group, queries[row, head]
+                seen = [t for t in listed[kv_head] if t <= length - rows + row]
+                scores = [keys[t, kv_head] @ q * SCALE for t in seen]
+                vectors = [values[t, kv_head] for t in seen]
+                for g in range(0 if means is None else int(means.counts[i])):
+                    assert means is not None
+                    slot, size = int(means.tables[i, g]), means.group_size
+                    unread = size - len({t for t in listed[kv_head] if t // size == g})
+                    k, v, var = (
+                        x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance)
+                    )
+                    if unread:
+                        spread = min(MAX_VARIANCE_TERM, float((SCALE * q) ** 2 @ var) / 2)
+                        scores.append(k @ q * SCALE + spread + np.log(unread))
+                        vectors.append(v)
+                if scores:
+                    exps = np.exp(np.array(scores) - max(scores))
+                    share = exps / exps.sum()
+                    out[row, head] = share @ np.array(vectors)
+                    probs[row, head, seen] = share[: len(seen)]
+        outs.append(out)
+        weights.append(probs)
+    return torch.from_numpy(np.concatenate(outs)).float(), weights
+
+
+def group_means(case: Case, group_size: int) -> GroupMeans:
+    """Of every group that ends before the first query, in shuffled slots."""
+    k, v, var, tables = [], [], [], []
+    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
+        keys, values = (torch.from_numpy(densified(case, i, x)).float() for x in (case.k_pages, case.v_pages))
+        table = []
+        for g in range((length - rows) // group_size):
+            part = slice(g * group_size, (g + 1) * group_size)
+            table.append(len(k))
+            k.append(keys[part].mean(0))
+            v.append(values[part].mean(0))
+            var.append(keys[part].var(0, correction=0))
+        tables.append(table)
+    width = max(len(table) for table in tables)
+    order = torch.randperm(len(k))
+    stacks = [
+        torch.stack(x)[order.argsort()] if x else torch.zeros(0, *case.k_pages.shape[1::2])
+        for x in (k, v, var)
+    ]
+    places = order.argsort().argsort() if len(order) else order
+    padded = torch.zeros(len(tables), width, dtype=torch.int32)
+    for i, table in enumerate(tables):
+        padded[i, : len(table)] = (
+            places[table].to(torch.int32) if table else torch.zeros(0, dtype=torch.int32)
+        )
+    counts = torch.tensor([len(table) for table in tables], dtype=torch.int32)
+    return GroupMeans(*stacks, padded, counts, group_size)
+
+
+def sizes(case: Case) -> list[int]:
+    return [1, case.page_size // 2, case.page_size, 2 * case.page_size, 4 * case.page_size]
+
+
+@cases
+def test_blocks_of_any_size_are_the_reference(seed: int, group: int) -> None:
+    case = random_case(seed, group)
+    for size in sizes(case):
+        chosen = in_blocks(case, size, seed)
+        wanted, _ = reference_by_token(chosen, size)
+        got = paged_attention(*chosen.arguments, SCALE, chosen.packed_lists(size))
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@cases
+@pytest.mark.parametrize("stood_in", [False, True])
+def test_read_weights_and_means_are_the_reference(seed: int, group: int, stood_in: bool) -> None:
+    case = random_case(seed, group)
+    for size in sizes(case)[:4]:
+        chosen = in_blocks(case, size, seed + 1)
+        means = group_means(chosen, 4 * case.page_size // 2) if stood_in else None
+        blocks = chosen.packed_lists(size)
+        wanted, probs = reference_by_token(chosen, size, means)
+        got, weights = paged_attention_with_read_weights(*chosen.arguments, SCALE, blocks, means)
+        torch.testing.assert_close(got, wanted, atol=5e-5, rtol=1e-3)
+        assert torch.equal(got, paged_attention(*chosen.arguments, SCALE, blocks, means)) or stood_in is False
+        for i, by_token in enumerate(probs):
+            by_head = by_token.mean(0).reshape(case.k_pages.shape[1], -1, by_token.shape[-1]).sum(1)
+            for head, listed in enumerate(chosen.lists[i]):
+                by_block = [by_head[head, b * size : (b + 1) * size].sum() for b in listed]
+                np.testing.assert_allclose(weights[i, head, : len(listed)].numpy(), by_block, atol=1e-4)
+                assert not weights[i, head, len(listed) :].any()
+
+
+def test_means_of_groups_of_equal_keys_stand_in_exactly() -> None:
+    """Where all keys and values of a group are alike, its mean says all there is to say."""
+    torch.manual_seed(0)
+    k, v = torch.randn(6, 2, 1, 8).expand(-1, -1, 16, -1), torch.randn(6, 2, 1, 8).expand(-1, -1, 16, -1)
+    table = torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
+    case = Case(torch.randn(3, 4, 8), k.contiguous(), v.contiguous(), table, [60], [3], [[[3], [3]]])
+    means = group_means(case, 16)
+    assert int(means.counts[0]) == 3
+    got = paged_attention(*case.arguments, SCALE, case.packed_lists(), means)
+    torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-4)
+    without = case.sparse()
+    assert (without - case.dense()).abs().max() > 0.05
+
+
+def test_means_take_no_part_where_everything_is_read() -> None:
+    case = replace(random_case(205, 2), lists=random_case(205, 2).every_page())
+    got = paged_attention(*case.arguments, SCALE, case.packed_lists(), group_means(case, case.page_size))
+    torch.testing.assert_close(got, case.dense(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("emitting", [1, 3, 5])
+def test_the_last_queries_give_their_weights(emitting: int) -> None:
+    case = random_case(112, 2)
+    counts = [min(n, 7) for n in case.kv_lengths]
+    case = replace(
+        case,
+        queries=torch.randn(sum(counts), case.queries.shape[1], case.queries.shape[2]),
+        query_counts=counts,
+    )
+    emitting = min(emitting, *counts)
+    _, weights = paged_attention_with_block_weights(*case.arguments, SCALE, 16, emitting)
+    for i, by_token in enumerate(reference_weights(case, case.every_page())):
+        pooled = pool_blocks(torch.from_numpy(by_token[-emitting:]), 16)
+        np.testing.assert_allclose(weights[i, :, :, : pooled.shape[-1]].numpy(), pooled, atol=1e-5)
+
+
+def test_lists_and_means_that_do_not_fit_are_refused() -> None:
     case = random_case(5, 2)
-    with pytest.raises(ValueError, match="go together"):
-        paged_attention(*case.arguments, SCALE, page_lists=case.packed_lists()[0])
+    lists = case.packed_lists()
+    with pytest.raises(ValueError, match="neither divide"):
+        paged_attention(*case.arguments, SCALE, replace(lists, block_size=case.page_size * 3 // 2))
+    with pytest.raises(ValueError, match="give lists"):
+        paged_attention(*case.arguments, SCALE, None, group_means(case, 16))
+    with pytest.raises(ValueError, match="no whole blocks"):
+        paged_attention(*case.arguments, SCALE, replace(lists, block_size=64), group_means(case, 16))
 
 
 ROW = torch.zeros(1, 1)

@@ -425,7 +425,7 @@ def test_totals_add_up_over_rounds() -> None:
         at = At("a", 0, number, base)
         base += len(tokens)
         commit = Commit(
-            at, tokens, drafted, accepted, kv_pages_read=read, kv_pages_total=total, wait_seconds=0.5
+            at, tokens, drafted, accepted, kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5
         )
         ledger.apply(commit)
     totals = ledger.records["a"].totals

@@ -1,4 +1,4 @@
-"""The plan file, the policy that it steers, and the head map that calibration makes."""
+"""The plan file, the announcements that it steers, and the head map that calibration makes."""
 
 import json
 from dataclasses import replace
@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import PLAN
+from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
 from sparsity.head_map import best_draft_heads, top_k_overlap
-from sparsity.plan import Plan, PlanError, load_plan, save_plan, uniform_plan, with_budget
-from sparsity.policy import blocks_to_pages, expand_to_target, select_top_k_blocks
+from sparsity.methods import METHODS
+from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
+from sparsity.reader import Reader, pages_of
 from sparsity.selection import BlockSelection
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})
@@ -27,13 +29,14 @@ def plans(draw: st.DrawFn) -> Plan:
     draft_layers, draft_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pair = st.tuples(st.integers(0, draft_layers - 1), st.integers(0, draft_heads - 1))
     row = st.tuples(*[pair] * kv_heads)
-    return Plan(
+    return uniform_plan(
         layers,
         kv_heads,
         draft_layers,
         draft_heads,
-        draw(st.tuples(*[row] * layers)),
-        block_size=draw(st.sampled_from([16, 32, 64])),
+        head_maps=((0.1, draw(st.tuples(*[row] * layers))),),
+        method="sts",
+        block_size=draw(st.sampled_from([1, 16, 32, 64])),
         budget=draw(st.sampled_from([0.01, 0.1, 0.5, 0.77, 1.0])),
         sink_blocks=draw(st.integers(0, 3)),
         window_blocks=draw(st.integers(1, 4)),
@@ -62,7 +65,20 @@ def test_the_bundled_plan_loads() -> None:
 CHANGES: dict[str, Any] = {
     "draft_layers": 3,
     "draft_heads": 4,
-    "head_map": tuple(reversed(SMALL.head_map)),
+    "head_maps": ((0.1, tuple(reversed(SMALL.head_map))),),
+    "layer_map": (0, 0, 0, 1),
+    "blends": (((0, 0, 0.5),),) * 8,
+    "head_importance": ((1.0, 2.0),) * 4,
+    "head_budgets": ((1.5, 0.5),) * 4,
+    "method": "sts",
+    "mass": 0.9,
+    "rule": "top_p",
+    "sharing": "union",
+    "allocation": "calibrated",
+    "group_size": 64,
+    "anchor_layers": (1,),
+    "announced_share": 0.5,
+    "memory_decay": 0.5,
     "block_size": 32,
     "budget": 0.26,
     "sink_blocks": 0,
@@ -105,7 +121,8 @@ def test_edited_provenance_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
+        ({"version": 3}, "version 3"),
         ({"budget": 0.0}, "budget"),
         ({"budget": 1.01}, "budget"),
         ({"budget": float("nan")}, "budget"),
@@ -114,13 +131,24 @@ def test_edited_provenance_is_not(tmp_path: Path) -> None:
         ({"block_size": 0}, "block_size"),
         ({"sink_blocks": -1}, "sink_blocks"),
         ({"window_blocks": 0}, "window_blocks"),
-        ({"target_layers": 5}, "head_map has rows"),
-        ({"target_kv_heads": 3}, "head_map has rows"),
-        ({"head_map": [[[0, 0], [0, 3]]] * 4}, r"draft head \(0, 3\)"),
-        ({"head_map": [[[2, 0], [0, 0]]] * 4}, r"draft head \(2, 0\)"),
-        ({"head_map": [[[0], [0]]] * 4}, "plan.json"),
-        ({"head_map": None}, "plan.json"),
-        ({"dense_layers": [4]}, "dense_layers"),
+        ({"target_layers": 5}, "has rows of"),
+        ({"target_kv_heads": 3}, "has rows of"),
+        ({"head_maps": [[0.1, [[[0, 0], [0, 3]]] * 4]]}, r"draft head \(0, 3\)"),
+        ({"head_maps": [[0.1, [[[2, 0], [0, 0]]] * 4]]}, r"draft head \(2, 0\)"),
+        ({"head_maps": [[0.1, [[[0], [0]]] * 4]]}, "plan.json"),
+        ({"head_maps": None}, "plan.json"),
+        ({"head_maps": []}, "no head map"),
+        ({"layer_map": [0, 0, 0, 2]}, r"draft head \(2, 0\)"),
+        ({"layer_map": [0]}, "layer_map"),
+        ({"blends": []}, "blends"),
+        ({"mass": 0.0}, "mass"),
+        ({"rule": "top_q"}, "rule"),
+        ({"sharing": "some"}, "sharing"),
+        ({"allocation": "some"}, "allocation"),
+        ({"group_size": 40}, "group_size"),
+        ({"anchor_layers": [4]}, "anchor"),
+        ({"memory_decay": 1.0}, "memory_decay"),
+        ({"dense_layers": [4]}, "dense or anchor layers"),
         ({"colour": "blue"}, "expected the keys"),
     ],
 )
@@ -129,7 +157,7 @@ def test_what_no_plan_can_say_is_refused(tmp_path: Path, changes: dict[str, Any]
         load_plan(saved(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b'{"hash": 1, "head_map": []}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff\xfe", b'{"hash": 1, "head_maps": []}'])
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
@@ -143,13 +171,20 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_budget() -> None:
-    assert with_budget(SMALL, None) is SMALL
-    assert with_budget(SMALL, 1.0) == replace(SMALL, budget=1.0)
+    assert overridden(SMALL) == SMALL
+    assert overridden(SMALL, 1.0, "sts") == replace(SMALL, budget=1.0, method="sts")
     with pytest.raises(PlanError, match="budget"):
-        with_budget(SMALL, 0.0)
+        overridden(SMALL, 1.5)
 
 
-# The policy
+def test_the_map_of_the_nearest_budget_counts() -> None:
+    other = tuple(reversed(SMALL.head_map))
+    plan = replace(SMALL, head_maps=((0.05, SMALL.head_map), (0.2, other)))
+    assert replace(plan, budget=0.09).head_map == SMALL.head_map
+    assert replace(plan, budget=0.11).head_map == other
+
+
+# What is announced and what is read
 
 
 @st.composite
@@ -162,84 +197,88 @@ def contexts(draw: st.DrawFn) -> tuple[Plan, int, np.ndarray]:
     return plan, base, weights.astype(np.float32)
 
 
+def sts(plan: Plan, base: int, weights: np.ndarray) -> BlockSelection:
+    (selection,) = announce(BY_DRAFT_HEAD, torch.from_numpy(weights)[None], plan, "top_k", base)
+    return selection
+
+
+def read_by(plan: Plan, base: int, length: int, selection: BlockSelection) -> np.ndarray:
+    """bool [layers, kv_heads, blocks]"""
+    reader = Reader(METHODS["sts"], plan)
+    reader.read([selection], base, length)
+    reader.finish(None)
+    assert reader.chosen is not None
+    return reader.chosen.numpy()
+
+
+@settings(max_examples=60)
 @given(contexts())
 def test_announced_are_the_heaviest_blocks_within_the_budget(context: tuple[Plan, int, np.ndarray]) -> None:
     """Never a mandatory one; with them no more than the budget; as many as it leaves room for."""
     plan, base, weights = context
-    blocks = plan.num_blocks(base)
-    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
-    assert (selection.num_heads, selection.num_blocks) == (len(plan.announced_heads), blocks)
+    blocks, heads = plan.num_blocks(base), draft_heads(plan)
+    selection = sts(plan, base, weights)
+    assert (selection.num_heads, selection.num_blocks) == (len(heads), blocks)
     assert (np.diff(selection.keys) > 0).all()
     free = [b for b in range(blocks) if plan.sink_blocks <= b < blocks - plan.window_blocks]
     budget = min(blocks, max(1, int(np.ceil(plan.budget * blocks))))
     room = min(len(free), max(0, budget - (blocks - len(free))))
-    for (layer, head), chosen in zip(plan.announced_heads, selection.lists(), strict=True):
+    for (layer, head), chosen in zip(heads, selection.lists(), strict=True):
         heaviest = sorted(free, key=lambda block: (-weights[layer, head, block], block))[:room]
         assert chosen == sorted(heaviest)
 
 
-@given(contexts(), st.integers(0, 70))
-def test_expansion_is_what_its_description_says(context: tuple[Plan, int, np.ndarray], more: int) -> None:
+@settings(max_examples=60)
+@given(contexts(), st.integers(1, 70))
+def test_what_is_read_is_what_was_announced_and_what_must_be(
+    context: tuple[Plan, int, np.ndarray], more: int
+) -> None:
     """Block by block, for a round that ends `more` tokens after the committed ones."""
     plan, base, weights = context
-    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
-    wanted = expand_to_target(selection, plan, base, base + more)
-    announced = dict(zip(plan.announced_heads, selection.lists(), strict=True))
+    selection = sts(plan, base, weights)
+    read = read_by(plan, base, base + more, selection)
+    announced = dict(zip(draft_heads(plan), [set(row) for row in selection.lists()], strict=True))
     blocks, known = plan.num_blocks(base + more), plan.num_blocks(base)
-    assert wanted.shape == (plan.target_layers, plan.target_kv_heads, blocks)
+    assert read.shape == (plan.target_layers, plan.target_kv_heads, blocks)
     for layer, row in enumerate(plan.head_map):
         for kv_head, pair in enumerate(row):
             for block in range(blocks):
-                dense = layer in plan.dense_layers
                 mandatory = block < plan.sink_blocks or block >= known - plan.window_blocks
-                read = dense or mandatory or block in announced[pair]
-                assert wanted[layer, kv_head, block] == read
+                wanted = layer in plan.dense_layers or mandatory or block in announced[pair]
+                assert read[layer, kv_head, block] == wanted
 
 
-@given(contexts(), st.integers(0, 70))
+@settings(max_examples=40)
+@given(contexts(), st.integers(1, 70))
 def test_budget_1_reads_every_page(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     plan, base, weights = context
-    plan = with_budget(plan, 1.0)
-    (selection,) = select_top_k_blocks([torch.from_numpy(weights)], plan)
-    wanted = expand_to_target(selection, plan, base, base + more)
-    pages = blocks_to_pages(wanted, plan.block_size, 16, base + more)
+    plan = overridden(plan, 1.0)
+    read = read_by(plan, base, base + more, sts(plan, base, weights))
+    pages = pages_of(torch.from_numpy(read), plan.block_size, 16, base + more)
     assert pages.shape[-1] == -(-(base + more) // 16)
     assert pages.all()
 
 
-@given(st.lists(st.integers(1, 900), min_size=1, max_size=4), plans())
-def test_sequences_selected_together_are_selected_as_each_alone(bases: list[int], plan: Plan) -> None:
-    rng = np.random.default_rng(len(bases))
-    shapes = [(plan.draft_layers, plan.draft_heads, plan.num_blocks(base)) for base in bases]
-    weights = [torch.from_numpy(rng.random(shape).astype(np.float32)) for shape in shapes]
-    for alone, together in zip(weights, select_top_k_blocks(weights, plan), strict=True):
-        (selection,) = select_top_k_blocks([alone], plan)
-        assert together.num_blocks == selection.num_blocks == alone.shape[2]
-        assert together.lists() == selection.lists()
-
-
-def test_no_selection_reads_every_block() -> None:
-    assert expand_to_target(None, SMALL, 100, 105).all()
-
-
-def test_a_selection_of_other_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match="selection over 1 heads"):
-        expand_to_target(BlockSelection.from_lists([[1]], 7), SMALL, 100, 105)
-
-
 def test_a_plan_without_sparse_layers_announces_nothing() -> None:
     plan = uniform_plan(2, 2, 2, 2, dense_layers=(0, 1))
-    (selection,) = select_top_k_blocks([torch.rand(2, 2, 30)], plan)
-    assert (selection.num_heads, selection.num_blocks, len(selection.keys)) == (0, 30, 0)
-    assert expand_to_target(selection, plan, 480, 484).all()
+    for name in ("sts", "specattn", "ahead"):
+        announcing = METHODS[name].announcing
+        assert announcing is not None
+        (selection,) = announce(announcing, torch.rand(1, 2, 2, 30), plan, "top_k", 480)
+        assert (selection.num_heads, selection.num_blocks, len(selection.keys)) == (0, 30, 0)
+        reader = Reader(METHODS[name], plan)
+        reader.read([selection], 480, 484)
+        reader.finish(None)
+        assert reader.chosen is not None
+        assert reader.chosen.all()
 
 
-def test_blocks_to_pages_by_hand() -> None:
+def test_pages_by_hand() -> None:
     """A block of 48 tokens is three pages of 16; the last block may end early."""
-    wanted = np.array([[True, False, True], [False, True, False]])
-    pages = blocks_to_pages(wanted, 48, 16, 120)
+    wanted = torch.tensor([[True, False, True], [False, True, False]])
+    pages = pages_of(wanted, 48, 16, 120)
     assert pages.astype(int).tolist() == [[1, 1, 1, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0, 0]]
-    assert np.array_equal(blocks_to_pages(wanted, 16, 16, 48), wanted)
+    assert np.array_equal(pages_of(wanted, 16, 16, 48), wanted.numpy())
 
 
 # Selections

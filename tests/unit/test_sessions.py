@@ -27,6 +27,8 @@ from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from engine.step_loop import share_prefill
 from kernels.kv_write import write_kv
 from orchestrator.ledger import Ledger, Record
+from sparsity.announce import announce, draft_heads
+from sparsity.methods import METHODS
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
 from target_service.judging import RoundInput, judge_rounds
@@ -35,14 +37,20 @@ from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_a
 from wire import convert
 from wire import messages as m
 from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
-from wire.selection_codec import encode_selection
+from wire.selection_codec import decode_selection, encode_selection
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
 DRAFT_LAYERS, DRAFT_HEADS = 2, 3
 UNSEEN = 254
 RECENT = 8  # tokens that a model that sees only the ends looks back
+# A window of two blocks holds all that a model with `ends` looks at; other methods may read less of it.
 PLAN = uniform_plan(
-    LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS, budget=0.6, sink_blocks=1, window_blocks=2, dense_layers=(0,)
+    *(LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS),
+    method="sts",
+    budget=0.6,
+    sink_blocks=1,
+    window_blocks=2,
+    dense_layers=(0,),
 )
 GREEDY = Sampling(temperature=0.0)
 TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
@@ -94,7 +102,7 @@ class FakeModel:
 
 
 class FakeRunner:
-    """Keys hold (position, token). Logits come from what the batch's block tables and page lists lead to."""
+    """Keys hold (position, token). Logits come from what the batch's block tables and block lists lead to."""
 
     def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int) -> None:
         self.kv = PagedKV(layers, KV_HEADS, 2, pages)
@@ -145,8 +153,11 @@ class FakeRunner:
             out.logits = torch.from_numpy(
                 np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
             )
-        if item.block_size:
-            out.block_weights = self._block_weights(history, item.block_size)
+        if item.emitting:
+            assert item.emitting == 1
+            out.block_weights = self._block_weights(history, item.block_size, self.heads)[:, None]
+        if item.read is not None and item.read.emit:
+            out.read_weights = self._block_weights(history, item.read.block_size, KV_HEADS)
         return out
 
     def tokens_in(self, kv: SequenceKV) -> list[int]:
@@ -154,9 +165,9 @@ class FakeRunner:
         assert (content[:, 0] == np.arange(kv.length)).all()
         return content[:, 1].tolist()
 
-    def _block_weights(self, history: list[int], block_size: int) -> Tensor:
+    def _block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:
         """Much the same from round to round, so that differences are worth sending, but never quite."""
-        shape = (self.kv.num_layers, self.heads, -(-len(history) // block_size))
+        shape = (self.kv.num_layers, heads, -(-len(history) // block_size))
         lasting = np.random.default_rng(0).random((*shape[:2], 40))[..., : shape[2]]
         weights = lasting + 0.2 * np.random.default_rng(hashed(history)).random(shape)
         return torch.from_numpy(weights / weights.sum(-1, keepdims=True)).float()
@@ -165,9 +176,10 @@ class FakeRunner:
         """The token at each position that this head of this layer gets to see, and from how many pages."""
         length = int(part.kv_lengths[row])
         pages = np.arange(pages_for(length))
-        if part.page_lists is not None and part.page_lists[layer] is not None:
-            lists, counts = part.page_lists[layer]  # type: ignore[misc]
-            pages = lists[row, head, : int(counts[row, head])].numpy()
+        blocks = None if part.lists is None else part.lists[layer]
+        if blocks is not None:
+            assert blocks.block_size == PAGE_SIZE
+            pages = blocks.lists[row, head, : int(blocks.counts[row, head])].numpy()
             assert (np.diff(pages) > 0).all()
             assert not len(pages) or pages[-1] < pages_for(length)
         physical = part.block_tables[row].numpy()[pages]
@@ -514,13 +526,13 @@ def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: 
     world.run()
     for name in names:
         world.check_greedy(name)
-        assert all(commit.kv_pages_read == commit.kv_pages_total for commit in world.commits[name])
+        assert all(commit.kv_tokens_read == commit.kv_tokens_total for commit in world.commits[name])
         assert sum(commit.announced_bytes for commit in world.commits[name]) > 0
     world.check_nothing_left()
 
 
 def test_commits_tell_what_was_read(clock: Clock) -> None:
-    """Pages by pages as the runner counted them; fewer than all for approximate, all for exact."""
+    """Tokens in whole pages as the runner counted them; fewer than all for approximate, all for exact."""
     for exactness in m.Exactness:
         world = World(clock, 1, FakeModel(ends=True, agreement=3))
         world.attach()
@@ -528,10 +540,12 @@ def test_commits_tell_what_was_read(clock: Clock) -> None:
         world.run()
         world.check_greedy(name)
         commits = world.commits[name]
-        assert [commit.kv_pages_read for commit in commits] == world.target.pages_read
+        assert [commit.kv_tokens_read for commit in commits] == [
+            16 * pages for pages in world.target.pages_read
+        ]
         speculated = [commit for commit in commits if commit.drafted]
         assert len(speculated) > 3
-        fewer = [commit.kv_pages_read < commit.kv_pages_total for commit in speculated]
+        fewer = [commit.kv_tokens_read < commit.kv_tokens_total for commit in speculated]
         assert all(fewer) if exactness is m.Exactness.APPROXIMATE else not any(fewer)
 
 
@@ -978,6 +992,7 @@ class Stand:
     exactness: m.Exactness = m.Exactness.APPROXIMATE
     sampling: Sampling = GREEDY
     base: int = 100
+    sparsity: str = ""
     sent: list[m.TargetEvent] = field(default_factory=list)
     served: list[m.ServedEvent] = field(default_factory=list)
 
@@ -992,10 +1007,10 @@ class Stand:
         while self.step():
             pass
         self.session = self.verifier._sessions["a"]
-        self.heads = len(PLAN.announced_heads)
+        self.heads = len(draft_heads(PLAN))
 
     def opening(self, name: str, **changes: Any) -> m.Open:
-        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness)
+        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
         return replace(known, **changes)
 
     def step(self) -> bool:
@@ -1021,10 +1036,10 @@ class Stand:
     def state(self) -> Any:
         """All that a frame could change, but counters and statistics."""
         session = self.session
-        announced = {key: (a.parts, a.selection.keys.tolist()) for key, a in session.announced.items()}
+        announced = {key: (a.part, a.selection.keys.tolist()) for key, a in session.announced.items()}
         marks = {key: pages.tolist() for key, pages in self.verifier.residency._marks.items()}
         known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced, marks)
-        return *known, session.held and session.held[0], session.kv.length, list(session.kv.pages)
+        return *known, list(session.held), session.kv.length, list(session.kv.pages)
 
 
 def test_a_repeated_frame_changes_nothing() -> None:
@@ -1039,16 +1054,52 @@ def test_a_repeated_frame_changes_nothing() -> None:
     assert not stand.step()
 
 
-def test_the_parts_of_an_announcement_are_joined_and_waited_for() -> None:
+def test_the_last_part_of_an_announcement_is_waited_for_and_counts() -> None:
     stand = Stand()
     stand.receive(stand.proposal(announcements=2))
     stand.receive(stand.announcement())
     assert not stand.step()
     other = encode_selection(stand.selection(stand.base, block=4))
     stand.receive(stand.announcement(part=1, selection=other))
-    joined = stand.session.announced[stand.session.key].selection
-    assert joined.lists() == [[2, 4]] * stand.heads
+    assert stand.session.announced[stand.session.key].selection.lists() == [[4]] * stand.heads
+    before = stand.state()
+    stand.receive(stand.announcement())
+    assert stand.state() == before, "an earlier part that comes late changes nothing"
     assert stand.step()
+    assert stand.session.reader is not None
+    assert stand.session.reader.chosen is not None
+    assert stand.session.reader.chosen[1:, :, 4].all()
+    assert not stand.session.reader.chosen[1:, :, 2].any()
+    assert stand.verifier.counters["late_pages"] == 0, "both parts were marked"
+
+
+def test_pages_read_without_notice_are_late() -> None:
+    stand = Stand()
+    stand.receive(stand.announcement())
+    stand.receive(stand.proposal())
+    for marks in stand.verifier.residency._marks.values():
+        marks[..., 2] = False
+    assert stand.step()
+    assert stand.verifier.counters["late_pages"] == LAYERS * KV_HEADS
+    assert not stand.verifier.residency._marks
+
+
+def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
+    stand = Stand(sparsity="streaming")
+    assert stand.session.announced_by == ""
+    with pytest.raises(InvalidArgument, match="takes no announcements"):
+        stand.receive(stand.announcement())
+    stand.receive(stand.proposal(announcements=0))
+    assert stand.step()
+    commit = stand.served[-1]
+    assert isinstance(commit, m.Commit)
+    assert commit.kv_tokens_read < commit.kv_tokens_total
+
+
+def test_an_unknown_method_is_refused() -> None:
+    stand = Stand()
+    with pytest.raises(InvalidArgument, match="'nonesuch'"):
+        stand.verifier.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
 
 
 def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
@@ -1180,7 +1231,7 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
     assert isinstance(verdict, m.Verdict)
     assert verdict.plain
     assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
-    assert stand.session.held is None
+    assert not stand.session.held
 
 
 def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
@@ -1262,7 +1313,7 @@ class DraftStand:
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
-        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, announce=True)
+        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, method="sts")
         self.receive(self.begin)
 
     def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
@@ -1286,7 +1337,11 @@ def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
         stand = DraftStand(ahead)
         kinds = [type(event) for event in stand.sent]
         proposals = [event for event in stand.sent if isinstance(event, m.Proposal)]
-        assert kinds == [m.Ready, *[m.Announcement, m.Proposal] * (1 + ahead)]
+        # The selection of a round comes with its last query, which is what drafting ahead begins with.
+        assert kinds == [m.Ready, *[m.Announcement, m.Proposal, m.Announcement] * (1 + ahead)]
+        parts = [event.part for event in stand.sent if isinstance(event, m.Announcement)]
+        assert parts == [0, 1] * (1 + ahead)
+        assert all(p.announcements == 2 for p in proposals)
         assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
         if ahead:
             assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
@@ -1296,7 +1351,8 @@ def test_repeated_verdicts_and_begins_change_nothing() -> None:
     stand = DraftStand()
     kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
     verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
-    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposal]  # the round after next
+    after_next = [m.Announcement, m.Proposal, m.Announcement]
+    assert [type(e) for e in stand.receive(verdict)] == after_next
     before = stand.state
     assert stand.receive(verdict, stand.begin, verdict) == []
     assert stand.state == before
@@ -1363,7 +1419,7 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     plain = FakeModel().plain(stand.tokens, 3, [])[0]
     other = (plain[42] + 1) % VOCAB
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
-    assert [type(event) for event in sent] == [m.Announcement, m.Proposal] * 2
+    assert [type(event) for event in sent] == [m.Announcement, m.Proposal, m.Announcement] * 2
     proposal = sent[1]
     assert isinstance(proposal, m.Proposal)
     committed = [*plain[:42], other]
@@ -1393,14 +1449,15 @@ def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
     assert isinstance(announcement, m.Announcement)
     assert isinstance(proposal, m.Proposal)
     assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
-    assert isinstance(before[3], m.Proposal)
-    assert proposal.tokens == before[3].tokens
+    assert announcement.part == 1, "the selection, which is known already"
+    assert isinstance(before[4], m.Proposal)
+    assert proposal.tokens == before[4].tokens
 
 
 def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
     """Room that a broken stream leaves goes to a session of a stream that stands."""
     stand = DraftStand()  # holds 7 of 20 pages
-    big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, announce=False)
+    big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, method="")
     sent: list[m.DraftEvent] = []
     other = Peer("other", sent.append)
     stand.drafter.attach(other)
@@ -1463,23 +1520,64 @@ def test_rounds_are_judged_as_each_by_hand() -> None:
     assert {accepted for accepted, _ in outcomes} == {0, 1, 2, 3}
 
 
-def test_residency_hands_out_what_was_announced_once() -> None:
-    residency = Residency(PLAN)
-    heads = len(PLAN.announced_heads)
+def test_residency_counts_what_was_not_marked() -> None:
+    residency = Residency(16)
     key = ("a", 0, 0)
-    for block in (2, 3):
-        residency.prepare(key, BlockSelection.from_lists([[block]] * heads, 7), 100, 104)
-    residency.prepare(("a", 0, 1), BlockSelection.from_lists([[]] * heads, 7), 105, 109)
-    residency.prepare(("b", 0, 0), BlockSelection.from_lists([[]] * heads, 7), 100, 104)
-    pages = residency.take(key, 101)
-    assert pages[1:].all((0, 1)).tolist() == [True, False, True, True, False, True, True]
-    assert pages[0].all()
-    with pytest.raises(KeyError):
-        residency.take(key, 101)
+
+    def blocks(*chosen: int) -> Tensor:
+        matrix = torch.zeros(2, 2, 7, dtype=torch.bool)
+        matrix[..., list(chosen)] = True
+        return matrix
+
+    residency.prepare(key, blocks(2), 104)
+    residency.prepare(key, blocks(3), 104)
+    residency.prepare(("a", 0, 1), blocks(1), 109)
+    residency.prepare(("b", 0, 0), blocks(1), 104)
+    assert residency.settle(key, blocks(2, 3, 5), 101) == 4, "block 5 of four heads"
+    assert residency.settle(key, blocks(2, 3, 5), 101) == 0, "nothing was announced any more"
     residency.forget("a", before=(0, 1))
     assert set(residency._marks) == {("a", 0, 1), ("b", 0, 0)}
     residency.forget("a")
     assert set(residency._marks) == {("b", 0, 0)}
+
+
+@pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
+    """Against the block weights of a run of the same tokens, one after another."""
+    plan = replace(PLAN, budget=0.3, mass=0.7)
+    runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
+    sent: list[m.DraftEvent] = []
+    peer, drafter = Peer("target", sent.append), Drafter(runner, plan, DrafterSettings(4, ahead=ahead))
+    drafter.attach(peer)
+    tokens = [3] * 200
+    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), tokens, GREEDY, 300, method))
+    while (step := drafter.plan_step()) is not None:
+        drafter.finish_step(step, drafter.execute(step))
+    (proposal, *_) = [event for event in sent if isinstance(event, m.Proposal)]
+    hint, last = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
+    announcing = METHODS[method].announcing
+    assert announcing is not None
+    queries = [
+        runner._block_weights([*tokens, *proposal.tokens[:i]], 16, DRAFT_HEADS)[..., :13] for i in range(5)
+    ]
+    for event, evidence in ((hint, queries[:1]), (last, queries)):
+        rule = METHODS[method].rule
+        (expected,) = announce(announcing, torch.stack(evidence), plan, rule, 200)
+        found = decode_selection(event.selection, {}, announcing.rows(plan))
+        assert found.lists() == expected.lists()
+
+
+def test_the_last_round_before_the_limit_announces_too() -> None:
+    """There is no room for all γ tokens, nor for a guess at the target's."""
+    for room in (1, 2, 3):
+        stand = DraftStand()
+        stand.receive(m.End("a"))
+        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
+        events = stand.receive(begin)
+        assert [e.part for e in events if isinstance(e, m.Announcement) and e.at.round == 0] == [0, 1]
+        (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
+        assert len(proposal.tokens) == max(1, room - 1)
 
 
 @given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))

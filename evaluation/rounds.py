@@ -1,0 +1,210 @@
+"""One case through the engine's verify path, for many variants at once.
+
+A variant is a method with a plan. The draft reads a case once and leaves its evidence; the target reads the dense
+part once, and every variant goes on from a fork of its KV, in rounds of γ + 1 tokens, reading what its `Reader` says.
+All tokens are the text's own, so every variant sees the same rounds; what it writes into its KV is its own.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.batch import SequenceInput
+from engine.paged_kv import SequenceKV
+from engine.runner import Runner
+from evaluation.cases import Case
+from sparsity.announce import announce
+from sparsity.methods import METHODS
+from sparsity.plan import Plan
+from sparsity.reader import Reader
+from sparsity.selection import BlockSelection
+
+PREFILL_CHUNK = 512
+SIDE_BY_SIDE = 16  # variants that run in one pass
+HOT_ROUNDS = (1, 2, 4, 8, 16, 32)  # a hot buffer holds what the last so many rounds read
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`budget`: how the row is labelled: a share of the KV, or p and a mass. gamma: drafted tokens a round."""
+
+    method: str
+    budget: str
+    plan: Plan
+    gamma: int = 3
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.method
+
+
+@dataclass
+class Sums:
+    """What a variant did, added up over rounds and cases; ratios are taken at the end."""
+
+    nll: float = 0.0
+    scored: int = 0
+    judged: int = 0  # positions whose distribution was compared with the draft's
+    accepted: float = 0.0  # expected acceptances: Σ_v min(p, q) at each position
+    recalled: int = 0
+    asked: int = 0
+    read: float = 0.0  # tokens of KV, over layers and heads
+    present: float = 0.0
+    blocks: int = 0
+    rounds: int = 0
+    compared: int = 0  # blocks of rounds after the first
+    fresh: list[int] = field(
+        default_factory=lambda: [0] * len(HOT_ROUNDS)
+    )  # of them not read in the last n rounds
+    hot: list[float] = field(
+        default_factory=lambda: [0.0] * len(HOT_ROUNDS)
+    )  # share of all blocks that is hot
+
+    def add(self, other: "Sums") -> None:
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            both = (
+                [a + b for a, b in zip(mine, value, strict=True)] if isinstance(value, list) else mine + value
+            )
+            setattr(self, name, both)
+
+
+@dataclass
+class _Draft:
+    """What the draft makes of a case: evidence [queries, layers, heads, blocks] by round, log-probabilities."""
+
+    evidence: list[Tensor]
+    log_probs: Tensor  # [tokens from start on, vocab]
+
+
+def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
+    """(first, last) token of each round."""
+    return [
+        (at, min(at + gamma + 1, len(case.tokens))) for at in range(case.start, len(case.tokens), gamma + 1)
+    ]
+
+
+def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Variant]) -> list[Sums]:
+    """All variants of one case; they may differ in everything but their models."""
+    results = [Sums() for _ in variants]
+    prompt = SequenceKV()
+    try:
+        _prefill(target, prompt, case)
+        for shape in sorted({(v.gamma, v.plan.block_size) for v in variants}):
+            drafted = _run_draft(draft, case, *shape)
+            alike = [i for i, v in enumerate(variants) if (v.gamma, v.plan.block_size) == shape]
+            for group_size in sorted({variants[i].plan.group_size for i in alike}):
+                chosen = [i for i in alike if variants[i].plan.group_size == group_size]
+                for start in range(0, len(chosen), SIDE_BY_SIDE):
+                    part = chosen[start : start + SIDE_BY_SIDE]
+                    done = _run_variants(target, case, prompt, drafted, [variants[i] for i in part])
+                    for i, sums in zip(part, done, strict=True):
+                        results[i] = sums
+    finally:
+        target.kv.release(prompt)
+    return results
+
+
+def _prefill(runner: Runner, sequence: SequenceKV, case: Case) -> None:
+    for at in range(0, case.start, PREFILL_CHUNK):
+        runner.forward([SequenceInput(sequence, case.tokens[at : min(at + PREFILL_CHUNK, case.start)])])
+
+
+def _run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> _Draft:
+    sequence, evidence, logits = SequenceKV(), [], []
+    try:
+        _prefill(draft, sequence, case)
+        for first, last in rounds_of(case, gamma):
+            step = SequenceInput(
+                sequence, case.tokens[first:last], "all", block_size=block_size, emitting=last - first
+            )
+            (output,) = draft.forward([step])
+            assert output.block_weights is not None and output.logits is not None
+            evidence.append(output.block_weights.transpose(0, 1))
+            logits.append(output.logits)
+    finally:
+        draft.kv.release(sequence)
+    return _Draft(evidence, torch.cat(logits).log_softmax(-1))
+
+
+class _Run:
+    """One variant on its way through a case."""
+
+    def __init__(self, target: Runner, prompt: SequenceKV, variant: Variant) -> None:
+        self.variant = variant
+        self.reader = Reader(METHODS[variant.method], variant.plan)
+        self.kv = target.kv.fork(prompt)
+        self.sums = Sums()
+        self.right = True
+        self.last_read: Tensor | None = None  # round in which each block was read last, int32
+
+    def announced(self, evidence: Tensor, base: int) -> list[BlockSelection]:
+        announcing, plan = self.reader.method.announcing, self.variant.plan
+        if announcing is None:
+            return []
+        return announce(announcing, evidence, plan, self.reader.method.rule_of(plan), base)
+
+    def count(self, case: Case, first: int, logits: Tensor, draft_log_probs: Tensor) -> None:
+        """logits and draft_log_probs [rows, vocab], at tokens `first` … of the case"""
+        following = case.tokens[first + 1 : first + 1 + len(logits)]
+        log_probs = logits.log_softmax(-1)
+        sums, rows = self.sums, len(following)
+        sums.accepted += float(torch.minimum(log_probs[:rows], draft_log_probs[:rows]).exp().sum())
+        sums.judged += rows
+        asked = case.asked or (case.start + 1, len(case.tokens))
+        inside = [i for i in range(rows) if asked[0] <= first + 1 + i < asked[1]]
+        wanted = torch.tensor(following)[inside]
+        sums.nll -= float(log_probs[inside].gather(1, wanted[:, None]).sum())
+        sums.scored += len(inside)
+        self.right &= bool((logits[inside].argmax(-1) == wanted).all())
+
+    def count_blocks(self, round_: int) -> None:
+        chosen, sums = self.reader.chosen, self.sums
+        assert chosen is not None
+        read, present = self.reader.tokens_read
+        sums.read, sums.present = sums.read + read, sums.present + present
+        sums.blocks, sums.rounds = sums.blocks + int(chosen.sum()), sums.rounds + 1
+        never = torch.iinfo(torch.int32).min // 2
+        known = torch.full(chosen.shape, never, dtype=torch.int32)
+        if self.last_read is not None:
+            known[..., : self.last_read.shape[-1]] = self.last_read
+            sums.compared += int(chosen.sum())
+            for i, window in enumerate(HOT_ROUNDS):
+                hot = known >= round_ - window
+                sums.fresh[i] += int((chosen & ~hot).sum())
+                sums.hot[i] += float(hot.float().mean())
+        known[chosen] = round_
+        self.last_read = known
+
+
+def _run_variants(
+    target: Runner, case: Case, prompt: SequenceKV, drafted: _Draft, variants: list[Variant]
+) -> list[Sums]:
+    group_size = variants[0].plan.group_size
+    if group_size:
+        target.kv.keep_group_means(group_size, len(variants) * (len(case.tokens) // group_size))
+    runs = [_Run(target, prompt, variant) for variant in variants]
+    try:
+        for round_, (first, last) in enumerate(rounds_of(case, variants[0].gamma)):
+            inputs = []
+            for run in runs:
+                announced = run.announced(drafted.evidence[round_], first + 1)
+                read = run.reader.read(announced, first + 1, last)
+                inputs.append(SequenceInput(run.kv, case.tokens[first:last], "all", read))
+            rows = slice(first - case.start, last - case.start)
+            for run, output in zip(runs, target.forward(inputs), strict=True):
+                run.reader.finish(output.read_weights)
+                assert output.logits is not None
+                run.count(case, first, output.logits, drafted.log_probs[rows])
+                run.count_blocks(round_)
+    finally:
+        for run in runs:
+            target.kv.release(run.kv)
+    for run in runs:
+        run.sums.asked, run.sums.recalled = (
+            int(case.asked is not None),
+            int(case.asked is not None and run.right),
+        )
+    return [run.sums for run in runs]

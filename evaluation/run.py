@@ -1,0 +1,96 @@
+"""Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+
+import torch
+from tqdm import tqdm
+
+from engine.loading import default_device, load_runner, resolve_dtype
+from engine.paged_kv import PAGE_SIZE
+from engine.runner import ModelRunner
+from evaluation.cases import Case
+from evaluation.rounds import SIDE_BY_SIDE, Sums, Variant, evaluate_case
+from sparsity.methods import check_method, method_named
+from sparsity.plan import Plan
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hugging Face ids or folders."""
+
+    target: str
+    draft: str
+
+
+_loaded: tuple[ModelRunner, ModelRunner] | None = None  # of a worker process: draft, target
+
+
+def parse_budget(text: str, plan: Plan) -> Plan:
+    """`0.06`: that share of the KV by top_k; `p0.95`: nuclei of that mass; empty: the plan's own."""
+    try:
+        if text.startswith("p"):
+            return replace(plan, rule="top_p", mass=float(text[1:]))
+        return replace(plan, rule="top_k", budget=float(text)) if text else plan
+    except ValueError as error:
+        raise ValueError(f"budget {text!r}: a share like 0.06 or a mass like p0.95 ({error})") from error
+
+
+def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) -> list[Variant]:
+    """Every method with every budget that it takes; `dense`, which all rows are compared with, first and once.
+
+    Raises ValueError (PlanError) for a method that is none, or that takes none of the budgets.
+    """
+    variants = [Variant("dense", "", plan, gamma)]
+    for name in methods:
+        method = method_named(name)
+        if name == "dense":
+            continue
+        refusals = []
+        for budget in budgets:
+            asked = parse_budget(budget, plan)
+            try:
+                check_method(method, asked)
+            except ValueError as error:
+                refusals.append(error)
+                continue
+            variants.append(Variant(name, budget, asked, gamma))
+        if len(refusals) == len(budgets):
+            raise refusals[0]
+    return variants
+
+
+def evaluate(
+    pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
+) -> list[Sums]:
+    """Sums of each variant over all cases. workers 0: one a core; results do not depend on it."""
+    longest = max(len(case.tokens) for case in cases)
+    forked = max(len(case.tokens) - case.start for case in cases) + 2 * PAGE_SIZE
+    room = 2 * longest + SIDE_BY_SIDE * forked
+    count = min(workers or os.cpu_count() or 1, len(cases))
+    totals = [Sums() for _ in variants]
+    with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, longest + PAGE_SIZE, room)) as pool:
+        parts = pool.map(_evaluate, cases, [variants] * len(cases))
+        for sums in tqdm(parts, total=len(cases), desc=description, unit="case"):
+            for total, part in zip(totals, sums, strict=True):
+                total.add(part)
+    return totals
+
+
+def _load(pair: Pair, draft_tokens: int, target_tokens: int) -> None:
+    global _loaded
+    device = default_device()
+    if device == "cpu":
+        torch.set_num_threads(1)  # the workers share the cores
+    dtype = resolve_dtype("auto", device)
+    _loaded = (
+        load_runner(pair.draft, dtype, device, draft_tokens),
+        load_runner(pair.target, dtype, device, target_tokens),
+    )
+
+
+def _evaluate(case: Case, variants: list[Variant]) -> list[Sums]:
+    assert _loaded is not None
+    return evaluate_case(*_loaded, case, variants)
