@@ -6,7 +6,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test lint format protos check-protos bench-stack clean
+.PHONY: help setup demo test lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -44,6 +44,12 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 	for file in $$fresh/protos/*; do cmp $$file protos/$$(basename $$file) || { echo "stale stubs: run make protos"; exit 1; }; done && \
 	rm -r $$fresh
 
+
+# Plain text files; those that the bundled plan was calibrated on are left out.
+BOOKS ?= ../shared/corpus
+
+evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
+	$(BIN)/python -m evaluation.quality --books $(BOOKS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack

@@ -353,11 +353,12 @@ class Drafter:
             self._announce(peer, session, selection, 0)
 
     def _announce(self, peer: Peer, session: DraftSession, selection: BlockSelection, part: int) -> None:
-        reference = session.reference
-        if reference is None:
-            data = encode_selection(selection)
+        held = [((known.epoch, known.round), known.selection) for known in session.references]
+        if held:
+            (name, newest), *earlier = held
+            data = encode_selection(selection, newest, name, earlier)
         else:
-            data = encode_selection(selection, reference.selection, (reference.epoch, reference.round))
+            data = encode_selection(selection)
         self.counters["announcements"] += 1
         self.counters["announced_bytes"] += len(data)
         peer.send(Announcement(session.at, part, session.tokens[session.base - 1], data))

@@ -14,6 +14,7 @@ from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Support, Verdict
+from wire.selection_codec import MAX_REFERENCES
 
 
 @dataclass
@@ -52,7 +53,7 @@ class DraftSession:
     draft_seconds: float = 0.0
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
-    reference: Reference | None = None
+    references: list[Reference] = field(default_factory=list)  # the last ones judged, the newest first
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
@@ -120,7 +121,8 @@ class DraftSession:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
         judged_selection = self.judging if self.round > self.judged else self.selection
         if judged_selection is not None and not verdict.plain:
-            self.reference = Reference(self.epoch, self.judged, judged_selection)
+            self.references.insert(0, Reference(self.epoch, self.judged, judged_selection))
+            del self.references[MAX_REFERENCES:]
         new_length = base + len(tokens)
         ahead_holds = (
             self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens

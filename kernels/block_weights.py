@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.paged_attention import gather_pages, paged_attention
+from kernels.paged_attention import gather_pages, pack_heads, paged_attention
 
 
 def paged_attention_with_block_weights(
@@ -44,14 +44,11 @@ def _torch_block_weights(
     out = queries.new_zeros(sequences, emitting, heads, -(-max(lengths) // block_size), dtype=torch.float32)
     for i, length in enumerate(lengths):
         keys = gather_pages(k_pages, block_tables[i, None, : -(-length // page_size)].long())[:, :length]
-        grouped = (
-            queries[i].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        )  # [kv_heads, group, emitting, dim]
-        scores = (grouped @ keys[:, None].mT).float() * scale
-        places = torch.arange(length, device=keys.device)
-        visible = places <= torch.arange(length - emitting, length, device=keys.device)[:, None]
-        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        blocks = pool_blocks(probs, block_size).permute(2, 0, 1, 3).flatten(1, 2)
+        scores = (pack_heads(queries[i], kv_heads) @ keys.mT).float() * scale
+        scores = scores.unflatten(1, (-1, emitting))  # [kv_heads, group, emitting, length]
+        later = torch.ones(emitting, emitting, dtype=torch.bool, device=keys.device).triu(1)
+        scores[..., length - emitting :].masked_fill_(later, -torch.inf)
+        blocks = pool_blocks(scores.softmax(-1), block_size).permute(2, 0, 1, 3).flatten(1, 2)
         out[i, :, :, : blocks.shape[-1]] = blocks
     return out
 

@@ -237,14 +237,14 @@ def _stand_ins(
     return _StandIns(k, v, variance, unread)
 
 
-def _pack(queries: Tensor, kv_heads: int) -> Tensor:
+def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:
     """[rows, heads, dim] -> [kv_heads, group * rows, dim]: the query heads of a KV head side by side"""
     rows, _, dim = queries.shape
     return queries.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
 
 def _unpack(out: Tensor, rows: int) -> Tensor:
-    """The reverse of `_pack`."""
+    """The reverse of `pack_heads`."""
     kv_heads, _, dim = out.shape
     return out.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, -1, dim)
 
@@ -264,7 +264,7 @@ def _attend(
         return torch.zeros_like(queries)
     mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1)
     out = F.scaled_dot_product_attention(
-        _pack(queries, kv_heads)[None], keys[None], values[None], attn_mask=mask[None], scale=scale
+        pack_heads(queries, kv_heads)[None], keys[None], values[None], attn_mask=mask[None], scale=scale
     )[0]
     return _unpack(out.where(mask.any(-1, keepdim=True), 0), rows)
 
@@ -281,7 +281,7 @@ def _attend_with_probs(
     """As `_attend`, and the probabilities of the keys, float32 [kv_heads, group, rows, n]."""
     rows, heads, _ = queries.shape
     kv_heads, n = keys.shape[:2]
-    packed = _pack(queries, kv_heads)
+    packed = pack_heads(queries, kv_heads)
     mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1).expand(kv_heads, -1, -1)
     scores = (packed @ keys.mT).float() * scale
     if groups is not None:

@@ -94,7 +94,8 @@ def shared_room(plan: Plan, base: int, blocks: int) -> int:
 
 def summary_tokens(plan: Plan, base: int) -> float:
     """What reading all group means of a head costs, in tokens of KV: three vectors a group, a token has two."""
-    return 1.5 * ((base - 1) // plan.group_size) if plan.group_size else 0.0
+    stood_in = plan.group_size > 0 and plan.budget < 1
+    return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
 
 
 def _blend_matrix(plan: Plan) -> Tensor:

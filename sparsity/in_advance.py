@@ -67,6 +67,8 @@ def ahead(view: RoundView) -> Tensor:
     target asks for a hidden fact only when it comes to it, and the draft sees that first.
     """
     assert view.announced is not None
+    if view.plan.budget == 1:
+        return torch.ones_like(view.announced)
     if view.memory is None:
         return view.announced
     always = mandatory(view.plan, view.base, view.blocks, LEAST_WINDOW)

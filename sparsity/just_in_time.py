@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from engine.batch import SequenceKeys
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import pool_blocks
+from kernels.paged_attention import pack_heads
 from sparsity.choice import mandatory, share, shares_of
 from sparsity.plan import Plan, Rule
 
@@ -130,22 +131,21 @@ def _weights(view: LayerView, keys: Tensor, among: Tensor | None) -> Tensor:
     """Block weights under keys [kv_heads, length, dim], of the blocks `among` [kv_heads, blocks] alone if given."""
     rows = len(view.queries)
     kv_heads, length, _ = keys.shape
-    grouped = view.queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
-    scores = (grouped @ keys[:, None].mT).float() * view.scale
-    places = torch.arange(length, device=keys.device)
-    visible = places <= torch.arange(length - rows, length, device=keys.device)[:, None]
+    scores = (pack_heads(view.queries, kv_heads) @ keys.mT).float().mul_(view.scale)
+    scores = scores.unflatten(1, (-1, rows))  # [kv_heads, group, rows, length]
+    later = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+    scores[..., length - rows :].masked_fill_(later, -torch.inf)
     if among is not None:
         tokens = among.repeat_interleave(view.plan.block_size, -1)[:, None, None, :length]
-        visible = visible & tokens
-    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return pool_blocks(probs.sum(1), view.plan.block_size).transpose(0, 1)
+        scores.masked_fill_(~tokens, -torch.inf)
+    return pool_blocks(scores.softmax(-1).sum(1), view.plan.block_size).transpose(0, 1)
 
 
 def _four_bits(keys: Tensor) -> Tensor:
     """Keys as they are after rounding to 4 bits with a scale and zero for each token."""
-    low, high = keys.amin(-1, keepdim=True), keys.amax(-1, keepdim=True)
+    low, high = keys.aminmax(dim=-1, keepdim=True)
     step = ((high - low) / 15).clamp(min=1e-8)
-    return ((keys - low) / step).round() * step + low
+    return keys.sub(low).div_(step).round_().mul_(step).add_(low)
 
 
 def upper_bounds(view: LayerView) -> Tensor:

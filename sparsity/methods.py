@@ -35,7 +35,7 @@ class Method:
         return plan.rule or self.rule
 
     def uses_means(self, plan: Plan) -> bool:
-        return self.stands_in and plan.group_size > 0
+        return self.stands_in and plan.group_size > 0 and plan.budget < 1
 
 
 def _bounds(plan: Plan, base: int) -> float:

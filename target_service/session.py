@@ -8,6 +8,7 @@ from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from wire.messages import At, Proposal, Verdict
+from wire.selection_codec import MAX_REFERENCES
 
 if TYPE_CHECKING:
     from target_service.verifier import DraftPeer
@@ -51,7 +52,7 @@ class TargetSession:
     drafted: bool = False  # whether to wait for the draft's proposals
     proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
     announced: dict[RoundKey, Announced] = field(default_factory=dict)
-    # Of the last two rounds judged by announcement: a draft that is a round ahead still speaks of the older one.
+    # Of the last rounds judged by announcement, one more than a draft refers to: it may be a round ahead.
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
@@ -98,7 +99,7 @@ class TargetSession:
         """
         if judged is not None and self.key in self.announced:
             self.held[self.key] = self.announced[self.key].selection
-            for key in list(self.held)[:-2]:
+            for key in list(self.held)[: -(MAX_REFERENCES + 1)]:
                 del self.held[key]
         self.tokens += tokens
         self.round += 1

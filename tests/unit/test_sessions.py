@@ -1155,7 +1155,7 @@ def test_a_difference_against_an_unknown_selection_is_refused() -> None:
         np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7
     )
     data = encode_selection(dense, dense, (0, 7))
-    assert data[1] == 2
+    assert data[1] == 1, "it names one reference"
     before = stand.state()
     stand.receive(stand.announcement(selection=data))
     assert isinstance(stand.sent[-1], m.Refusal)

@@ -1,0 +1,248 @@
+"""Evaluation: its cases, its counting, its tables, and the rounds against plain passes of the model."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from engine.batch import SequenceInput
+from engine.loading import load_runner
+from engine.paged_kv import SequenceKV
+from engine.runner import ModelRunner
+from evaluation import cases, plots, quality, report
+from evaluation.cases import Case
+from evaluation.rounds import Sums, Variant, evaluate_case, rounds_of
+from evaluation.run import Pair, evaluate, parse_budget, variants_of
+from orchestrator.demo import TEXT
+from sparsity.plan import PlanError, load_plan
+
+PLAN = load_plan(models.PLAN)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[ModelRunner, ModelRunner]:
+    """draft, target"""
+    return (
+        load_runner(str(models.DRAFT), torch.float32, "cpu", 700),
+        load_runner(str(models.TARGET), torch.float32, "cpu", 4000),
+    )
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return cases.read_texts([str(TEXT)])
+
+
+def test_dense_rounds_are_a_plain_pass(
+    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
+) -> None:
+    draft, target = pair
+    (case,) = cases.perplexity_cases(texts, tokenizer, 330, 297)
+    (sums,) = evaluate_case(draft, target, case, [Variant("dense", "", PLAN)])
+    log_probs = []
+    for runner in (target, draft):
+        sequence = SequenceKV()
+        (output,) = runner.forward([SequenceInput(sequence, case.tokens, "all")])
+        runner.kv.release(sequence)
+        assert output.logits is not None
+        log_probs.append(output.logits[297:-1].log_softmax(-1))
+    wanted = torch.tensor(case.tokens[298:])
+    assert sums.scored == sums.judged == 32
+    assert sums.nll == pytest.approx(-float(log_probs[0].gather(1, wanted[:, None]).sum()), rel=1e-4)
+    assert sums.accepted == pytest.approx(float(torch.minimum(*log_probs).exp().sum()), rel=1e-4)
+    assert sums.read == sums.present
+    assert target.kv.pool.held == draft.kv.pool.held == 0
+
+
+def test_every_method_runs_and_reads_what_it_says(
+    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
+) -> None:
+    (case,) = cases.perplexity_cases(texts, tokenizer, 620, 604)
+    plan = replace(PLAN, group_size=64)
+    methods = ["oracle", "streaming", "quest", "tidal", "twilight", "pillar", "sts", "specattn", "ahead"]
+    variants = variants_of(methods, ["0.25", "p0.7"], plan, 3)
+    rows = report.to_rows("test", variants, evaluate_case(*pair, case, variants))
+    assert {(row.method, row.budget) for row in rows if row.budget.startswith("p")} == {
+        (name, "p0.7") for name in ("oracle", "tidal", "twilight", "pillar", "sts", "specattn")
+    }
+    dense = rows[0]
+    assert (dense.method, dense.increase, dense.kv_read) == ("dense", 0.0, 1.0)
+    for row in rows[1:]:
+        assert 0 < row.kv_read < 1
+        assert math.isfinite(row.perplexity)
+        assert 0 <= row.churn4 <= row.churn <= 1
+        if row.method in ("streaming", "sts", "oracle") and row.budget == "0.25":
+            assert row.kv_read == pytest.approx(0.25, abs=0.02)
+        if row.method == "ahead":
+            assert row.kv_read <= 0.25 + 0.01
+    assert pair[1].kv.pool.held == 0
+
+
+def test_sharing_block_sizes_and_gammas_run_side_by_side(
+    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
+) -> None:
+    """Variants of different shapes in one case; union reads most, and per_query reads a part of it for each."""
+    (case,) = cases.perplexity_cases(texts, tokenizer, 608, 592)
+    plan = parse_budget("0.2", PLAN)
+    variants = [
+        Variant("sts", "0.2", replace(plan, sharing=how), gamma)
+        for gamma in (1, 3)
+        for how in ("per_query", "union", "first")
+    ]
+    variants += [
+        Variant("sts", "0.2", replace(plan, block_size=size, sink_blocks=1, window_blocks=max(1, 64 // size)))
+        for size in (1, 64)
+    ]
+    results = evaluate_case(*pair, case, variants)
+    reads = [sums.read / sums.present for sums in results]
+    assert reads[0] == reads[1] > reads[2], "k = 1"
+    assert reads[3] == reads[4] > reads[5], "k = 3"
+    assert results[0].nll != results[1].nll, "a query of its own choice sees less than the union"
+    assert all(sums.scored == 15 for sums in results)
+
+
+def test_recall_is_exact_or_not(
+    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
+) -> None:
+    (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 600, 1)
+    dense, streaming = evaluate_case(
+        *pair, case, [Variant("dense", "", PLAN), Variant("streaming", "0.15", parse_budget("0.15", PLAN))]
+    )
+    assert (dense.recalled, dense.asked) == (1, 1)
+    assert (streaming.recalled, streaming.asked) == (0, 1)
+    assert dense.scored == case.asked[1] - case.asked[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", sorted(cases.RECALL))
+def test_what_is_asked_for_was_said(kind: str, tokenizer: Any, texts: dict[str, str]) -> None:
+    for case in cases.recall_cases([kind], texts, tokenizer, 600, 3):
+        assert case.asked is not None
+        assert len(case.tokens) == case.asked[1] == 600
+        answer = tokenizer.decode(case.tokens[case.asked[0] :]).strip(" .")
+        before = tokenizer.decode(case.tokens[: case.start])
+        assert answer in before
+        assert case.start < case.asked[0]
+        assert answer not in tokenizer.decode(case.tokens[case.start : case.asked[0]])
+
+
+def test_copies_ask_for_what_was_said(tokenizer: Any, texts: dict[str, str]) -> None:
+    spans, code = cases.copy_cases(texts, tokenizer, 620, 2)
+    for case in (spans, code):
+        assert case.asked is not None
+        answer, before = case.tokens[case.asked[0] :], case.tokens[: case.start]
+        places = range(len(before) - len(answer) + 1)
+        said = any(before[i : i + len(answer)] == answer for i in places)
+        assert said or tokenizer.decode(answer) in tokenizer.decode(before)
+
+
+def test_cases_are_the_same_each_time(tokenizer: Any, texts: dict[str, str]) -> None:
+    make = [cases.recall_cases(["pairs"], texts, tokenizer, 600, 2) for _ in range(2)]
+    assert make[0] == make[1]
+
+
+def test_rounds_cover_the_rest_of_a_case() -> None:
+    case = Case("x", [0] * 23, 10)
+    assert rounds_of(case, 3) == [(10, 14), (14, 18), (18, 22), (22, 23)]
+
+
+def test_texts_that_are_too_short_are_refused(tokenizer: Any, texts: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="4096 are needed"):
+        cases.perplexity_cases({"short": texts[TEXT.stem][:2000]}, tokenizer, 4096, 100)
+    with pytest.raises(ValueError, match="known are"):
+        cases.recall_cases(["nonesuch"], texts, tokenizer, 600, 1)
+
+
+def test_a_data_set_is_read_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, config: str | None, split: str, streaming: bool) -> list[dict[str, str]]:
+        assert (name, config, split, streaming) == ("some/books", "en", "test", True)
+        return [{"body": "once"}, {"body": "twice"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert cases.read_texts(["some/books:en::body"]) == {"some/books-0": "once", "some/books-1": "twice"}
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="no such file"):
+        cases.read_texts(["nowhere.txt"])
+
+
+def test_budgets_are_shares_or_masses() -> None:
+    assert parse_budget("0.06", PLAN).budget == 0.06
+    assert parse_budget("0.06", replace(PLAN, rule="top_p")).rule == "top_k"
+    assert (parse_budget("p0.9", PLAN).rule, parse_budget("p0.9", PLAN).mass) == ("top_p", 0.9)
+    assert parse_budget("", PLAN) is PLAN
+    for wrong in ("2", "p2", "x", "-0.1"):
+        with pytest.raises(ValueError, match="budget"):
+            parse_budget(wrong, PLAN)
+    with pytest.raises(PlanError, match="top_k"):
+        variants_of(["quest"], ["p0.9"], PLAN, 3)
+    with pytest.raises(ValueError, match="nonesuch"):
+        variants_of(["nonesuch"], ["0.1"], PLAN, 3)
+
+
+def test_workers_give_what_one_process_gives(
+    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
+) -> None:
+    chosen = cases.perplexity_cases(texts, tokenizer, 320, 310, passages=2)
+    variants = variants_of(["sts"], ["0.3"], PLAN, 3)
+    apart = evaluate(Pair(str(models.TARGET), str(models.DRAFT)), chosen, variants, workers=2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    together = [Sums() for _ in variants]
+    for case in chosen:
+        for total, part in zip(together, evaluate_case(*pair, case, variants), strict=True):
+            total.add(part)
+    torch.set_num_threads(threads)
+    for a, b in zip(apart, together, strict=True):
+        assert a.nll == pytest.approx(b.nll, rel=1e-5)
+        assert (a.read, a.blocks, a.rounds, a.fresh) == (b.read, b.blocks, b.rounds, b.fresh)
+
+
+def some_rows() -> list[report.Row]:
+    plain = Sums(nll=math.log(20) * 10, scored=10, judged=10, accepted=6.5, read=100, present=100)
+    plain.rounds, plain.blocks = 2, 8
+    changes: dict[str, Any] = {
+        "nll": math.log(22) * 10,
+        "read": 6,
+        "compared": 4,
+        "fresh": [3, 2, 1, 1, 0, 0],
+    }
+    sparse = Sums(**(vars(plain) | changes | {"recalled": 2, "asked": 3}))
+    return report.to_rows("t", [Variant("dense", "", PLAN), Variant("sts", "0.06", PLAN)], [plain, sparse])
+
+
+def test_rows_say_what_the_sums_say() -> None:
+    dense, sparse = some_rows()
+    assert dense.perplexity == pytest.approx(20)
+    assert (sparse.increase, sparse.kv_read) == (pytest.approx(0.1), 0.06)
+    assert (sparse.recalled, sparse.asked, dense.asked) == (2, 3, None)
+    assert (sparse.acceptance, sparse.blocks, sparse.churn, sparse.churn4) == (0.65, 4, 0.75, 0.25)
+
+
+def test_tables_hold_every_row() -> None:
+    rows = some_rows()
+    text, markdown = report.to_text(rows), report.to_markdown(rows)
+    assert "+10.00%" in text
+    assert "2/3" in text
+    assert len(markdown.splitlines()) == 4
+    assert len({line.count("|") for line in markdown.splitlines()}) == 1
+    assert json.loads(report.to_json(rows))[1]["kv_read"] == 0.06
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    for draw in (plots.plot_quality, plots.plot_churn):
+        assert draw(some_rows(), tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_a_place_for_every_table() -> None:
+    page = (Path(quality.__file__).parents[1] / "docs" / "quality.md").read_text(encoding="utf-8")
+    for name in [*(name for name, _ in quality.STUDIES), "made"]:
+        filled = quality._fill(page, name, "TABLE")
+        assert f"<!-- {name} -->\nTABLE\n<!-- /{name} -->" in filled
+    with pytest.raises(ValueError, match="no markers"):
+        quality._fill(page, "nonesuch", "")
