@@ -155,7 +155,7 @@ class _Run:
         sums.judged += rows
         asked = case.asked or (case.start + 1, len(case.tokens))
         inside = [i for i in range(rows) if asked[0] <= first + 1 + i < asked[1]]
-        wanted = torch.tensor(following)[inside]
+        wanted = torch.tensor(following, device=logits.device)[inside]
         sums.nll -= float(log_probs[inside].gather(1, wanted[:, None]).sum())
         sums.scored += len(inside)
         self.right &= bool((logits[inside].argmax(-1) == wanted).all())

@@ -13,8 +13,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from models import DRAFT
+from models import DRAFT, PLAN
 from protos import control_pb2, inference_pb2
+from sparsity.methods import METHODS as SPARSITY
+from sparsity.plan import load_plan
 from tests.client import APPROXIMATE, generate, make_request, metric, service_state, wait_for, wait_until_idle
 from tests.stack import Stack
 
@@ -104,6 +106,30 @@ def test_exactness(stack: Stack) -> None:
     assert [summary.kv_read_fraction for summary in summaries[:2]] == [1, 1]
     assert summaries[2].kv_read_fraction < 0.7
     assert summaries[2].announced_bytes > 0
+
+
+@pytest.mark.parametrize("method", SPARSITY)
+def test_every_method_serves_a_request(stack: Stack, method: str) -> None:
+    """Draft-led methods announce, the others do not; all but dense read a part."""
+    result = generate(stack.stub(), PROMPT * 100, max_tokens=24, exactness=APPROXIMATE, sparsity=method)
+    assert len(result.tokens) == 24
+    summary = result.speculation
+    assert (summary.announced_bytes > 0) == (SPARSITY[method].announcing is not None)
+    assert summary.accepted > 0
+    if method == "dense":
+        assert summary.kv_read_fraction == 1
+        assert result.tokens == generate(stack.stub(), PROMPT * 100, max_tokens=24).tokens
+    else:
+        assert summary.kv_read_fraction < 0.9
+
+
+def test_the_plan_names_the_default_method(stack: Stack) -> None:
+    stub = stack.stub()
+    named, unnamed = (
+        generate(stub, PROMPT * 60, max_tokens=24, exactness=APPROXIMATE, sparsity=method)
+        for method in (load_plan(PLAN).method, "")
+    )
+    assert named.tokens == unnamed.tokens
 
 
 def test_a_prompt_of_token_ids(stack: Stack, tokenizer: Any) -> None:
@@ -271,6 +297,8 @@ BAD_REQUESTS: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
     "max_tokens 2^32 - 1": (make_request(PROMPT, max_tokens=2**32 - 1), "max_tokens"),
     "exactness 9": (make_request(PROMPT, exactness=9), "exactness"),
     "exactness -1": (make_request(PROMPT, exactness=-1), "exactness"),
+    "sparsity of an exact request": (make_request(PROMPT, sparsity="sts"), "'approximate'"),
+    "unknown sparsity": (make_request(PROMPT, exactness=APPROXIMATE, sparsity="most"), "one of dense"),
     "too many stops": (make_request(PROMPT, stop=["a"] * 17), "stop"),
     "empty stop": (make_request(PROMPT, stop=["a", ""]), "stop"),
     "long stop": (make_request(PROMPT, stop=["a" * 257]), "stop"),

@@ -138,6 +138,10 @@ def test_approximate(client: OpenAI) -> None:
     assert exact.speculation["kv_read_fraction"] == 1
     assert approximate.speculation["kv_read_fraction"] < 0.7
     assert approximate.speculation["announced_bytes"] > 0
+    options = {"exactness": "approximate", "sparsity": "streaming"}
+    streaming = complete(client, prompt=prompt, extra_body=options)
+    assert streaming.speculation["announced_bytes"] == 0
+    assert streaming.speculation["kv_read_fraction"] < 0.7
 
 
 def test_chat(client: OpenAI, tokenizer: Any) -> None:
@@ -273,6 +277,9 @@ BAD_BODIES = {
     "long stop": (body(stop="a" * 257), "stop"),
     "too many stops": (body(stop=["a"] * 17), "stop"),
     "exactness": (body(exactness="roughly"), "exactness"),
+    "sparsity of an exact request": (body(sparsity="sts"), "sparsity"),
+    "unknown sparsity": (body(exactness="approximate", sparsity="most"), "sparsity"),
+    "sparsity number": (body(exactness="approximate", sparsity=5), "sparsity"),
     "model of another type": (body(model=5), "model"),
     "long request_id": (body(request_id="a" * 129), "request_id"),
     "ignore_eos number": (body(ignore_eos=1), "ignore_eos"),

@@ -9,7 +9,7 @@ from orchestrator.requests import GenerationRequest, Limits, check_stop, encode_
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import Exactness, FinishReason
 
-LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7])
+LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("sts", "ahead"))
 REQUEST = GenerationRequest([5, 6, 7])
 
 
@@ -145,6 +145,13 @@ def test_request_ids_that_cannot_be_shown(request_id: str) -> None:
 @pytest.mark.parametrize("exactness", ["EXACTLY", "none", "0"])
 def test_unknown_exactness(exactness: str) -> None:
     refused("exactness must be", exactness=exactness)
+
+
+def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None:
+    assert record().sparsity == record(exactness="approximate").sparsity == ""
+    assert record(exactness="approximate", sparsity="sts").to_open().sparsity == "sts"
+    refused("'approximate'", sparsity="sts")
+    refused("one of sts, ahead; got 'tidal'", exactness="approximate", sparsity="tidal")
 
 
 def test_an_unknown_model_is_not_found() -> None:

@@ -1,0 +1,140 @@
+"""Calibration: what it counts against a plain pass with whole attention matrices, and going on where it stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models
+from engine.loading import load_model, load_runner, output_projections
+from engine.runner import ModelRunner
+from orchestrator.demo import TEXT
+from sparsity.calibration import (
+    CalibrationSettings,
+    Sums,
+    calibrate,
+    calibrate_files,
+    load_progress,
+    overlap_shares,
+    save_progress,
+    to_plan,
+)
+from sparsity.head_map import top_k_overlap
+from sparsity.layer_map import layer_similarity
+
+SETTINGS = CalibrationSettings(
+    context=320, stride=64, skipped=192, queries=3, map_budgets=(0.35, 0.6), budget=0.5, window_blocks=2
+)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[ModelRunner, ModelRunner]:
+    """draft, target"""
+    return (
+        load_runner(str(models.DRAFT), torch.float32, "cpu", 400),
+        load_runner(str(models.TARGET), torch.float32, "cpu", 400),
+    )
+
+
+@pytest.fixture(scope="module")
+def passages(tokenizer: Any) -> list[list[int]]:
+    tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    return [tokens[:320], tokens[1000:1320]]
+
+
+def count(
+    pair: tuple[ModelRunner, ModelRunner], texts: list[list[int]], sums: Sums | None = None, **options: Any
+) -> Sums:
+    return calibrate(*pair, texts, SETTINGS, output_projections(pair[1].model), 4, sums, **options)
+
+
+def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
+    """Mean weights by block of the three queries before `last`: [layers, heads, blocks], by transformers itself."""
+    loaded = load_model(model, torch.float32, "cpu", "eager")
+    attentions = loaded(torch.tensor([tokens[:last]]), output_attentions=True).attentions
+    rows = torch.stack([a[0, :, -3:, :] for a in attentions])  # [layers, heads, 3, tokens]
+    return rows.unflatten(-1, (-1, 16)).sum(-1).mean(2)
+
+
+def test_the_sums_are_those_of_whole_attention_matrices(
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]
+) -> None:
+    with torch.no_grad():
+        sums = count(pair, passages[:1])
+        assert (sums.samples, sums.texts) == (2, 1)
+        similarity, gram, cross = torch.zeros(4, 10), torch.zeros(16, 16), torch.zeros(16, 40)
+        overlap = torch.zeros(40, 16)
+        for last in (256, 320):
+            draft = whole_matrices(str(models.DRAFT), passages[0], last)
+            target = whole_matrices(str(models.TARGET), passages[0], last).unflatten(1, (4, 2)).sum(2)
+            middle = slice(1, last // 16 - 2)
+            x, y = draft.flatten(0, 1)[:, middle], target.flatten(0, 1)[:, middle]
+            similarity += layer_similarity(draft.mean(1), target.mean(1))
+            gram += x @ x.T
+            cross += x @ y.T
+            overlap += top_k_overlap(x, y, round(0.6 * last / 16) - 3)
+    torch.testing.assert_close(sums.gram.float(), gram, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(sums.cross.float(), cross, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(sums.similarity.float(), similarity, atol=1e-2, rtol=1e-3)
+    assert (sums.overlap[1] - overlap).abs().sum() <= 2, "ties may fall either way"
+    shares = overlap_shares(sums, SETTINGS, 0.5)
+    assert shares.max() <= 1
+    assert torch.equal(shares, sums.overlap[1] / sums.possible[1]), "0.6 is nearer to 0.5 than 0.35 is"
+
+
+def test_a_stopped_calibration_goes_on(
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.progress"
+    whole = count(pair, passages, on_text=lambda sums: None)
+
+    def stop(sums: Sums) -> None:
+        save_progress(file, "this", sums)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        count(pair, passages, on_text=stop)
+    started = load_progress(file, "this")
+    assert started is not None
+    assert started.texts == 1
+    resumed = count(pair, passages, started)
+    assert (resumed.samples, resumed.texts) == (whole.samples, whole.texts) == (4, 2)
+    for name in ("similarity", "gram", "cross", "head_blocks", "prunable", "value_spread"):
+        torch.testing.assert_close(getattr(resumed, name), getattr(whole, name))
+    assert to_plan(resumed, 4, 4, 4, SETTINGS) == to_plan(whole, 4, 4, 4, SETTINGS)
+    with pytest.raises(ValueError, match="another calibration"):
+        load_progress(file, "that")
+    assert load_progress(tmp_path / "none", "this") is None
+
+
+def test_a_plan_from_sums_is_whole(pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]) -> None:
+    plan = to_plan(count(pair, passages), 4, 4, 4, SETTINGS)
+    assert [budget for budget, _ in plan.head_maps] == [0.35, 0.6]
+    assert list(plan.layer_map) == sorted(plan.layer_map)
+    for rows in (plan.head_importance, plan.head_budgets):
+        flat = [x for row in rows for x in row]
+        assert sum(flat) / len(flat) == pytest.approx(1, abs=1e-3)
+        assert min(flat) > 0
+    shares = plan.provenance["prunable_by_layer"]
+    assert all(a >= b for a, b in zip(shares["0.9"], shares["0.99"], strict=True))
+    assert 0 < plan.provenance["blend_explained"] < 1
+
+
+def test_texts_and_settings_without_a_sample_are_refused(
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]
+) -> None:
+    with pytest.raises(ValueError, match="too short"):
+        count(pair, [passages[0][:150]])
+    with pytest.raises(ValueError, match="no sample fits"):
+        CalibrationSettings(context=512, skipped=1024)
+    assert pair[1].kv.pool.held == 0
+
+
+def test_files_leave_no_progress_behind(tmp_path: Path) -> None:
+    progress = tmp_path / "progress"
+    plan, sums = calibrate_files(str(models.DRAFT), str(models.TARGET), [str(TEXT)], 1, SETTINGS, progress)
+    assert not progress.exists()
+    assert plan.provenance["files"] == [TEXT.name]
+    assert sums.texts == 1
