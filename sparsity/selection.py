@@ -43,7 +43,8 @@ class BlockSelection:
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
-        return BlockSelection.from_words(*chosen.shape, _pack(chosen))
+        heads, blocks = chosen.shape
+        return BlockSelection.from_words(heads, blocks, _pack(chosen))
 
     @cached_property
     def keys(self) -> np.ndarray:

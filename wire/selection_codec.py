@@ -4,28 +4,29 @@
     byte     references used, at most 4
     varint   heads, then blocks
     varints  (epoch, round) of each reference: selections that both sides hold, the newest first
-    set      of the newest reference's blocks, those that are no longer selected  (if there is one reference)
+    set      of the newest reference's blocks, those that are no longer selected  (if there is a reference)
     set      of the other references' further blocks, those that are selected     (if there are two)
     set      of all blocks, those that are selected and in no reference
-    4 bytes  CRC-32 of the shape and the selection's words, little-endian
+    8 bytes  checksum of the shape and the selection's words (see _checksum), little-endian
 
 A set is some of n things in a row, here blocks in the order of their bits in BlockSelection.words (the last set
-runs over all bits of these words):
+counts all bits of these words):
 
-    byte     1: gaps, 0: bitmap; plus 2 if its content is a zstd frame
+    byte     1: gaps, 0: bitmap; plus 2 if the content is a zstd frame, which states its content's size
     varint   bytes of the content, then bytes as sent
     content  gaps: how many things lie before each member since the last; 255 means 255 and more to come
              bitmap: one bit a thing, least significant first
 
-A block selected in the last rounds is likelier to be selected than another, so the three sets have densities of
-their own, and an entropy coder (zstd's Huffman codes) has one for each. The decoder checks every size before it
-allocates for it: at most 2 bytes a (head, block) pair, MAX_PAIRS in all, and 32 for each block of its references.
+What was selected in the last rounds is likelier to be selected than the rest. So the three sets differ in density,
+and zstd's Huffman coder has a table for each. The decoder checks every size before it allocates for it: at most
+4 bytes a (head, block) pair, of which there are at most MAX_PAIRS, and 16 for each block of the references.
 """
 
 import struct
-import zlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import numpy as np
 import zstandard
@@ -35,12 +36,14 @@ from sparsity.selection import WORD, BlockSelection, last_word_mask, row_words
 from wire.errors import InvalidArgument
 
 VERSION = 2
-MAX_PAIRS = 1 << 24  # heads * blocks, with each row filled up to whole words: 2 MiB
+MAX_PAIRS = 1 << 24  # heads * blocks, each row filled up to whole words; as bits 2 MiB
 MAX_REFERENCES = 4
 _GAPS, _COMPRESSED = 1, 2
 _SPARSE = 16  # sets of less than one in so many are sent as gaps
-_LEVEL = 1  # of zstd: higher ones look for repeats, of which there are none
+_LEVEL = 1  # of zstd: higher ones search longer for repeats, and find few
 _MAX_VARINT = 5  # bytes of a 32-bit number
+_CHECKSUM = 8  # bytes
+_WEIGHT = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples are well mixed
 Reference = tuple[int, int]  # (epoch, round) of an earlier selection that both sides hold
 
 
@@ -56,8 +59,7 @@ def encode_selection(
 ) -> bytes:
     """`reference`, if any, is a selection that the receiver is known to hold under `name`.
 
-    earlier: others that it holds, the newest first; they make the result smaller. With those of other heads
-    nothing is done.
+    earlier: others that it holds, the newest first. Up to MAX_REFERENCES of the same heads are used.
     """
     heads, blocks = selection.num_heads, selection.num_blocks
     if heads * row_words(blocks) * WORD > MAX_PAIRS:
@@ -69,14 +71,13 @@ def encode_selection(
     out = [bytes([VERSION, len(held)]), _varint(heads), _varint(blocks)]
     out += [_varint(epoch) + _varint(round_) for (epoch, round_), _ in held]
     words = selection.words.ravel()
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little") if held else words
-    rest = words
+    rest = words.copy()
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     for i, members in enumerate(_classes([item for _, item in held], blocks)):
-        chosen = bits.take(set_bits(members))
-        out.append(_encode_set(_pack(chosen if i else chosen ^ 1), len(chosen), compressor))
-        rest = rest & ~members
-    out.append(_encode_set(rest, len(rest) * WORD, compressor))
+        selected = members & words
+        out.append(_encode_set(*_ranks(members, selected if i else members ^ selected), compressor))
+        rest ^= selected
+    out.append(_encode_set(_set_bits(rest), len(rest) * WORD, compressor))
     return b"".join((*out, _checksum(heads, blocks, words)))
 
 
@@ -89,178 +90,217 @@ def decode_selection(
     Raises UnknownReference if one is named that is not held, InvalidArgument if the bytes are wrong.
     """
     source = _Bytes(data)
-    num_heads, num_blocks, names = _read_head(source)
-    if num_heads != heads:
-        raise InvalidArgument(f"announcement: {num_heads} heads, the plan announces {heads}")
-    if blocks is not None and num_blocks != blocks:
-        raise InvalidArgument(f"announcement: {num_blocks} blocks, expected {blocks}")
-    size = num_heads * row_words(num_blocks) * WORD
-    if size > MAX_PAIRS:
-        raise InvalidArgument(
-            f"announcement: {num_heads} heads over {num_blocks} blocks, at most {MAX_PAIRS} pairs are accepted"
-        )
-    held = [_held(references, name, heads) for name in names]
-    classes = _classes(held, num_blocks)
-    changed = np.zeros(size, dtype=bool)
+    blocks, names = _read_head(source, heads, blocks)
+    classes = _classes([_held(references, name, heads) for name in names], blocks)
+    width = row_words(blocks)
+    changed = np.zeros(heads * width * WORD, dtype=bool)
     for members in classes:
-        keys = set_bits(members)
-        changed[keys[_members(*_decode_set(source, len(keys)), len(keys))]] = True
-    kind, content = _decode_set(source, size)
+        filled = _filled_bits(members)
+        chosen = _indices(*_read_set(source, len(filled)), len(filled))
+        changed[_plain(filled.take(chosen)).astype(np.intp)] = True
+    kind, content = _read_set(source, len(changed))
     if kind == _GAPS:
-        changed[_members(kind, content, size)] = True
-    words = _pack(changed)
-    if kind != _GAPS:
-        words ^= content.view("<u8")
+        changed[_indices(kind, content, len(changed))] = True
+    else:
+        changed |= np.unpackbits(content, bitorder="little").view(bool)
+    words = np.packbits(changed, bitorder="little").view("<u8")
     if classes:
         words ^= classes[0]
-    words = words.reshape(num_heads, -1) if size else np.zeros((num_heads, row_words(num_blocks)), "<u8")
-    if size and (words[:, -1] & ~last_word_mask(num_blocks)).any():
-        raise InvalidArgument("announcement: bits set beyond the last block")
-    if source.take(4) != _checksum(num_heads, num_blocks, words):
+    if source.take(_CHECKSUM) != _checksum(heads, blocks, words):
         raise InvalidArgument("announcement: checksum mismatch")
     if source.left:
         raise InvalidArgument(f"announcement: {source.left} bytes too many")
-    return BlockSelection.from_words(num_heads, num_blocks, words)
+    rows = words.reshape(heads, width)
+    if rows.size and (rows[:, -1] & ~last_word_mask(blocks)).any():
+        raise InvalidArgument("announcement: bits set beyond the last block")
+    return BlockSelection.from_words(heads, blocks, rows)
 
 
-def _classes(held: Sequence[BlockSelection], num_blocks: int) -> list[np.ndarray]:
-    """Flat words: the blocks of the newest selection, and those that are only in the others."""
-    rows = [item.resized(num_blocks).words.ravel() for item in held]
-    if len(rows) < 2:
-        return rows
-    others = rows[1]
-    for row in rows[2:]:
-        others = others | row
-    return [rows[0], others & ~rows[0]]
+def _classes(held: Sequence[BlockSelection], blocks: int) -> list[np.ndarray]:
+    """Flat words: the blocks of the newest selection, and those that are only in others."""
+    rows = [item.resized(blocks).words.ravel() for item in held]
+    others = [reduce(np.bitwise_or, rows[1:]) & ~rows[0]] if len(rows) > 1 else []
+    return rows[:1] + others
 
 
 def _checksum(heads: int, blocks: int, words: np.ndarray) -> bytes:
-    shape = zlib.crc32(struct.pack("<QQ", heads, blocks))
-    return zlib.crc32(np.ascontiguousarray(words), shape).to_bytes(4, "little")
+    """A multilinear hash modulo 2^64: five times as fast as CRC-32."""
+    total = int(np.sum(words * _weights(len(words)), dtype=np.uint64))
+    return struct.pack("<Q", (total + heads * _WEIGHT + blocks * _WEIGHT**2) % 2**64)
+
+
+@lru_cache(maxsize=8)
+def _weights(count: int) -> np.ndarray:
+    """Odd, so that no change of a single word goes unseen."""
+    return (np.arange(count, dtype="<u8") * np.uint64(_WEIGHT)) | np.uint64(1)
 
 
 # Bits
 
-_CONTAINER = 1024  # words of a bitmap container in Roaring's portable format
+_CONTAINER = 1024  # words of a bitmap container in Roaring's serialized form
 _FILLED = 65  # of them: all ones, so that each holds the more than 4,096 bits that a bitmap container must
 _DATA = _CONTAINER - _FILLED
-_COOKIE = 12346  # containers without runs
+_COOKIE = 12346  # of a bitmap without run containers
 
 
-def set_bits(words: np.ndarray) -> np.ndarray:
-    """The indices of the set bits, ascending, int64.
+class _Containers:
+    """Words in Roaring's serialized form, for CRoaring to extract set bits: by SIMD instructions, in a tenth of the
+    time of np.flatnonzero. https://github.com/RoaringBitmap/RoaringFormatSpec
 
-    By way of CRoaring, which extracts them with SIMD instructions: a tenth of the time that np.flatnonzero takes.
-    https://github.com/RoaringBitmap/RoaringFormatSpec
+    All are bitmap containers; their ends are filled and taken off again. Memory is used again and again: not
+    for several threads at once.
     """
-    count = -(-len(words) // _DATA)
-    start = 8 + 8 * count
-    data = np.empty(start + 8 * _CONTAINER * count, dtype=np.uint8)
-    rows = data[start:].view("<u8").reshape(count, _CONTAINER)
-    whole = len(words) // _DATA
-    rows[:whole, :_DATA] = words[: whole * _DATA].reshape(whole, _DATA)
-    if whole < count:
-        last = words[whole * _DATA :]
-        rows[whole, : len(last)] = last
-        rows[whole, len(last) : _DATA] = 0
-    rows[:, _DATA:] = np.uint64(2**WORD - 1)
-    found = np.bitwise_count(rows).sum(1, dtype=np.int64)
-    data[:8].view("<u4")[:] = _COOKIE, count
-    keys = data[8 : 8 + 4 * count].view("<u2").reshape(count, 2)
-    keys[:, 0], keys[:, 1] = np.arange(count), found - 1
-    data[8 + 4 * count : start].view("<u4")[:] = start + 8 * _CONTAINER * np.arange(count)
-    return _without_filling(np.asarray(BitMap.deserialize(data).to_array()), found)
+
+    def __init__(self, count: int) -> None:
+        start = 8 + 8 * count
+        self._data = np.empty(start + 8 * _CONTAINER * count, dtype=np.uint8)
+        self._rows = self._data[start:].view("<u8").reshape(count, _CONTAINER)
+        self._rows[:, :_DATA], self._rows[:, _DATA:] = 0, 2**WORD - 1
+        self._counts = np.empty((count, _CONTAINER), dtype=np.uint8)
+        self._data[:8].view("<u4")[:] = _COOKIE, count
+        keys = self._data[8 : 8 + 4 * count].view("<u2").reshape(count, 2)
+        keys[:, 0], self._sizes = np.arange(count), keys[:, 1]
+        self._data[8 + 4 * count : start].view("<u4")[:] = start + 8 * _CONTAINER * np.arange(count)
+        self._filling = self._to_roaring()
+        self._filling.run_optimize()
+
+    def set_bits(self, words: np.ndarray) -> np.ndarray:
+        """container * 65,536 + bit, ascending, uint32"""
+        whole = len(words) // _DATA
+        self._rows[:whole, :_DATA] = words[: whole * _DATA].reshape(whole, _DATA)
+        if whole < len(self._rows):
+            last = words[whole * _DATA :]
+            self._rows[whole, : len(last)] = last
+            self._rows[whole, len(last) : _DATA] = 0
+        bits = self._to_roaring()
+        bits -= self._filling
+        return np.asarray(bits.to_array())
+
+    def _to_roaring(self) -> BitMap:
+        np.bitwise_count(self._rows, out=self._counts)
+        # Stored less 1, so that the largest number, 65,536, fits: both wrap around.
+        np.subtract(self._counts.sum(1, dtype=np.uint16), np.uint16(1), out=self._sizes)
+        return BitMap.deserialize(self._data)  # type: ignore[arg-type]  # any buffer will do
 
 
-def _without_filling(indices: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """found: bits of each container, the filling included, which comes last."""
-    wanted = found - _FILLED * WORD
-    out = np.empty(int(wanted.sum()), dtype=np.int64)
-    source = target = 0
-    for i, (size, kept) in enumerate(zip(found.tolist(), wanted.tolist(), strict=True)):
-        part = out[target : target + kept]
-        part[:] = indices[source : source + kept]
-        part -= i * _FILLED * WORD
-        source, target = source + size, target + kept
-    return out
+class _Scratch(threading.local):
+    """Each thread's containers, for a few counts of them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Containers] = {}
+
+    def of(self, words: np.ndarray) -> _Containers:
+        count = -(-len(words) // _DATA)
+        if count not in self._kept:
+            if len(self._kept) == 8:
+                self._kept.clear()
+            self._kept[count] = _Containers(count)
+        return self._kept[count]
 
 
-def _pack(bits: np.ndarray) -> np.ndarray:
-    """0 and 1, or bool, to words; the last one is filled up with 0."""
-    packed = np.packbits(bits, bitorder="little")
-    return _whole_words(packed)
+_scratch = _Scratch()
 
 
-def _whole_words(packed: np.ndarray) -> np.ndarray:
-    return np.pad(packed, (0, -len(packed) % 8)).view("<u8") if len(packed) % 8 else packed.view("<u8")
+def _set_bits(words: np.ndarray) -> np.ndarray:
+    """The indices of the set bits, ascending, uint32."""
+    return _plain(_filled_bits(words))
+
+
+def _filled_bits(words: np.ndarray) -> np.ndarray:
+    return _scratch.of(words).set_bits(words)
+
+
+def _plain(filled: np.ndarray) -> np.ndarray:
+    """Indices in the words from those in containers with filled ends."""
+    return filled - (filled >> np.uint32(16)) * np.uint32(_FILLED * WORD)
+
+
+def _ranks(members: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, int]:
+    """Which ones of the members' bits the chosen ones, a part of them, are; and how many members there are."""
+    ends = np.cumsum(np.bitwise_count(members), dtype=np.uint32)
+    indices = _set_bits(chosen)
+    place = (indices >> np.uint32(6)).astype(np.intp)
+    # Of all members up to the word's end, those from the chosen one on are taken off.
+    onward = members.take(place)
+    onward >>= indices & np.uint32(WORD - 1)
+    ranks = ends.take(place)
+    ranks -= np.bitwise_count(onward)
+    return ranks, int(ends[-1]) if len(ends) else 0
 
 
 # Sets
 
 
-def _encode_set(words: np.ndarray, size: int, compressor: zstandard.ZstdCompressor) -> bytes:
-    """The set bits among the first `size`."""
-    kind = _GAPS if _SPARSE * int(np.bitwise_count(words).sum()) < size else 0
-    content = _encode_gaps(set_bits(words)) if kind else words.view(np.uint8)[: -(-size // 8)]
-    plain = content.tobytes()
-    sent = compressor.compress(plain)
-    if len(sent) < len(plain):
+def _encode_set(indices: np.ndarray, size: int, compressor: zstandard.ZstdCompressor) -> bytes:
+    kind = _GAPS if _SPARSE * len(indices) < size else 0
+    content = (_encode_gaps(indices) if kind else _encode_bitmap(indices, size)).tobytes()
+    sent = compressor.compress(content)
+    if len(sent) < len(content):
         kind |= _COMPRESSED
     else:
-        sent = plain
-    return bytes([kind]) + _varint(len(plain)) + _varint(len(sent)) + sent
+        sent = content
+    return bytes([kind]) + _varint(len(content)) + _varint(len(sent)) + sent
 
 
-def _decode_set(source: "_Bytes", size: int) -> tuple[int, np.ndarray]:
-    """_GAPS and its bytes, or 0 and a bitmap of exactly `size` bits, in bytes."""
+def _read_set(source: "_Bytes", size: int) -> tuple[int, np.ndarray]:
+    """_GAPS or 0, and the content, of a length that a set among `size` things may have."""
     kind, length, stored = source.byte(), source.varint(), source.varint()
     if kind & ~(_GAPS | _COMPRESSED):
         raise InvalidArgument(f"announcement: a set of unknown kind {kind}")
-    bitmap = -(-size // 8)
-    # No more gaps than make a sparse set, and 255 things or more for each one that goes on.
-    if length > size // _SPARSE + size // 255 + 1 if kind & _GAPS else length != bitmap:
+    # As gaps, fewer than one in _SPARSE, and one byte more for every 255 things passed over.
+    fits = length <= size // _SPARSE + size // 255 + 1 if kind & _GAPS else length == -(-size // 8)
+    if not fits:
         raise InvalidArgument(f"announcement: a set of {length} bytes for {size} blocks")
     sent = source.take(stored)
-    plain = _decompress(sent, length) if kind & _COMPRESSED else sent
-    if len(plain) != length:
-        raise InvalidArgument(f"announcement: {len(plain)} bytes in a set, {length} are stated")
-    return kind & _GAPS, np.frombuffer(plain, np.uint8)
+    content = np.frombuffer(_decompress(sent, length) if kind & _COMPRESSED else sent, np.uint8)
+    if len(content) != length:
+        raise InvalidArgument(f"announcement: {len(content)} bytes in a set, {length} are stated")
+    return kind & _GAPS, content
 
 
-def _decompress(sent: bytes, length: int) -> bytes:
-    """A zstd frame that states `length` bytes and holds so many."""
-    try:
-        # The frame's own statement is what decompress allocates for.
-        if zstandard.frame_content_size(sent) != length:
-            raise InvalidArgument("announcement: a frame of another size than stated")
-        window = max(1024, MAX_PAIRS // 8)
-        decompressor = zstandard.ZstdDecompressor(max_window_size=window)
-        return decompressor.decompress(sent, max_output_size=length, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise InvalidArgument(f"announcement: {error}") from None
-
-
-def _members(kind: int, content: np.ndarray, size: int) -> np.ndarray:
-    """Which of `size` things are in a set, int64."""
-    chosen = _decode_gaps(content) if kind == _GAPS else set_bits(_whole_words(content))
+def _indices(kind: int, content: np.ndarray, size: int) -> np.ndarray:
+    """Which of `size` things are in the set, ascending."""
+    chosen = _decode_gaps(content) if kind == _GAPS else _decode_bitmap(content)
     if len(chosen) and chosen[-1] >= size:
         raise InvalidArgument(f"announcement: index {chosen[-1]} in a set of {size} blocks")
     return chosen
 
 
+def _decompress(sent: bytes, length: int) -> bytes:
+    try:
+        # The size that a frame states is what the decompressor allocates.
+        if zstandard.frame_content_size(sent) != length:
+            raise InvalidArgument("announcement: a frame that does not state its set's size")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_PAIRS // 8)
+        return decompressor.decompress(sent, max_output_size=length, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidArgument(f"announcement: {error}") from None
+
+
+def _encode_bitmap(indices: np.ndarray, size: int) -> np.ndarray:
+    bits = np.zeros(size, dtype=bool)
+    bits[indices.astype(np.intp)] = True
+    return np.packbits(bits, bitorder="little")
+
+
+def _decode_bitmap(content: np.ndarray) -> np.ndarray:
+    return _set_bits(np.pad(content, (0, -len(content) % 8)).view("<u8"))
+
+
 def _encode_gaps(indices: np.ndarray) -> np.ndarray:
-    gaps = np.diff(indices, prepend=-1) - 1
-    if not len(gaps) or gaps.max() < 255:  # by far the most common case
-        return gaps.astype(np.uint8)
-    more, last = np.divmod(gaps, 255)
-    ends = np.cumsum(more + 1)
-    out = np.full(int(ends[-1]), 255, dtype=np.uint8)
-    out[ends - 1] = last
+    gaps = indices.copy()
+    gaps[1:] -= indices[:-1] + np.uint32(1)
+    more = gaps // np.uint32(255)
+    last = (gaps - more * np.uint32(255)).astype(np.uint8)
+    if not more.any():
+        return last
+    ends = np.cumsum(more, dtype=np.int64) + np.arange(len(more))
+    out = np.full(int(ends[-1]) + 1, 255, dtype=np.uint8)
+    out[ends] = last
     return out
 
 
 def _decode_gaps(content: np.ndarray) -> np.ndarray:
-    """Raises InvalidArgument if the last one goes on."""
     if len(content) and content[-1] == 255:
         raise InvalidArgument("announcement: a gap is cut off")
     ends = np.flatnonzero(content != 255)
@@ -300,16 +340,23 @@ class _Bytes:
         raise InvalidArgument(f"announcement: a number is longer than {_MAX_VARINT} bytes")
 
 
-def _read_head(source: _Bytes) -> tuple[int, int, list[Reference]]:
-    """Heads, blocks and the names of the references."""
-    version = source.byte()
+def _read_head(source: _Bytes, heads: int, blocks: int | None) -> tuple[int, list[Reference]]:
+    """How many blocks there are, and the names of the references."""
+    version, count = source.byte(), source.byte()
     if version != VERSION:
         raise InvalidArgument(f"announcement: version {version}, expected {VERSION}")
-    count = source.byte()
     if count > MAX_REFERENCES:
         raise InvalidArgument(f"announcement: {count} references, at most {MAX_REFERENCES} are accepted")
-    heads, blocks = source.varint(), source.varint()
-    return heads, blocks, [(source.varint(), source.varint()) for _ in range(count)]
+    num_heads, num_blocks = source.varint(), source.varint()
+    if num_heads != heads:
+        raise InvalidArgument(f"announcement: {num_heads} heads, the plan announces {heads}")
+    if blocks is not None and num_blocks != blocks:
+        raise InvalidArgument(f"announcement: {num_blocks} blocks, the context has {blocks}")
+    if num_heads * row_words(num_blocks) * WORD > MAX_PAIRS:
+        raise InvalidArgument(
+            f"announcement: {num_heads} heads over {num_blocks} blocks, at most {MAX_PAIRS} pairs are accepted"
+        )
+    return num_blocks, [(source.varint(), source.varint()) for _ in range(count)]
 
 
 def _held(references: Mapping[Reference, BlockSelection], name: Reference, heads: int) -> BlockSelection:
