@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_bench_stack(
         bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching")
     )
+    _add_bench_codec(bench.add_parser("codec", help="announcement sizes and times over recorded selections"))
     flags = parser.parse_args(arguments)
     try:
         flags.run(flags)
@@ -243,6 +244,21 @@ def _bench_stack(flags: argparse.Namespace) -> None:
     from benchmarks.stack import run_stack_benchmark
 
     run_stack_benchmark(flags.sessions, flags.tokens, flags.gamma, flags.json)
+
+
+def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
+    parser.add_argument(
+        "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
+    )
+    parser.add_argument("--json", metavar="FILE")
+    parser.set_defaults(run=_bench_codec)
+
+
+def _bench_codec(flags: argparse.Namespace) -> None:
+    from benchmarks.codec import run_codec_benchmark
+
+    run_codec_benchmark(flags.repeats, flags.json, flags.record)
 
 
 if __name__ == "__main__":

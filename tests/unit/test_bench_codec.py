@@ -1,0 +1,139 @@
+"""The codec benchmark: traces are what they say, sizes are the codec's. No claims about time."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import codec, selection_trace
+from benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
+from models import PLAN
+from orchestrator.cli import main
+from sparsity.plan import load_plan
+from sparsity.selection import BlockSelection
+
+
+def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The whole benchmark, each thing once. With sticky selections the average is within the goal."""
+    file = tmp_path / "rows.json"
+    main(["bench", "codec", "--repeats", "1", "--json", str(file)])
+    content = json.loads(file.read_text())
+    rows = {(row["trace"], row["coding"]): row for row in content["rows"]}
+    assert {trace for trace, _ in rows} >= {"ahead", "ahead sticky", "draft heads", "ahead, recorded"}
+    ours, bitmap = rows["ahead sticky", "announcement"], rows["ahead sticky", "bitmap"]
+    assert (ours["heads"], ours["blocks"]) == (256, 6250)
+    assert ours["mean"] <= codec.GOAL_BYTES
+    assert bitmap["mean"] == bitmap["most"] == 200_000
+    for trace in ("ahead", "ahead sticky", "draft heads"):
+        sizes = [row["mean"] for (name, _), row in rows.items() if name == trace]
+        assert min(sizes) == rows[trace, "announcement"]["mean"]
+    for churn in content["churn"]:
+        assert churn["selected"] == pytest.approx(0.1, abs=0.001)
+        assert churn["churn"] == pytest.approx(churn["recorded_churn"], abs=0.01)
+        assert churn["churn4"] == pytest.approx(churn["recorded_churn4"], abs=0.01)
+    printed = capsys.readouterr().out
+    assert "ahead sticky" in printed and "256 x 6250" in printed
+
+
+def test_bundled_traces_are_of_different_passages() -> None:
+    traces, about = load_traces(BUNDLED)
+    assert BUNDLED.stat().st_size < 1_000_000
+    assert about["command"].startswith("specahead bench codec --record ")
+    for trace in traces:
+        segments = trace.history.reshape(ROWS, selection_trace.SEGMENTS, -1)
+        groups = segments[: ROWS // trace.heads * trace.heads]
+        groups = groups.reshape(-1, trace.heads, *groups.shape[1:]).transpose(0, 2, 1, 3)
+        kinds = {group.tobytes() for group in groups.reshape(-1, trace.heads, groups.shape[3])}
+        assert len(kinds) == ROWS // trace.heads * selection_trace.SEGMENTS
+
+
+def test_stretching_uses_every_passage_once_and_keeps_groups_together() -> None:
+    heads, blocks = 40, 250
+    passages = 7 * 25
+    recorded = np.arange(passages)[:, None, None] * np.ones((1, heads, blocks), dtype=int)
+    recorded = recorded * 100 + np.arange(heads)[None, :, None]
+    stretched = stretch(recorded)
+    assert stretched.shape == (256, 6250)
+    used = stretched[:, ::blocks] // 100
+    assert np.array_equal(np.unique(used), np.arange(passages))
+    for first in range(0, 240, heads):
+        assert (used[first : first + heads] == used[first]).all()
+        assert (stretched[first : first + heads, 0] % 100).tolist() == list(range(heads))
+    assert (used[240:] == used[240]).all()
+    assert len(set((stretched[240:, 0] % 100).tolist())) == 16
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=5, max_size=9), st.integers(1, 4))
+def test_churn_is_what_is_new(lists: list[list[int]], before: int) -> None:
+    rounds = [BlockSelection.from_lists([blocks], 31) for blocks in lists]
+    sets = [set(blocks) for blocks in lists]
+    new = sum(len(sets[i] - set().union(*sets[i - before : i])) for i in range(4, len(sets)))
+    assert churn_of(rounds, before) == pytest.approx(new / max(1, sum(map(len, sets[4:]))))
+
+
+def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
+    history = np.random.default_rng(0).integers(0, 1024, (256, 6250)).astype(np.uint16)
+    trace = Trace("some name", 40, 0.25, 0.125, 0.5, history)
+    save_traces([trace], tmp_path / "deeper" / "t.npz", {"command": "x"})
+    (again,), about = load_traces(tmp_path / "deeper" / "t.npz")
+    assert about == {"command": "x"}
+    assert np.array_equal(again.history, history)
+    assert (again.name, again.heads, again.churn) == ("some name", 40, 0.25)
+    rounds = again.selections()
+    assert np.array_equal(rounds[3].matrix(), history >> 3 & 1)
+    parts = list(again.passages(7))
+    assert np.array_equal(parts[0][2].matrix(), history[:40, :250] >> 2 & 1)
+    assert len({part[0].words.tobytes() for part in parts}) == 7
+
+
+def test_sticky_choices_change_less_and_lose_little() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.rand(4, 100, generator=generator)
+    scores = [base + 0.2 * torch.rand(4, 100, generator=generator) for _ in range(8)]
+
+    def churn(chosen: list[torch.Tensor]) -> float:
+        return churn_of([BlockSelection.from_matrix(c.numpy()) for c in chosen], 1)
+
+    plain, nothing = selection_trace._choose(scores, 0.0)
+    sticky, lost = selection_trace._choose(scores, 0.3)
+    assert all(int(c.sum()) == 40 for c in plain + sticky)
+    assert churn(sticky) < churn(plain)
+    assert nothing == 0 < lost < 0.1
+
+
+def test_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: three passages of the bundled draft's 16 heads and of 40 target heads."""
+    for name, value in (("PROMPT", 236), ("BLOCKS", 10), ("SEGMENTS", 1), ("ROWS", 48)):
+        monkeypatch.setattr(selection_trace, name, value)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"It was the year {1800 + i} and nothing had changed." for i in range(90)))
+    selection_trace.record_traces([str(text)], tmp_path / "t.npz")
+    traces, about = load_traces(tmp_path / "t.npz")
+    assert [trace.name for trace in traces] == ["ahead", "ahead sticky", "draft heads"]
+    assert about["plan"] == load_plan(PLAN).hash
+    for trace in traces:
+        assert trace.history.shape == (48, 10)
+        assert len(trace.selections()) == selection_trace.ROUNDS
+    heads = traces[2].selections()
+    assert all((r.matrix().sum(1) == 1).all() for r in heads)
+    text.write_text("a few words")
+    with pytest.raises(ValueError, match="too short"):
+        selection_trace.record_traces([str(text)], tmp_path / "t.npz")
+
+
+def test_blends_are_weighed_by_their_heads_importance() -> None:
+    plan = load_plan(PLAN)
+    matrix = selection_trace._blend_matrix(plan)
+    assert matrix.shape == (plan.target_layers * plan.target_kv_heads, plan.draft_layers * plan.draft_heads)
+    row = plan.target_kv_heads * 3 + 1
+    layer, head, weight = plan.blends[row][0]
+    assert matrix[row, layer * plan.draft_heads + head] == pytest.approx(weight * plan.head_importance[3][1])
+
+
+def test_numbers_that_measure_nothing_are_refused() -> None:
+    with pytest.raises(SystemExit, match="repeats must be 1 or more"):
+        main(["bench", "codec", "--repeats", "0"])
