@@ -38,7 +38,7 @@ from wire.messages import (
     TargetEvent,
     Verdict,
 )
-from wire.selection_codec import encode_selection
+from wire.selection_codec import MAX_REFERENCES, encode_selection
 
 Send = Callable[[DraftEvent], None]
 
@@ -47,14 +47,15 @@ Send = Callable[[DraftEvent], None]
 class DrafterSettings:
     """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
 
-    ahead: draft the next round while one is judged. early: announce after a round's first step what the first
-    query says, before all its queries are asked. prefill_chunk: prompt tokens a step, over all sessions.
+    ahead: draft the next round while one is judged. early: also announce after a round's first step what its first
+    query says, as a hint; it takes more bytes than the selection itself. prefill_chunk: prompt tokens a step, over
+    all sessions.
     """
 
     gamma: int = 4
     support: int = 64
     ahead: bool = True
-    early: bool = True
+    early: bool = False
     prefill_chunk: int = 512
     max_context: int = 32768
 
@@ -71,11 +72,12 @@ class Drafted:
 
 @dataclass
 class Query:
-    """One of the queries of a round that announces; `evidence` is of those before it."""
+    """One of the queries of a round that announces; `evidence` is of those before it, `last` of the last round."""
 
     method: Method
     base: int
     evidence: list[Tensor]
+    last: BlockSelection | None
     announces: bool
 
 
@@ -282,7 +284,8 @@ class Drafter:
         if session.method is None or session.selection is not None:
             return None
         announces = session.selection_due or (self.settings.early and not session.evidence)
-        return Query(session.method, session.base, list(session.evidence), announces)
+        last = session.last_announced[1] if session.last_announced else None
+        return Query(session.method, session.base, list(session.evidence), last, announces)
 
     @property
     def _last_part(self) -> int:
@@ -314,7 +317,8 @@ class Drafter:
         announcing = query.method.announcing
         assert announcing is not None
         evidence = torch.stack([*query.evidence, weights])
-        (selection,) = announce(announcing, evidence, self.plan, query.method.rule_of(self.plan), query.base)
+        rule = query.method.rule_of(self.plan)
+        (selection,) = announce(announcing, evidence, self.plan, rule, query.base, query.last)
         return selection
 
     def finish_step(self, step: Step, result: StepResult) -> None:
@@ -353,9 +357,9 @@ class Drafter:
             self._announce(peer, session, selection, 0)
 
     def _announce(self, peer: Peer, session: DraftSession, selection: BlockSelection, part: int) -> None:
-        held = [((known.epoch, known.round), known.selection) for known in session.references]
-        if held:
-            (name, newest), *earlier = held
+        known = session.known_selections[:MAX_REFERENCES]
+        if known:
+            (name, newest), *earlier = known
             data = encode_selection(selection, newest, name, earlier)
         else:
             data = encode_selection(selection)

@@ -14,16 +14,11 @@ from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Support, Verdict
-from wire.selection_codec import MAX_REFERENCES
+from wire.selection_codec import MAX_REFERENCES, Reference
 
-
-@dataclass
-class Reference:
-    """A selection that the target is known to hold, and its name on the wire."""
-
-    epoch: int
-    round: int
-    selection: BlockSelection
+Named = tuple[
+    Reference, BlockSelection
+]  # a selection that the target is known to hold, and its name on the wire
 
 
 @dataclass
@@ -53,7 +48,7 @@ class DraftSession:
     draft_seconds: float = 0.0
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
-    references: list[Reference] = field(default_factory=list)  # the last ones judged, the newest first
+    references: list[Named] = field(default_factory=list)  # of the last rounds judged, the newest first
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
@@ -75,6 +70,18 @@ class DraftSession:
     @property
     def at(self) -> At:
         return At(self.id, self.epoch, self.round, self.base)
+
+    @property
+    def known_selections(self) -> list[Named]:
+        """What the target holds or will have received before the next announcement, the newest first."""
+        if self.judging is None or self.round == self.judged:
+            return self.references
+        return [((self.epoch, self.judged), self.judging), *self.references]
+
+    @property
+    def last_announced(self) -> Named | None:
+        known = self.known_selections
+        return known[0] if known else None
 
     @property
     def pending(self) -> list[int]:
@@ -121,7 +128,7 @@ class DraftSession:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
         judged_selection = self.judging if self.round > self.judged else self.selection
         if judged_selection is not None and not verdict.plain:
-            self.references.insert(0, Reference(self.epoch, self.judged, judged_selection))
+            self.references.insert(0, ((self.epoch, self.judged), judged_selection))
             del self.references[MAX_REFERENCES:]
         new_length = base + len(tokens)
         ahead_holds = (

@@ -157,7 +157,8 @@ def _kind(item: SequenceInput) -> tuple[int, ...]:
         return (1, item.block_size, item.emitting) if item.emitting else (0,)
     if read.selector is not None:
         return (3, id(item))
-    return (2, read.block_size, read.group_means, read.emit)
+    dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
+    return (2, read.block_size, read.group_means, read.emit, *dense)
 
 
 def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: torch.device) -> BatchPart:
@@ -192,15 +193,13 @@ def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: tor
 def _stack_lists(
     layer_lists: list[LayerLists], block_size: int, device: torch.device
 ) -> list[BlockLists | None]:
-    """Pad every sequence's lists to one width a layer. A layer is dense for all sequences or for none."""
+    """Pad every sequence's lists to one width a layer; the sequences have the same dense layers (`_kind`)."""
     stacked: list[BlockLists | None] = []
-    for layer, entries in enumerate(zip(*layer_lists, strict=True)):
+    for entries in zip(*layer_lists, strict=True):
         present = [entry for entry in entries if entry is not None]
         if not present:
             stacked.append(None)
             continue
-        if len(present) < len(entries):
-            raise ValueError(f"layer {layer} is dense for some sequences of the batch and sparse for others")
         kv_heads, width = present[0][0].shape[0], max(lists.shape[1] for lists, _ in present)
         padded = torch.zeros(len(present), kv_heads, width, dtype=torch.int32)
         for row, (lists, _) in enumerate(present):

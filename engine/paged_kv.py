@@ -270,11 +270,11 @@ class PagedKV:
         """Another sequence with the same KV: full pages are shared, a partial last page is copied."""
         shared = sequence.pages[: sequence.length // PAGE_SIZE]
         twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
-        self.pool.share(shared)
         if sequence.length % PAGE_SIZE:
             self.grow(twin, sequence.length)
             for pages in (*self.k_pages, *self.v_pages):
                 pages[twin.pages[-1]] = pages[sequence.pages[len(shared)]]
+        self.pool.share(shared)
         return twin
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:

@@ -138,13 +138,17 @@ class _Run:
         self.kv = target.kv.fork(prompt)
         self.sums = Sums()
         self.right = True
+        self.last_announced: BlockSelection | None = None
         self.last_read: Tensor | None = None  # round in which each block was read last, int32
 
     def announced(self, evidence: Tensor, base: int) -> list[BlockSelection]:
         announcing, plan = self.reader.method.announcing, self.variant.plan
         if announcing is None:
             return []
-        return announce(announcing, evidence, plan, self.reader.method.rule_of(plan), base)
+        rule = self.reader.method.rule_of(plan)
+        selections = announce(announcing, evidence, plan, rule, base, self.last_announced)
+        self.last_announced = selections[0]
+        return selections
 
     def count(self, case: Case, first: int, logits: Tensor, draft_log_probs: Tensor) -> None:
         """logits and draft_log_probs [rows, vocab], at tokens `first` … of the case"""

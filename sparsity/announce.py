@@ -20,18 +20,30 @@ LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size
 
 @dataclass(frozen=True)
 class Announcing:
-    """rows: rows of an announcement. choose: evidence, plan, rule, base -> bool [rows, blocks], or
-    [queries, rows, blocks] where each query has its own. expand: row of each head [sparse layers, kv_heads]."""
+    """rows: rows of an announcement. choose: evidence, plan, rule, base, what was announced last round (bool
+    [rows, blocks] or None) -> bool [rows, blocks], or [queries, rows, blocks] where each query has its own. expand:
+    row of each head [sparse layers, kv_heads]."""
 
     rows: Callable[[Plan], int]
-    choose: Callable[[Tensor, Plan, Rule, int], Tensor]
+    choose: Callable[[Tensor, Plan, Rule, int, Tensor | None], Tensor]
     expand: Callable[[Plan], Tensor]
 
 
-def announce(method: Announcing, evidence: Tensor, plan: Plan, rule: Rule, base: int) -> list[BlockSelection]:
-    """One selection, or one for each query where plan.sharing is per_query. Blocks are those of `base` tokens."""
-    evidence = evidence[..., : plan.num_blocks(base)].cpu()
-    chosen = method.choose(evidence, plan, rule, base)
+def announce(
+    method: Announcing,
+    evidence: Tensor,
+    plan: Plan,
+    rule: Rule,
+    base: int,
+    last: BlockSelection | None = None,
+) -> list[BlockSelection]:
+    """One selection, or one for each query where plan.sharing is per_query. Blocks are those of `base` tokens.
+
+    last: what was announced for the round before, if it is known.
+    """
+    blocks = plan.num_blocks(base)
+    before = None if last is None else torch.from_numpy(last.resized(blocks).matrix())
+    chosen = method.choose(evidence[..., :blocks].cpu(), plan, rule, base, before)
     return [
         BlockSelection.from_matrix(rows.numpy()) for rows in (chosen if chosen.dim() == 3 else chosen[None])
     ]
@@ -42,7 +54,7 @@ def draft_heads(plan: Plan) -> list[tuple[int, int]]:
     return sorted({pair for layer in plan.sparse_layers for pair in plan.head_map[layer]})
 
 
-def _choose_draft_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int) -> Tensor:
+def _choose_draft_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
     """STS, section 4.2: each draft head's own heaviest blocks."""
     layer, head = torch.tensor(draft_heads(plan), dtype=torch.long).view(-1, 2).T
     return share(evidence[:, layer, head], plan, rule, base)
@@ -59,7 +71,7 @@ def draft_layers(plan: Plan) -> list[int]:
     return sorted({plan.layer_map[layer] for layer in plan.sparse_layers})
 
 
-def _choose_draft_layers(evidence: Tensor, plan: Plan, rule: Rule, base: int) -> Tensor:
+def _choose_draft_layers(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
     """SpecAttn, section 3.4: the nucleus of each draft layer's mean weights."""
     return share(evidence[:, draft_layers(plan)].mean(2), plan, rule, base)
 
@@ -70,8 +82,12 @@ def _expand_draft_layers(plan: Plan) -> Tensor:
     return index[:, None].expand(-1, plan.target_kv_heads)
 
 
-def _choose_target_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int) -> Tensor:
-    """`ahead`: blends of draft heads predict each target head's weights; one budget over all of them."""
+def _choose_target_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
+    """`ahead`: blends of draft heads predict each target head's weights; one budget over all of them.
+
+    What was announced last round counts somewhat more (plan.stickiness): a choice between near equals that stays as
+    it was is cheaper to announce and to fetch.
+    """
     if rule != "top_k" or plan.sharing not in ("pooled", "first"):
         raise NotImplementedError(
             f"'ahead' shares one top_k budget by pooled or first, not {rule} by {plan.sharing}"
@@ -79,8 +95,10 @@ def _choose_target_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int) ->
     weights = evidence.mean(0) if plan.sharing == "pooled" else evidence[0]
     blocks = weights.shape[-1]
     predicted = torch.einsum("tlh,lhb->tb", _blend_matrix(plan), weights.float())
-    first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
-    predicted[:, :first] = predicted[:, last:] = 0
+    if last is not None:
+        predicted *= 1 + (plan.stickiness - 1) * last
+    first, end = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
+    predicted[:, :first] = predicted[:, end:] = 0
     return choose_over_all(predicted, math.floor(plan.announced_share * shared_room(plan, base, blocks)))
 
 

@@ -36,7 +36,8 @@ class Plan:
     method chooses for each target head by itself: all the same, or by head_budgets. block_size, group_size: tokens;
     a group's means stand in for its unread blocks in methods that use them. sink_blocks, window_blocks: always read.
     dense_layers: target layers that read everything. anchor_layers: `tidal`'s. announced_share: the part of its
-    budget that `ahead` gives to the draft's choice; memory_decay: of the target's own weights, a round.
+    budget that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
+    announced last round; memory_decay: of the target's own weights, a round.
     """
 
     target_layers: int
@@ -61,6 +62,7 @@ class Plan:
     dense_layers: tuple[int, ...] = ()
     anchor_layers: tuple[int, ...] = ()
     announced_share: float = 0.9
+    stickiness: float = 1.3
     memory_decay: float = 0.8
     version: int = PLAN_VERSION
     provenance: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -95,6 +97,7 @@ class Plan:
         self._check(
             0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay"
         )
+        self._check(self.stickiness >= 1, f"stickiness {self.stickiness} lies below 1")
         layers = (*self.dense_layers, *self.anchor_layers)
         self._check(all(0 <= n < self.target_layers for n in layers), f"dense or anchor layers {layers}")
 

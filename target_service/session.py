@@ -75,14 +75,20 @@ class TargetSession:
         """The method whose announcements this session takes; empty if it takes none."""
         return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
 
+    @property
+    def known_selections(self) -> dict[RoundKey, BlockSelection]:
+        """What an announcement may refer to: of judged rounds, and of one that waits for its judgement, complete."""
+        return self.held | {k: a.selection for k, a in self.announced.items() if self._is_complete(k)}
+
+    def _is_complete(self, key: RoundKey) -> bool:
+        """Whether a round's proposal is here and the last announcement that it speaks of."""
+        proposal, announced = self.proposals.get(key), self.announced.get(key)
+        last_part = announced.part if announced else -1
+        return proposal is not None and last_part + 1 >= proposal.announcements
+
     def ready_proposal(self) -> Proposal | None:
         """The proposal for the current round, if it and the last announcement it speaks of are here."""
-        proposal = self.proposals.get(self.key)
-        if proposal is None:
-            return None
-        announced = self.announced.get(self.key)
-        last_part = announced.part if announced else -1
-        return proposal if last_part + 1 >= proposal.announcements else None
+        return self.proposals[self.key] if self._is_complete(self.key) else None
 
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""

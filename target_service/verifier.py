@@ -308,21 +308,19 @@ class Verifier:
         if not self._is_current(peer, session, event):
             return
         key = (event.at.epoch, event.at.round)
-        known = session.announced.get(key)
-        if known is not None and event.part <= known.part:
+        earlier = session.announced.get(key)
+        if earlier is not None and event.part <= earlier.part:
             self.counters["repeated_frames"] += 1
             return
         try:
-            selection = decode_selection(event.selection, session.held, reader.announced_rows)
+            blocks = self.plan.num_blocks(event.at.base)
+            selection = decode_selection(
+                event.selection, session.known_selections, reader.announced_rows, blocks
+            )
         except UnknownReference as error:
             self.counters["refused_frames"] += 1
             peer.send(Refusal(session.at, str(error)))
             return
-        if selection.num_blocks != self.plan.num_blocks(event.at.base):
-            raise InvalidArgument(
-                f"session {session.id}: an announcement over {selection.num_blocks} blocks, "
-                f"{event.at.base} tokens have {self.plan.num_blocks(event.at.base)}"
-            )
         session.announced[key] = Announced(selection, event.assumed_token, event.part)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)

@@ -78,6 +78,19 @@ def random_case(seed: int, group: int) -> Case:
     lengths = rng.integers(1, 91, rng.integers(1, 6)).tolist()
     kinds = [1, GAMMA + 1, 37]
     counts = [min(length, int(rng.choice(kinds))) for length in lengths]
+    return shuffled_case(rng, lengths, counts, page_size, kv_heads, dim, group)
+
+
+def shuffled_case(
+    rng: np.random.Generator,
+    lengths: list[int],
+    counts: list[int],
+    page_size: int,
+    kv_heads: int,
+    dim: int,
+    group: int,
+) -> Case:
+    """Sequences of these lengths and query counts over shuffled pages, with random lists of pages."""
     pages_of = [-(-length // page_size) for length in lengths]
     shuffled = rng.permutation(sum(pages_of) + 3).tolist()
     tables = torch.zeros(len(lengths), max(pages_of) + 1, dtype=torch.int32)
@@ -282,29 +295,36 @@ def test_attention_reads_what_was_written() -> None:
 
 def test_heads_must_be_a_multiple_of_kv_heads() -> None:
     case = random_case(5, 2)
-    with pytest.raises(ValueError, match="no multiple"):
-        paged_attention(case.queries[:, :-1], *case.arguments[1:], SCALE)
+    kv_heads, page_lists = case.k_pages.shape[1], case.packed_lists()
+    message = f"{2 * kv_heads - 1} query heads are no multiple of {kv_heads} KV heads"
+    arguments = (case.queries[:, :-1], *case.arguments[1:])
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments, SCALE)
+    with pytest.raises(ValueError, match=message):
+        paged_attention_with_read_weights(*arguments, SCALE, page_lists)
+    with pytest.raises(ValueError, match=message):
+        paged_attention_with_block_weights(*arguments, SCALE, 16)
 
 
 def in_blocks(case: Case, block_size: int, seed: int) -> Case:
-    """The same case with random lists of blocks of another size; a last block may reach beyond the table."""
+    """The same case with lists of blocks of another size: none, all, or some in any order."""
     rng = np.random.default_rng(seed)
+
+    def draw(blocks: int) -> list[int]:
+        count = rng.choice([0, blocks, rng.integers(0, blocks + 1)], p=[0.15, 0.15, 0.7])
+        return rng.permutation(blocks)[:count].tolist()
+
+    kv_heads = case.k_pages.shape[1]
+    return replace(
+        case, lists=[[draw(-(-n // block_size)) for _ in range(kv_heads)] for n in case.kv_lengths]
+    )
+
+
+def every_block(case: Case, block_size: int) -> Case:
     lists = [
-        [
-            rng.permutation(-(-n // block_size))[: rng.integers(0, -(-n // block_size) + 1)].tolist()
-            for _ in range(case.k_pages.shape[1])
-        ]
-        for n in case.kv_lengths
+        [list(range(-(-n // block_size))) for _ in range(case.k_pages.shape[1])] for n in case.kv_lengths
     ]
     return replace(case, lists=lists)
-
-
-def tokens_of(case: Case, block_size: int) -> list[list[list[int]]]:
-    """The listed tokens, for a reference over pages of one token."""
-    return [
-        [[t for b in blocks for t in range(b * block_size, min((b + 1) * block_size, n))] for blocks in heads]
-        for heads, n in zip(case.lists, case.kv_lengths, strict=True)
-    ]
 
 
 def reference_by_token(
@@ -317,22 +337,24 @@ def reference_by_token(
         queries = case.queries.double().numpy()[starts[i] : starts[i + 1]]
         heads, group = queries.shape[1], queries.shape[1] // keys.shape[1]
         out, probs = np.zeros((rows, heads, keys.shape[2])), np.zeros((rows, heads, length))
-        listed = tokens_of(case, block_size)[i]
-        for row in range(rows):
-            for head in range(heads):
-                kv_head, q = head // group, queries[row, head]
-                seen = [t for t in listed[kv_head] if t <= length - rows + row]
-                scores = [keys[t, kv_head] @ q * SCALE for t in seen]
-                vectors = [values[t, kv_head] for t in seen]
-                for g in range(0 if means is None else int(means.counts[i])):
+        count = 0 if means is None else int(means.counts[i])
+        for head in range(heads):
+            kv_head = head // group
+            listed = np.isin(np.arange(length) // block_size, case.lists[i][kv_head])
+            for row in range(rows):
+                q = queries[row, head]
+                seen = np.flatnonzero(listed[: length - rows + row + 1])
+                scores = list(keys[seen, kv_head] @ q * SCALE)
+                vectors = list(values[seen, kv_head])
+                for g in range(count):
                     assert means is not None
                     slot, size = int(means.tables[i, g]), means.group_size
-                    unread = size - len({t for t in listed[kv_head] if t // size == g})
+                    unread = size - int(listed[g * size : (g + 1) * size].sum())
                     k, v, var = (
                         x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance)
                     )
                     if unread:
-                        spread = min(MAX_VARIANCE_TERM, float((SCALE * q) ** 2 @ var) / 2)
+                        spread = min(MAX_VARIANCE_TERM, SCALE**2 * float(q**2 @ var) / 2)
                         scores.append(k @ q * SCALE + spread + np.log(unread))
                         vectors.append(v)
                 if scores:
@@ -345,37 +367,42 @@ def reference_by_token(
     return torch.from_numpy(np.concatenate(outs)).float(), weights
 
 
+def assert_read_weights(weights: Tensor, probs: list[np.ndarray], case: Case, block_size: int) -> None:
+    """Sum over a KV head's query heads of the mean over queries, in the lists' order; 0 past their counts."""
+    kv_heads = case.k_pages.shape[1]
+    assert weights.dtype == torch.float32
+    assert weights.shape == case.packed_lists(block_size).lists.shape
+    for i, by_token in enumerate(probs):
+        by_head = by_token.mean(0).reshape(kv_heads, -1, by_token.shape[-1]).sum(1)
+        for head, listed in enumerate(case.lists[i]):
+            by_block = [by_head[head, b * block_size : (b + 1) * block_size].sum() for b in listed]
+            np.testing.assert_allclose(weights[i, head, : len(listed)].numpy(), by_block, atol=2e-5)
+            assert not weights[i, head, len(listed) :].any()
+
+
 def group_means(case: Case, group_size: int) -> GroupMeans:
-    """Of every group that ends before the first query, in shuffled slots."""
-    k, v, var, tables = [], [], [], []
-    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
-        keys, values = (torch.from_numpy(densified(case, i, x)).float() for x in (case.k_pages, case.v_pages))
-        table = []
-        for g in range((length - rows) // group_size):
-            part = slice(g * group_size, (g + 1) * group_size)
-            table.append(len(k))
-            k.append(keys[part].mean(0))
-            v.append(values[part].mean(0))
-            var.append(keys[part].var(0, correction=0))
-        tables.append(table)
-    width = max(len(table) for table in tables)
-    order = torch.randperm(len(k))
-    stacks = [
-        torch.stack(x)[order.argsort()] if x else torch.zeros(0, *case.k_pages.shape[1::2])
-        for x in (k, v, var)
-    ]
-    places = order.argsort().argsort() if len(order) else order
-    padded = torch.zeros(len(tables), width, dtype=torch.int32)
-    for i, table in enumerate(tables):
-        padded[i, : len(table)] = (
-            places[table].to(torch.int32) if table else torch.zeros(0, dtype=torch.int32)
+    """Of every group that ends before the first query, in shuffled slots; the others hold NaN and are in no table."""
+    counts = [(n - rows) // group_size for n, rows in zip(case.kv_lengths, case.query_counts, strict=True)]
+    kv_heads, dim = case.k_pages.shape[1], case.k_pages.shape[3]
+    slots = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(0)).tolist()
+    k, v, variance = torch.full((3, len(slots), kv_heads, dim), torch.nan)
+    tables = torch.full((len(counts), max(counts) + 1), UNREAD, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        at, shape = [slots.pop() for _ in range(count)], (count, group_size, kv_heads, dim)
+        tables[i, :count] = torch.tensor(at, dtype=torch.int32)
+        keys, values = (
+            densified(case, i, pages)[: count * group_size].reshape(shape)
+            for pages in (case.k_pages, case.v_pages)
         )
-    counts = torch.tensor([len(table) for table in tables], dtype=torch.int32)
-    return GroupMeans(*stacks, padded, counts, group_size)
+        k[at], v[at] = torch.from_numpy(keys.mean(1)).float(), torch.from_numpy(values.mean(1)).float()
+        variance[at] = torch.from_numpy(keys.var(1)).float()
+    return GroupMeans(k, v, variance, tables, torch.tensor(counts, dtype=torch.int32), group_size)
 
 
 def sizes(case: Case) -> list[int]:
-    return [1, case.page_size // 2, case.page_size, 2 * case.page_size, 4 * case.page_size]
+    """Some that divide a page, the page's own, and some of several pages."""
+    page = case.page_size
+    return sorted({1, 2, page // 2, page, 2 * page, 4 * page})
 
 
 @cases
@@ -389,70 +416,211 @@ def test_blocks_of_any_size_are_the_reference(seed: int, group: int) -> None:
 
 
 @cases
-@pytest.mark.parametrize("stood_in", [False, True])
-def test_read_weights_and_means_are_the_reference(seed: int, group: int, stood_in: bool) -> None:
+def test_lists_of_all_blocks_of_any_size_are_dense(seed: int, group: int) -> None:
     case = random_case(seed, group)
-    for size in sizes(case)[:4]:
+    for size in sizes(case):
+        blocks = every_block(case, size).packed_lists(size)
+        got = paged_attention(*case.arguments, SCALE, blocks)
+        torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 64])
+def test_empty_lists_of_any_block_size_give_zeros(block_size: int, width: int) -> None:
+    case = page_16_case(0, 2)
+    shape = (len(case.kv_lengths), case.k_pages.shape[1])
+    lists = torch.full((*shape, width), UNREAD, dtype=torch.int32)
+    blocks = BlockLists(lists, torch.zeros(shape, dtype=torch.int32), block_size)
+    zeros = torch.zeros_like(case.queries)
+    assert torch.equal(paged_attention(*case.arguments, SCALE, blocks), zeros)
+    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    assert torch.equal(got, zeros)
+    assert torch.equal(weights, torch.zeros(*shape, width))
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_a_last_block_may_reach_beyond_the_table(block_size: int) -> None:
+    """The table is no wider than its sequence needs, and what lies behind it in memory is no page."""
+    torch.manual_seed(block_size)
+    pages = torch.randn(5, 2, 16, 8), torch.randn(5, 2, 16, 8)
+    storage = torch.tensor([[3, 0, 4, 1, 2, UNREAD, UNREAD, UNREAD]], dtype=torch.int32)
+    last = (75 - 1) // block_size
+    assert (last + 1) * block_size > 80
+    case = Case(torch.randn(3, 4, 8), *pages, storage[:, :5], [75], [3], [[[last], [last, 0][: last + 1]]])
+    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, case.packed_lists(block_size))
+    wanted, probs = reference_by_token(case, block_size)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+    assert_read_weights(weights, probs, case, block_size)
+    plain = paged_attention(*case.arguments, SCALE, case.packed_lists(block_size))
+    torch.testing.assert_close(plain, wanted, atol=2e-5, rtol=1e-4)
+
+
+@cases
+def test_read_weights_are_the_reference(seed: int, group: int) -> None:
+    case = random_case(seed, group)
+    for size in sizes(case):
         chosen = in_blocks(case, size, seed + 1)
-        means = group_means(chosen, 4 * case.page_size // 2) if stood_in else None
         blocks = chosen.packed_lists(size)
-        wanted, probs = reference_by_token(chosen, size, means)
-        got, weights = paged_attention_with_read_weights(*chosen.arguments, SCALE, blocks, means)
-        torch.testing.assert_close(got, wanted, atol=5e-5, rtol=1e-3)
-        assert torch.equal(got, paged_attention(*chosen.arguments, SCALE, blocks, means)) or stood_in is False
-        for i, by_token in enumerate(probs):
-            by_head = by_token.mean(0).reshape(case.k_pages.shape[1], -1, by_token.shape[-1]).sum(1)
-            for head, listed in enumerate(chosen.lists[i]):
-                by_block = [by_head[head, b * size : (b + 1) * size].sum() for b in listed]
-                np.testing.assert_allclose(weights[i, head, : len(listed)].numpy(), by_block, atol=1e-4)
-                assert not weights[i, head, len(listed) :].any()
+        wanted, probs = reference_by_token(chosen, size)
+        got, weights = paged_attention_with_read_weights(*chosen.arguments, SCALE, blocks)
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(got, paged_attention(*chosen.arguments, SCALE, blocks))
+        assert_read_weights(weights, probs, chosen, size)
 
 
-def test_means_of_groups_of_equal_keys_stand_in_exactly() -> None:
-    """Where all keys and values of a group are alike, its mean says all there is to say."""
-    torch.manual_seed(0)
-    k, v = torch.randn(6, 2, 1, 8).expand(-1, -1, 16, -1), torch.randn(6, 2, 1, 8).expand(-1, -1, 16, -1)
-    table = torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
-    case = Case(torch.randn(3, 4, 8), k.contiguous(), v.contiguous(), table, [60], [3], [[[3], [3]]])
-    means = group_means(case, 16)
-    assert int(means.counts[0]) == 3
-    got = paged_attention(*case.arguments, SCALE, case.packed_lists(), means)
+@cases
+def test_read_weights_of_all_blocks_sum_to_the_group_size(seed: int, group: int) -> None:
+    case = random_case(seed, group)
+    blocks = every_block(case, case.page_size).packed_lists()
+    _, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], float(group)))
+
+
+@cases
+def test_group_means_of_small_pages_are_the_reference(seed: int, group: int) -> None:
+    """Groups of two pages, blocks of any size up to that."""
+    case = random_case(seed, group)
+    for size in [size for size in sizes(case) if size <= 2 * case.page_size]:
+        chosen = in_blocks(case, size, seed + 2)
+        assert_stood_in(chosen, size, group_means(chosen, 2 * case.page_size))
+
+
+def assert_stood_in(case: Case, block_size: int, means: GroupMeans) -> None:
+    """Output and weights are the reference's, and the listed blocks' weights leave what the means get."""
+    blocks = case.packed_lists(block_size)
+    wanted, probs = reference_by_token(case, block_size, means)
+    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-4)
+    assert torch.equal(got, paged_attention(*case.arguments, SCALE, blocks, means))
+    assert_read_weights(weights, probs, case, block_size)
+    group = case.queries.shape[1] // case.k_pages.shape[1]
+    for i, heads in enumerate(case.lists):
+        stood_in = int(means.counts[i]) * means.group_size
+        for head, listed in enumerate(heads):
+            mass = float(weights[i, head].sum())
+            assert mass <= group + 1e-4
+            if len([b for b in listed if b * block_size < stood_in]) * block_size < stood_in:
+                assert mass < group
+
+
+GROUPS_AND_BLOCKS = [(group, block) for group in (64, 128) for block in (1, 16, 32, 64)]
+
+
+def page_16_case(seed: int, group: int) -> Case:
+    """Before the queries: several groups of 64, exactly two, a token less than two, a part of one, nothing."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    counts = rng.choice([1, 2, GAMMA + 1], 5).tolist()
+    before = [int(rng.integers(256, 300)), 128, 127, int(rng.integers(20, 64)), 0]
+    lengths = [n + rows for n, rows in zip(before, counts, strict=True)]
+    return shuffled_case(rng, lengths, counts, 16, 2, 8, group)
+
+
+@pytest.mark.parametrize(("group_size", "block_size"), GROUPS_AND_BLOCKS)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_group_means_are_the_reference(group: int, group_size: int, block_size: int) -> None:
+    seed = group_size + block_size + group
+    case = in_blocks(page_16_case(seed, group), block_size, seed)
+    case = replace(case, queries=2 * case.queries)
+    means = group_means(case, group_size)
+    assert means.counts.tolist() == ([4, 2, 1, 0, 0] if group_size == 64 else [2, 1, 0, 0, 0])
+    assert_stood_in(case, block_size, means)
+
+
+def test_the_variance_term_is_cut_for_some_and_not_for_others() -> None:
+    """The cases above are such that a kernel without the cut, or one that cuts all, would be found out."""
+    case = in_blocks(page_16_case(0, 2), 16, 0)
+    case = replace(case, queries=2 * case.queries)
+    means = group_means(case, 64)
+    variance = means.k_variance[means.tables[0, :4].long()].repeat_interleave(2, 1)
+    terms = (SCALE * case.queries[:1]) ** 2 * variance
+    spread = terms.sum(-1) / 2
+    assert (spread > MAX_VARIANCE_TERM).any()
+    assert (spread < MAX_VARIANCE_TERM).any()
+    flat = replace(means, k_variance=torch.zeros_like(means.k_variance))
+    blocks = case.packed_lists()
+    with_term, without = (paged_attention(*case.arguments, SCALE, blocks, m) for m in (means, flat))
+    assert (with_term - without).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("group_size", "block_size"), GROUPS_AND_BLOCKS)
+def test_means_take_no_part_where_everything_is_read(group_size: int, block_size: int) -> None:
+    case = every_block(page_16_case(group_size, 2), block_size)
+    means = group_means(case, group_size)
+    blocks = case.packed_lists(block_size)
+    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    torch.testing.assert_close(got, case.dense(), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], 2.0))
+
+
+@pytest.mark.parametrize("read", ["none", "some"])
+@pytest.mark.parametrize(("group_size", "block_size"), GROUPS_AND_BLOCKS)
+def test_means_of_groups_of_equal_keys_stand_in_exactly(group_size: int, block_size: int, read: str) -> None:
+    """Where all keys and values of a group are alike, its mean says all there is to say of what is not read."""
+    case = page_16_case(group_size + block_size, 2)
+    k_pages, v_pages = case.k_pages.clone(), case.v_pages.clone()
+    for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
+        for group in range((length - rows) // group_size):
+            pages = case.block_tables[i, group * group_size // 16 : (group + 1) * group_size // 16].long()
+            for tensor in (k_pages, v_pages):
+                tensor[pages] = tensor[pages[0], :, :1].expand(-1, 16, -1).clone()
+    case = in_blocks(replace(case, k_pages=k_pages, v_pages=v_pages), block_size, 7)
+    means = group_means(case, group_size)
+    lists = []
+    for length, count, heads in zip(case.kv_lengths, means.counts.tolist(), case.lists, strict=True):
+        covered = count * group_size // block_size
+        rest = list(range(covered, -(-length // block_size)))
+        lists.append([[*(b for b in listed if read == "some" and b < covered), *rest] for listed in heads])
+    case = replace(case, lists=lists)
+    blocks = case.packed_lists(block_size)
+    got = paged_attention(*case.arguments, SCALE, blocks, means)
     torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-4)
-    without = case.sparse()
+    without = paged_attention(*case.arguments, SCALE, blocks)
     assert (without - case.dense()).abs().max() > 0.05
 
 
-def test_means_take_no_part_where_everything_is_read() -> None:
-    case = replace(random_case(205, 2), lists=random_case(205, 2).every_page())
-    got = paged_attention(*case.arguments, SCALE, case.packed_lists(), group_means(case, case.page_size))
-    torch.testing.assert_close(got, case.dense(), atol=2e-5, rtol=1e-4)
-
-
+@pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("emitting", [1, 3, 5])
-def test_the_last_queries_give_their_weights(emitting: int) -> None:
-    case = random_case(112, 2)
-    counts = [min(n, 7) for n in case.kv_lengths]
-    case = replace(
-        case,
-        queries=torch.randn(sum(counts), case.queries.shape[1], case.queries.shape[2]),
-        query_counts=counts,
-    )
-    emitting = min(emitting, *counts)
-    _, weights = paged_attention_with_block_weights(*case.arguments, SCALE, 16, emitting)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
+    rng = np.random.default_rng(emitting)
+    torch.manual_seed(emitting)
+    counts = [emitting, emitting + 2, 7, 7]
+    lengths = [emitting, 130, 64, 7]
+    case = shuffled_case(rng, lengths, counts, 16, 2, 8, group)
+    out, weights = paged_attention_with_block_weights(*case.arguments, SCALE, block_size, emitting)
+    assert torch.equal(out, case.dense())
+    assert weights.shape == (4, emitting, 2 * group, -(-130 // block_size))
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))
     for i, by_token in enumerate(reference_weights(case, case.every_page())):
-        pooled = pool_blocks(torch.from_numpy(by_token[-emitting:]), 16)
+        pooled = pool_blocks(torch.from_numpy(by_token[-emitting:]), block_size).numpy()
         np.testing.assert_allclose(weights[i, :, :, : pooled.shape[-1]].numpy(), pooled, atol=1e-5)
+        assert not weights[i, :, :, pooled.shape[-1] :].any()
 
 
-def test_lists_and_means_that_do_not_fit_are_refused() -> None:
-    case = random_case(5, 2)
-    lists = case.packed_lists()
-    with pytest.raises(ValueError, match="neither divide"):
-        paged_attention(*case.arguments, SCALE, replace(lists, block_size=case.page_size * 3 // 2))
+@pytest.mark.parametrize("block_size", [-16, 0, 3, 12, 24, 40])
+def test_blocks_that_do_not_fit_pages_are_refused(block_size: int) -> None:
+    case = page_16_case(0, 2)
+    blocks = replace(case.packed_lists(), block_size=block_size)
+    message = f"blocks of {block_size} tokens neither divide a page of 16 nor fill some"
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*case.arguments, SCALE, blocks)
+    with pytest.raises(ValueError, match=message):
+        paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+
+
+def test_means_that_do_not_fit_are_refused() -> None:
+    case = page_16_case(0, 2)
+    means, large = group_means(case, 64), case.packed_lists(128)
     with pytest.raises(ValueError, match="give lists"):
-        paged_attention(*case.arguments, SCALE, None, group_means(case, 16))
-    with pytest.raises(ValueError, match="no whole blocks"):
-        paged_attention(*case.arguments, SCALE, replace(lists, block_size=64), group_means(case, 16))
+        paged_attention(*case.arguments, SCALE, None, means)
+    for size in (48, 64):
+        message = f"groups of {size} tokens are no whole blocks of 128"
+        with pytest.raises(ValueError, match=message):
+            paged_attention(*case.arguments, SCALE, large, replace(means, group_size=size))
+        with pytest.raises(ValueError, match=message):
+            paged_attention_with_read_weights(*case.arguments, SCALE, large, replace(means, group_size=size))
 
 
 ROW = torch.zeros(1, 1)

@@ -295,7 +295,9 @@ class World:
             ),
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DrafterSettings(gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
+        settings = DrafterSettings(
+            gamma, ahead=ahead, early=seed % 2 == 1, prefill_chunk=prefill_chunk, max_context=500
+        )
         self.drafter = Drafter(self.draft, plan, settings)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
@@ -1200,7 +1202,7 @@ def test_frames_that_no_honest_draft_sends() -> None:
         (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
         (stand.announcement(at=at._replace(base=101)), "base 101"),
         (stand.announcement(selection=b"nonsense"), "announcement"),
-        (stand.announcement(selection=shorter), "an announcement over 6 blocks"),
+        (stand.announcement(selection=shorter), "6 blocks"),
         (stand.announcement(selection=heads), "heads"),
     ]
     for event, reason in wrong:
@@ -1309,7 +1311,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead, early=True))
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -1548,7 +1550,10 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     plan = replace(PLAN, budget=0.3, mass=0.7)
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
     sent: list[m.DraftEvent] = []
-    peer, drafter = Peer("target", sent.append), Drafter(runner, plan, DrafterSettings(4, ahead=ahead))
+    peer, drafter = (
+        Peer("target", sent.append),
+        Drafter(runner, plan, DrafterSettings(4, ahead=ahead, early=True)),
+    )
     drafter.attach(peer)
     tokens = [3] * 200
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), tokens, GREEDY, 300, method))

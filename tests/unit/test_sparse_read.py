@@ -1,7 +1,8 @@
 """Sparse reads through the engine, on the bundled pair's draft model: lists, selectors, means, weights, forks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from engine.loading import load_runner, output_projections
 from engine.paged_kv import SequenceKV
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, SequenceOutput
 from kernels.selection import compact
 from models import DRAFT
 
@@ -32,31 +33,42 @@ def prompt(runner: ModelRunner) -> Iterator[SequenceKV]:
     runner.kv.release(sequence)
     assert runner.kv.pool.held == 0
     runner.kv.pool.check_integrity()
+    if runner.kv.means is not None:
+        free = runner.kv.means.free
+        assert sorted(free) == list(range(len(runner.kv.means.k[0])))
+        runner.kv.means = None
 
 
 @dataclass
 class Fixed:
-    """A selector that has made up its mind."""
+    """A selector that has made up its mind; `seen`: what it was asked with."""
 
     chosen: list[Tensor | None]
+    seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
-        assert keys.length == len(TOKENS)
+        self.seen.append((layer, queries, keys, scale))
         return self.chosen[layer]
 
 
-def masks(block_size: int, seed: int = 0, rows: tuple[int, ...] = ()) -> list[Tensor]:
-    """For each layer bool [*rows, kv_heads, blocks], the last blocks always chosen."""
+def masks(
+    block_size: int,
+    seed: int = 0,
+    rows: tuple[int, ...] = (),
+    prefix: int = PREFIX,
+    length: int = len(TOKENS),
+) -> list[Tensor]:
+    """For each layer bool [*rows, kv_heads, blocks], those of the pass's own tokens always chosen."""
     generator = torch.Generator().manual_seed(seed)
-    blocks = -(-len(TOKENS) // block_size)
+    blocks = -(-length // block_size)
     chosen = [torch.rand(*rows, KV_HEADS, blocks, generator=generator) < 0.4 for _ in range(LAYERS)]
     for mask in chosen:
-        mask[..., (PREFIX - 1) // block_size :] = True
+        mask[..., (prefix - 1) // block_size :] = True
     return chosen
 
 
-def listed(chosen: list[Tensor], block_size: int, **options: bool) -> SparseRead:
-    return SparseRead(block_size, [compact(mask) for mask in chosen], **options)
+def listed(chosen: list[Tensor] | list[Tensor | None], block_size: int, **options: bool) -> SparseRead:
+    return SparseRead(block_size, [None if mask is None else compact(mask) for mask in chosen], **options)
 
 
 def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> list[Tensor]:
@@ -77,7 +89,7 @@ def test_reading_every_block_is_reading_densely(
     runner.kv.keep_group_means(64)
     reads = [
         listed(everything, block_size),
-        listed(everything, block_size, group_means=block_size < 64 or True, emit=True),
+        listed(everything, block_size, group_means=True, emit=True),
         SparseRead(block_size, selector=Fixed([*everything[:2], None, everything[3]])),
     ]
     dense, *others = run(runner, prompt, None, *reads)
@@ -101,25 +113,99 @@ def test_queries_that_choose_alike_read_as_one_choice_does(runner: ModelRunner, 
     each = [mask.expand(rows, -1, -1) for mask in chosen]
     together, apart = run(runner, prompt, listed(chosen, 16), SparseRead(16, selector=Fixed(list(each))))
     torch.testing.assert_close(apart, together, atol=1e-4, rtol=1e-3)
-    other = masks(16, seed=1, rows=(rows,))
-    (different,) = run(runner, prompt, SparseRead(16, selector=Fixed(list(other))))
-    assert (different - together).abs().max() > 0.05
 
 
-def test_read_weights_of_everything_are_the_dense_weights(runner: ModelRunner, prompt: SequenceKV) -> None:
-    everything = [torch.ones_like(mask) for mask in masks(16)]
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_queries_that_choose_for_themselves_read_as_passes_of_one_query_do(
+    runner: ModelRunner, prompt: SequenceKV, block_size: int
+) -> None:
+    """One after another on one fork: each pass writes the KV that its query writes in the common pass."""
     rows = len(TOKENS) - PREFIX
-    dense, sparse = runner.kv.fork(prompt), runner.kv.fork(prompt)
-    inputs = [
-        SequenceInput(dense, TOKENS[PREFIX:], block_size=16, emitting=rows),
-        SequenceInput(sparse, TOKENS[PREFIX:], read=listed(everything, 16, emit=True)),
+    chosen = masks(block_size, seed=1, rows=(rows,))
+    together, first_for_all = run(
+        runner,
+        prompt,
+        SparseRead(block_size, selector=Fixed(list(chosen))),
+        listed([mask[0] for mask in chosen], block_size),
+    )
+    fork, alone = runner.kv.fork(prompt), []
+    for row in range(rows):
+        blocks = -(-(PREFIX + row + 1) // block_size)
+        read = listed([mask[row, :, :blocks] for mask in chosen], block_size)
+        (output,) = runner.forward([SequenceInput(fork, [TOKENS[PREFIX + row]], "all", read)])
+        assert output.logits is not None
+        alone.append(output.logits)
+    runner.kv.release(fork)
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-4, rtol=1e-3)
+    assert (together - first_for_all)[1:].abs().max() > 0.05, "each has its own"
+
+
+def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(
+    runner: ModelRunner, prompt: SequenceKV
+) -> None:
+    rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
+    dense, fork = runner.kv.fork(prompt), runner.kv.fork(prompt)
+    # Another sequence stands before it in the pass.
+    runner.forward(
+        [
+            SequenceInput(fork, TOKENS[PREFIX:], read=SparseRead(16, selector=selector)),
+            SequenceInput(dense, TOKENS[PREFIX:]),
+        ]
+    )
+    heads = runner.model.config.num_attention_heads
+    assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
+    for layer, queries, keys, scale in selector.seen:
+        dim = runner.kv.k_pages[layer].shape[-1]
+        assert queries.shape == (rows, heads, dim)
+        assert scale == pytest.approx(dim**-0.5)
+        assert keys.length == len(TOKENS)
+        held = runner.kv.k_pages[layer][fork.pages].transpose(0, 1).flatten(1, 2)
+        for first, last in ((0, len(TOKENS)), (0, 5), (64, 128), (96, 131), (192, 203)):
+            assert torch.equal(keys.read(first, last), held[:, first:last])
+    for kv in (dense, fork):
+        runner.kv.release(kv)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_read_weights_of_everything_are_the_dense_weights(
+    runner: ModelRunner, prompt: SequenceKV, block_size: int
+) -> None:
+    everything = [torch.ones_like(mask) for mask in masks(block_size)]
+    runner.kv.keep_group_means(64)
+    rows = len(TOKENS) - PREFIX
+    forks = [runner.kv.fork(prompt) for _ in range(4)]
+    reads = [
+        listed(everything, block_size, emit=True),
+        listed(everything, block_size, emit=True, group_means=True),
+        SparseRead(block_size, selector=Fixed(list(everything)), emit=True),
     ]
-    emitted, read = runner.forward(inputs)
+    dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
+    sparse = [
+        SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)
+    ]
+    emitted, *others = runner.forward([dense, *sparse])
     assert emitted.block_weights is not None
-    assert read.read_weights is not None
     wanted = emitted.block_weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
-    torch.testing.assert_close(read.read_weights, wanted, atol=1e-5, rtol=1e-4)
-    for kv in (dense, sparse):
+    for output in others:
+        assert output.read_weights is not None
+        torch.testing.assert_close(output.read_weights, wanted, atol=1e-5, rtol=1e-4)
+    for kv in forks:
+        runner.kv.release(kv)
+
+
+def test_layers_that_are_read_densely_give_no_read_weights(runner: ModelRunner, prompt: SequenceKV) -> None:
+    chosen: list[Tensor | None] = [*masks(16)]
+    chosen[1] = None
+    forks = [runner.kv.fork(prompt) for _ in range(2)]
+    reads = [listed(chosen, 16, emit=True), SparseRead(16, selector=Fixed(chosen), emit=True)]
+    inputs = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)]
+    by_list, by_selector = (output.read_weights for output in runner.forward(inputs))
+    assert by_list is not None
+    assert by_selector is not None
+    assert not by_list[1].any()
+    assert (by_list[[0, 2, 3]].sum(-1) > 1.99).all()
+    torch.testing.assert_close(by_selector, by_list, atol=1e-5, rtol=1e-4)
+    for kv in forks:
         runner.kv.release(kv)
 
 
@@ -140,20 +226,80 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
 
 
 def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, prompt: SequenceKV) -> None:
+    """Sequences of several lengths and numbers of queries, in an order that is not the parts'."""
     runner.kv.keep_group_means(64)
-    chosen = masks(16)
-    reads = [
-        None,
-        listed(chosen, 16),
-        listed(masks(16, 2), 16, group_means=True, emit=True),
-        SparseRead(16, selector=Fixed(list(masks(16, 3)))),
-        listed(masks(64, 4), 64),
-        SparseRead(16, selector=Fixed(list(masks(16, 5, (len(TOKENS) - PREFIX,))))),
+
+    def forward(chosen: list[tuple[int, int, dict[str, Any]]]) -> list[SequenceOutput]:
+        forks, inputs = [], []
+        for prefix, count, options in chosen:
+            kv = runner.kv.fork(prompt)
+            runner.kv.truncate(kv, prefix)
+            forks.append(kv)
+            inputs.append(SequenceInput(kv, TOKENS[prefix : prefix + count], **options))
+        outputs = runner.forward(inputs)
+        assert [kv.length for kv in forks] == [prefix + count for prefix, count, _ in chosen]
+        for kv in forks:
+            runner.kv.release(kv)
+        return outputs
+
+    def lists(prefix: int, count: int, size: int, seed: int, **options: bool) -> SparseRead:
+        return listed(masks(size, seed, (), prefix, prefix + count), size, **options)
+
+    def selector(prefix: int, count: int, seed: int, *rows: int, **options: bool) -> SparseRead:
+        chosen = masks(16, seed, rows, prefix, prefix + count)
+        return SparseRead(16, selector=Fixed(list(chosen)), **options)
+
+    batch: list[tuple[int, int, dict[str, Any]]] = [
+        (160, 3, {"logits": "all", "read": selector(160, 3, 1, group_means=True, emit=True)}),
+        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit=True)}),
+        (199, 4, {"logits": "all"}),
+        (199, 4, {"logits": "all", "read": selector(199, 4, 3, 4)}),
+        (
+            32,
+            5,
+            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit=True)},
+        ),  # no groups yet
+        (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
+        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit=True)}),
+        (16, 1, {"logits": "last"}),
+        (199, 4, {"logits": "all", "block_size": 32, "emitting": 2}),
+        (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
+        (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
+        (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
+        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit=True)}),
+        (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
     ]
+    for item, together in zip(batch, forward(batch), strict=True):
+        prefix, count, options = item
+        (alone,) = forward([item])
+        rows = {"all": count, "last": 1, "none": None}[options["logits"]]
+        assert (None if together.logits is None else len(together.logits)) == rows
+        assert (together.block_weights is not None) == ("emitting" in options)
+        read: SparseRead | None = options.get("read")
+        assert (together.read_weights is not None) == (read is not None and read.emit)
+        for name, wanted in vars(alone).items():
+            got = getattr(together, name)
+            if wanted is None:
+                assert got is None
+            else:
+                torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
+        if together.block_weights is not None:
+            blocks = -(-(prefix + count) // options["block_size"])
+            assert together.block_weights.shape[1::2] == (options["emitting"], blocks)
+        if together.read_weights is not None:
+            assert read is not None
+            assert together.read_weights.shape[2] == -(-(prefix + count) // read.block_size)
+
+
+def test_sequences_with_other_dense_layers_share_a_pass(runner: ModelRunner, prompt: SequenceKV) -> None:
+    reads = []
+    for dense in (None, 0, 2):
+        lists = [None if layer == dense else compact(mask) for layer, mask in enumerate(masks(16))]
+        reads.append(SparseRead(16, lists))
     together = run(runner, prompt, *reads)
     for read, logits in zip(reads, together, strict=True):
-        (alone,) = run(runner, prompt, read)
-        torch.testing.assert_close(logits, alone, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(logits, run(runner, prompt, read)[0], atol=2e-4, rtol=1e-3)
+    assert (together[0] - together[1]).abs().max() > 0.01
 
 
 def test_means_bring_the_result_nearer(runner: ModelRunner, prompt: SequenceKV) -> None:
