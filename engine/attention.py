@@ -65,6 +65,10 @@ def _attend_part(
         keys = SequenceKeys(k_pages, part.block_tables[0].long(), int(part.kv_lengths[0]))
         chosen = part.selector.choose(layer, rows, keys, scale)
         if chosen is not None and chosen.dim() == 3:
+            if part.means is not None or part.emit_read:
+                raise ValueError(
+                    "queries that each choose their own blocks have neither group means nor read weights"
+                )
             return _attend_each_query(part, arguments, chosen)
         blocks = None if chosen is None else _to_lists(chosen[None], part.block_size)
     else:

@@ -114,6 +114,14 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
     """Allocate pages for the inputs' tokens and lay them out. Raises OutOfPages before changing a length."""
     if any(not item.tokens for item in inputs):
         raise ValueError("every sequence of a batch needs at least one token")
+    for item in inputs:
+        if item.emitting and (
+            item.read is not None or not 0 < item.block_size or item.emitting > len(item.tokens)
+        ):
+            raise ValueError(
+                f"{item.emitting} of {len(item.tokens)} queries to emit over blocks of {item.block_size}: expected a "
+                "dense input, no more than its queries, and a block size"
+            )
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))
     tokens: list[int] = []
     positions, slots = [], []

@@ -252,6 +252,9 @@ class PagedKV:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
         if length < sequence.indexed * PAGE_SIZE:
             raise ValueError(f"cannot truncate to {length}: {sequence.indexed} pages are indexed by prefix")
+        last = sequence.pages[length // PAGE_SIZE] if length % PAGE_SIZE else None
+        if last is not None and self.pool.references[last] > 1:
+            raise ValueError(f"cannot truncate to {length}: the page there is shared with another sequence")
         sequence.length = length
         keep = pages_for(length)
         self.pool.release(sequence.pages[keep:])

@@ -110,7 +110,7 @@ def sharing(study: Study) -> list[Row]:
             for how in ("per_query", "union", "first", "pooled"):
                 plan = replace(parse_budget("0.06", study.plan), sharing=how)
                 variants.append(Variant(method, "0.06", plan, k, f"{method}, k = {k}, {how}"))
-    return study.run("sharing", study.passages(LONG, LONG - 512, 3), variants)
+    return study.run("sharing", study.passages(LONG, LONG - 512, 2), variants)
 
 
 def block_sizes(study: Study) -> list[Row]:
@@ -145,7 +145,7 @@ def parts_of_ahead(study: Study) -> list[Row]:
     changed: dict[str, tuple[str, Plan]] = {
         "ahead": ("ahead", plan),
         "no group means": ("ahead", replace(plan, group_size=0)),
-        **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 512)},
+        **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 256)},
         "one draft head each (STS map)": ("ahead", replace(plan, blends=mapped)),
         "all heads alike": ("ahead", replace(plan, head_importance=ones)),
         **{
@@ -160,7 +160,7 @@ def parts_of_ahead(study: Study) -> list[Row]:
     for label, (method, changed_plan) in changed.items():
         for budget in ("0.06", "0.12"):
             variants.append(Variant(method, budget, parse_budget(budget, changed_plan), 3, label))
-    return study.run("parts of ahead", study.passages(LONG, LONG - 512, 5), variants)
+    return study.run("parts of ahead", study.passages(LONG, LONG - 512, 3), variants)
 
 
 STUDIES: list[tuple[str, Callable[[Study], list[Row]]]] = [

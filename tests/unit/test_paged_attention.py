@@ -493,6 +493,9 @@ def assert_stood_in(case: Case, block_size: int, means: GroupMeans) -> None:
     torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-4)
     assert torch.equal(got, paged_attention(*case.arguments, SCALE, blocks, means))
     assert_read_weights(weights, probs, case, block_size)
+    # Past the counts may stand a block that is one of a group, as the 0 that lists are padded with.
+    padded = replace(blocks, lists=blocks.lists.where(blocks.lists != UNREAD, 0))
+    assert torch.equal(got, paged_attention(*case.arguments, SCALE, padded, means))
     group = case.queries.shape[1] // case.k_pages.shape[1]
     for i, heads in enumerate(case.lists):
         stood_in = int(means.counts[i]) * means.group_size

@@ -410,6 +410,7 @@ class Forks(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Forked:
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
+    @precondition(lambda self: len(self.live) < 2)
     @rule()
     def open(self) -> None:
         self.live.append(Forked())
@@ -436,7 +437,7 @@ class Forks(RuleBasedStateMachine):
         item.written = torch.cat([item.written, fresh], 2)
         kv.length += count
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: 0 < len(self.live) < 4)
     @rule(data=st.data(), ahead=st.integers(0, 2 * PAGE_SIZE))
     def fork(self, data: st.DataObject, ahead: int) -> None:
         """Also one that has room for tokens that it does not have yet."""
@@ -632,6 +633,42 @@ def test_there_are_as_many_slots_as_groups_fit_the_pages() -> None:
 def test_means_without_room_for_them_are_refused() -> None:
     with pytest.raises(ValueError, match="call keep_group_means first"):
         small().group_means([SequenceKV()], torch.device("cpu"))
+
+
+def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> None:
+    kv = small()
+    kv.keep_group_means(16)
+    sequence = SequenceKV()
+    slots: list[int] = []
+    for length in (16, 40, 47, 48, 112):
+        kv.grow(sequence, length)
+        for at in range(sequence.length, length):
+            kv.k_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(
+                at // PAGE_SIZE + at % 2
+            )
+            kv.v_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(-at)
+        sequence.length = length
+        (made,) = kv.group_means([sequence], torch.device("cpu"))
+        assert sequence.groups[: len(slots)] == slots
+        slots = list(sequence.groups)
+        groups = range(length // PAGE_SIZE)
+        assert made.k[slots].flatten().tolist() == [group + 0.5 for group in groups]
+        assert made.k_variance[slots].flatten().tolist() == [0.25] * len(groups)
+        assert made.v[slots].flatten().tolist() == [-(16 * group + 7.5) for group in groups]
+
+
+def test_means_that_find_too_few_slots_change_nothing() -> None:
+    kv = small()
+    kv.keep_group_means(16, slots=3)
+    assert kv.means is not None
+    first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
+    kv.group_means([first], torch.device("cpu"))
+    with pytest.raises(OutOfPages, match="2 group means wanted, 1 slots are free"):
+        kv.group_means([first, second], torch.device("cpu"))
+    assert (len(first.groups), second.groups, len(kv.means.free)) == (2, [], 1)
+    kv.release(first)
+    kv.group_means([second], torch.device("cpu"))
+    assert len(second.groups) == 2
 
 
 def test_tables_of_sequences_with_different_numbers_of_groups() -> None:

@@ -268,6 +268,8 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
         (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit=True)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
+        (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
+        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit=True)}),
     ]
     for item, together in zip(batch, forward(batch), strict=True):
         prefix, count, options = item
