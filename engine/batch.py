@@ -116,7 +116,7 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
         raise ValueError("every sequence of a batch needs at least one token")
     for item in inputs:
         if item.emitting and (
-            item.read is not None or not 0 < item.block_size or item.emitting > len(item.tokens)
+            item.read is not None or not item.block_size > 0 or item.emitting > len(item.tokens)
         ):
             raise ValueError(
                 f"{item.emitting} of {len(item.tokens)} queries to emit over blocks of {item.block_size}: expected a "

@@ -72,7 +72,7 @@ def pass_key(study: Study) -> list[Row]:
 
 def recall(study: Study, context: int) -> list[Row]:
     chosen = cases.recall_cases(
-        ["named-keys", "pairs"], study.texts, study.tokenizer, context, 4 if context > LONG else 6
+        ["named-keys", "pairs"], study.texts, study.tokenizer, context, 2 if context > LONG else 4
     )
     return study.run(
         f"recall at {context}",
