@@ -25,7 +25,7 @@ from orchestrator.router import Router
 from orchestrator.settings import Settings, SettingsError, resolve_settings
 from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from sparsity.methods import methods_of
-from sparsity.plan import load_plan
+from sparsity.plan import PlanError, load_plan
 from wire.convert import status_from_pb
 from wire.errors import Unavailable
 from wire.messages import ServiceStatus
@@ -181,7 +181,7 @@ def main() -> None:
     try:
         with placed_services(settings) as (target, draft):
             asyncio.run(run(settings, target, draft))
-    except (ClusterError, OSError) as error:
+    except (ClusterError, PlanError, OSError) as error:
         _fail(error)
 
 

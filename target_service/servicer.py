@@ -101,6 +101,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             request = convert.serve_request_from_pb(frame)
             if isinstance(request, Abort):
                 self._verifier.abort(request.session)
+                opened.discard(request.session)  # the name may be another stream's next
             else:
                 try:
                     self._verifier.open(request, outbox.put)

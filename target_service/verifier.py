@@ -15,8 +15,8 @@ from engine.batch import SequenceInput
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner
 from engine.step_loop import share_prefill
-from sparsity.methods import method_named
-from sparsity.plan import Plan, PlanError
+from sparsity.methods import METHODS, methods_of
+from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
@@ -108,8 +108,9 @@ class Verifier:
         self._reserved = 0
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
         self._drafts: list[DraftPeer] = []
-        self._aborts: list[str] = []
-        if plan.group_size:
+        self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
+        self._methods = methods_of(plan)
+        if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
 
     @property
@@ -142,10 +143,12 @@ class Verifier:
         """How a session reads. Raises InvalidArgument for a method that there is not, or that the plan rules out."""
         if request.exactness is Exactness.EXACT:
             return None
-        try:
-            return Reader(method_named(request.sparsity or self.plan.method), self.plan)
-        except PlanError as error:
-            raise InvalidArgument(f"session {request.session}: {error}") from None
+        name = request.sparsity or self.plan.method
+        if name not in self._methods:
+            raise InvalidArgument(
+                f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
+            )
+        return Reader(METHODS[name], self.plan)
 
     def _check_open(self, request: Open) -> None:
         vocab, settings = self.runner.vocab_size, self.settings
@@ -189,28 +192,34 @@ class Verifier:
             self._assign_draft(session, wait=True)
 
     def abort(self, session_id: str) -> None:
-        """Close a session between steps; unknown ones are ignored, since an abort may cross the end."""
-        self._aborts.append(session_id)
-
-    def _apply_aborts(self) -> None:
-        aborts, self._aborts = self._aborts, []
-        for name in aborts:
-            if name in self._sessions:
-                self.counters["aborted_sessions"] += 1
-                self._close(self._sessions[name])
-            elif name in self._emit:
-                self._queue = deque(session for session in self._queue if session.id != name)
-                del self._emit[name]
+        """End a session, also during a step on it; unknown ones are ignored, since an abort may cross the end."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self.counters["aborted_sessions"] += 1
+            self._close(session)
+        elif session_id in self._emit:
+            self._queue = deque(queued for queued in self._queue if queued.id != session_id)
+            del self._emit[session_id]
 
     def _close(self, session: TargetSession) -> None:
+        """The name is free at once; the pages are when no step runs."""
         if session.draft is not None:
             session.draft.sessions.discard(session.id)
             session.draft.send(End(session.id))
         self.residency.forget(session.id)
-        self.runner.kv.release(session.kv)
-        self._reserved -= self._need(session.max_length)
+        self._closed.append(session)
         self._first_epoch = max(self._first_epoch, session.epoch + 1)
         del self._sessions[session.id], self._emit[session.id]
+
+    def _is_open(self, session: TargetSession) -> bool:
+        """Whether a session is still the one of its name; it may have been aborted during a step."""
+        return self._sessions.get(session.id) is session
+
+    def _release_closed(self) -> None:
+        for session in self._closed:
+            self.runner.kv.release(session.kv)
+            self._reserved -= self._need(session.max_length)
+        self._closed.clear()
 
     def close_all(self, error: ServiceError) -> None:
         """Tell every session's owner why it ends."""
@@ -348,7 +357,7 @@ class Verifier:
     # Steps.
 
     def plan_step(self) -> Step | None:
-        self._apply_aborts()
+        self._release_closed()
         self._admit()
         step = Step()
         reading: list[TargetSession] = []
@@ -420,11 +429,15 @@ class Verifier:
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for session, _ in step.prefills:
+            if not self._is_open(session):
+                continue
             session.stats.prefill_seconds += result.seconds
             self._index(session)
         for item, (accepted, following), weights in zip(
             step.rounds, result.outcomes, result.read_weights, strict=True
         ):
+            if not self._is_open(item.session):
+                continue
             if item.session.reader is not None:
                 item.session.reader.finish(weights)
             self._commit(item, accepted, following, result.seconds)

@@ -12,6 +12,7 @@ from engine.loading import load_tokenizer, tokenizer_hash
 from engine.sampling import Sampling
 from models import PLAN, TARGET
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from sparsity.announce import BY_TARGET_HEAD
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 from tests.client import generate
@@ -110,13 +111,13 @@ def _support(token: int, probability: float) -> Support:
     return Support(np.array([token, token + 1]), np.array([probability, 1 - probability], dtype=np.float32))
 
 
-HEADS = len(load_plan(PLAN).announced_heads)
+HEADS = BY_TARGET_HEAD.rows(load_plan(PLAN))  # of the bundled plan's default method
 TWO_TO_31 = b"\x80\x80\x80\x80\x08"
 BAD_EVENTS = {
     "indices out of range": lambda at: Announcement(at, 0, 0, _selection(HEADS, 5)),
     "heads the plan does not have": lambda at: Announcement(at, 0, 0, _selection(HEADS + 1)),
-    "garbage announcement": lambda at: Announcement(at, 0, 0, b"\x01\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: Announcement(at, 0, 0, b"\x01\x01" + bytes([HEADS]) + TWO_TO_31 + bytes(4)),
+    "garbage announcement": lambda at: Announcement(at, 0, 0, b"\x02\x00\xff\xff\xff\xff\xff\xff"),
+    "2^31 blocks": lambda at: Announcement(at, 0, 0, b"\x02\x00" + bytes([HEADS]) + TWO_TO_31 + bytes(9)),
     "empty proposal": lambda at: Proposal(at, 0, 0, []),
     "too many tokens": lambda at: Proposal(at, 0, 0, [1] * 5),
     "token outside the vocabulary": lambda at: Proposal(at, 0, 0, [4096]),
