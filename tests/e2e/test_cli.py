@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from models import TARGET
 from sparsity.plan import save_plan, uniform_plan
-from tests.client import generate, metric, wait_for, wait_until_idle
+from tests.client import APPROXIMATE, generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack
 
@@ -148,6 +149,27 @@ def test_launch_refuses_a_port_that_is_in_use(stack: Stack, which: str) -> None:
     ports = ("--grpc-port", flags["grpc"], "--http-port", flags["http"])
     done = run(*LAUNCH, "--target-address", "127.0.0.1:1", *ports)
     assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
+
+
+def test_launch_refuses_a_plan_of_another_version(tmp_path: Path) -> None:
+    """Also where services run already, and the endpoints are the first to read it."""
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"version": 1}')
+    done = run(*LAUNCH, "--target-address", "127.0.0.1:1", "--plan", str(plan))
+    assert_refused(done, f"{plan}: version 1, this program reads 2")
+
+
+def test_launch_sparsity_is_the_default_method(launch: Callable[..., Stack]) -> None:
+    """Of approximate requests that name none; target and draft agree on it."""
+    stack = launch("--sparsity", "streaming")
+    stub, fields = stack.stub(), {"max_tokens": 12, "exactness": APPROXIMATE}
+    unnamed = generate(stub, PROMPT * 60, **fields)
+    assert unnamed.tokens == generate(stub, PROMPT * 60, sparsity="streaming", **fields).tokens
+    assert unnamed.speculation.announced_bytes == 0
+    assert unnamed.speculation.rounds > 0
+    assert unnamed.speculation.kv_read_fraction < 0.9
+    assert generate(stub, PROMPT * 60, sparsity="sts", **fields).speculation.announced_bytes > 0
+    stack.stop()
 
 
 def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Path) -> None:

@@ -199,11 +199,11 @@ def test_abort(stack: Stack) -> None:
     last = list(call)[-1]
     assert last.finish_reason == control_pb2.FINISH_REASON_ABORT
     assert last.usage.completion_tokens > 0
+    assert len(generate(stub, PROMPT, max_tokens=3, request_id="to-abort").tokens) == 3, "free at once"
     wait_for_sessions(stack, 0)
     code, details = refused(lambda: stub.Abort(abort))
     assert code is NOT_FOUND
     assert "to-abort" in details
-    assert len(generate(stub, PROMPT, max_tokens=3, request_id="to-abort").tokens) == 3, "free again"
 
 
 def test_abort_ends_a_request_that_came_over_http(stack: Stack) -> None:

@@ -11,6 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from models import PLAN
+from sparsity.methods import METHODS, methods_of
+from sparsity.plan import load_plan
 from tests.client import metric, service_state, wait_for, wait_until_idle
 from tests.stack import Stack
 
@@ -138,10 +141,16 @@ def test_approximate(client: OpenAI) -> None:
     assert exact.speculation["kv_read_fraction"] == 1
     assert approximate.speculation["kv_read_fraction"] < 0.7
     assert approximate.speculation["announced_bytes"] > 0
-    options = {"exactness": "approximate", "sparsity": "streaming"}
-    streaming = complete(client, prompt=prompt, extra_body=options)
-    assert streaming.speculation["announced_bytes"] == 0
-    assert streaming.speculation["kv_read_fraction"] < 0.7
+
+
+@pytest.mark.parametrize("method", methods_of(load_plan(PLAN)))
+def test_every_method_that_the_plan_allows(client: OpenAI, method: str) -> None:
+    options = {"exactness": "approximate", "sparsity": method}
+    answer = complete(client, prompt=PROMPT * 100, extra_body=options)
+    assert answer.usage.completion_tokens == 24
+    account = answer.speculation
+    assert (account["announced_bytes"] > 0) == (METHODS[method].announcing is not None)
+    assert (account["kv_read_fraction"] < 0.9) == (method != "dense")
 
 
 def test_chat(client: OpenAI, tokenizer: Any) -> None:

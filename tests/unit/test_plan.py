@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.loading import ModelSettings
 from models import PLAN
 from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
 from sparsity.head_map import best_draft_heads, top_k_overlap
@@ -18,6 +19,7 @@ from sparsity.methods import METHODS
 from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
 from sparsity.reader import Reader, pages_of
 from sparsity.selection import BlockSelection
+from wire.handshake import SideSettings, open_side
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})
 
@@ -175,6 +177,26 @@ def test_another_budget() -> None:
     assert overridden(SMALL, 1.0, "sts") == replace(SMALL, budget=1.0, method="sts")
     with pytest.raises(PlanError, match="budget"):
         overridden(SMALL, 1.5)
+
+
+def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
+    """Before they load a model, of which there is none here; another method makes another plan to shake hands on."""
+    path = tmp_path / "plan.json"
+
+    def opened(plan: Plan, method: str | None = None) -> None:
+        save_plan(plan, path)
+        open_side(SideSettings("target", ModelSettings(str(tmp_path)), str(path), gamma=4, method=method))
+
+    with pytest.raises(PlanError, match="per_query' is for evaluation"):
+        opened(replace(SMALL, sharing="per_query", method="sts"))
+    with pytest.raises(PlanError, match="'nonesuch'; known are dense"):
+        opened(SMALL, method="nonesuch")
+    with pytest.raises(PlanError, match="'tidal' needs anchor_layers"):
+        opened(SMALL, method="tidal")
+    with pytest.raises((OSError, ValueError)) as refusal:
+        opened(SMALL, method="sts")
+    assert not isinstance(refusal.value, PlanError)
+    assert overridden(SMALL, method="sts").hash != SMALL.hash == overridden(SMALL, method="ahead").hash
 
 
 def test_the_map_of_the_nearest_budget_counts() -> None:

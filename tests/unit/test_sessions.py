@@ -28,7 +28,7 @@ from engine.step_loop import share_prefill
 from kernels.kv_write import write_kv
 from orchestrator.ledger import Ledger, Record
 from sparsity.announce import announce, draft_heads
-from sparsity.methods import METHODS
+from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
 from target_service.judging import RoundInput, judge_rounds
@@ -69,20 +69,21 @@ def full_view(tokens: list[int]) -> list[int]:
     return tokens
 
 
-def ends_view(tokens: list[int]) -> list[int]:
+def ends_view(tokens: list[int], recent: int) -> list[int]:
     """What is never left out: the sink block and the last tokens."""
-    return [*tokens[:PAGE_SIZE], 255, *tokens[-RECENT:]]
+    return [*tokens[:PAGE_SIZE], 255, *tokens[-recent:]]
 
 
 @dataclass(frozen=True)
 class FakeModel:
-    """Next-token logits as a function of the tokens so far. `ends`: of the first and last ones alone."""
+    """Next-token logits as a function of the tokens so far. `ends`: of the first and `recent` last ones alone."""
 
     ends: bool = False
     agreement: int = 4  # quarters of all contexts in which the draft's best token is the target's
+    recent: int = RECENT
 
     def view(self, tokens: list[int]) -> list[int]:
-        return ends_view(tokens) if self.ends else full_view(tokens)
+        return ends_view(tokens, self.recent) if self.ends else full_view(tokens)
 
     def target(self, tokens: list[int]) -> np.ndarray:
         return TABLE[hashed(self.view(tokens)) % len(TABLE)]
@@ -104,10 +105,12 @@ class FakeModel:
 class FakeRunner:
     """Keys hold (position, token). Logits come from what the batch's block tables and block lists lead to."""
 
-    def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int) -> None:
+    def __init__(
+        self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT
+    ) -> None:
         self.kv = PagedKV(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
-        self.logits, self.ends, self.heads = logits, ends, heads
+        self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
         self.pages_read: list[int] = []  # by each input that wants all its logits
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -141,7 +144,7 @@ class FakeRunner:
         first = length - len(item.tokens) if item.logits == "all" else length - 1
         needed = np.arange(length)
         if self.ends:
-            needed = needed[(needed < PAGE_SIZE) | (needed > first - RECENT)]
+            needed = needed[(needed < PAGE_SIZE) | (needed > first - self.recent)]
         tokens = read[0][0]
         for seen, _ in read:
             assert (seen[needed] == tokens[needed]).all()
@@ -286,7 +289,7 @@ class World:
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
         self.faults = faults or Faults()
-        self.target = FakeRunner(self.model.target, self.model.ends, LAYERS, 1, pages)
+        self.target = FakeRunner(self.model.target, self.model.ends, LAYERS, 1, pages, self.model.recent)
         self.verifier = Verifier(
             self.target,
             plan,
@@ -322,10 +325,12 @@ class World:
         exactness: m.Exactness = m.Exactness.EXACT,
         done: list[int] | None = None,
         name: str = "",
+        sparsity: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
-        record = Record(name, prompt + (done or []), len(prompt), max_tokens, stop or [], sampling, exactness)
+        tokens = prompt + (done or [])
+        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
         self.verifier.open(record.to_open(), self._emit)
@@ -829,6 +834,40 @@ def test_drafts_come_and_go(clock: Clock, seed: int) -> None:
     world.check_nothing_left()
 
 
+@pytest.mark.parametrize("method", ["streaming", "pillar", "sts", "specattn", "ahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_sparse_sessions_outlive_their_drafts(clock: Clock, seed: int, method: str) -> None:
+    """A method that announces reads everything while there is no draft; the others stay as they are.
+
+    What is always read is all that this model looks at: with `ahead` the sinks and the block before a round.
+    """
+    plan = replace(PLAN, mass=0.5, group_size=32)
+    world = World(clock, seed, FakeModel(ends=True, agreement=3, recent=1), plan)
+    name = world.open([3] * 150, 60, exactness=m.Exactness.APPROXIMATE, sparsity=method)
+    world.attach()
+
+    def until_it_says_more(speculating: bool) -> None:
+        before = len(world.commits[name])
+        while not any((commit.drafted > 0) == speculating for commit in world.commits[name][before:]):
+            assert world.happen()
+            assert not world.ended(name)
+
+    for _ in range(2):
+        until_it_says_more(speculating=True)
+        world.detach(world.links[0])
+        until_it_says_more(speculating=False)
+        world.attach()
+    until_it_says_more(speculating=True)
+    world.run()
+    world.check_greedy(name)
+    plain = [commit for commit in world.commits[name] if not commit.drafted]
+    drafted = [commit for commit in world.commits[name] if commit.drafted]
+    assert any(commit.kv_tokens_read < commit.kv_tokens_total for commit in drafted)
+    dense = [commit.kv_tokens_read == commit.kv_tokens_total for commit in plain]
+    assert all(dense) if METHODS[method].announcing else not any(dense)
+    world.check_nothing_left()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_aborts_leave_nothing_behind(clock: Clock, seed: int) -> None:
     """Aborted while queued, while reading, in mid-step, or when over; the others go on."""
@@ -972,8 +1011,6 @@ def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
             moment -= 1
             if moment == 0:
                 world.abort(name)
-                while world.verifier._aborts:
-                    world.happen()
         if moment > 0:
             world.check_greedy(name)
             last = world.commits[name]
@@ -1098,10 +1135,22 @@ def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
     assert commit.kv_tokens_read < commit.kv_tokens_total
 
 
-def test_an_unknown_method_is_refused() -> None:
+@pytest.mark.parametrize("name", ["nonesuch", "tidal"])
+def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does(name: str) -> None:
     stand = Stand()
-    with pytest.raises(InvalidArgument, match="'nonesuch'"):
-        stand.verifier.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
+    with pytest.raises(InvalidArgument, match=f"one of {', '.join(methods_of(PLAN))}; got '{name}'"):
+        stand.verifier.open(stand.opening("b", sparsity=name), stand.served.append)
+
+
+def test_room_for_group_means_is_made_where_they_are_used() -> None:
+    for plan, used in (
+        (PLAN, True),
+        (replace(PLAN, budget=1.0), False),
+        (replace(PLAN, group_size=0), False),
+    ):
+        runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
+        Verifier(runner, plan, VerifierSettings())
+        assert (runner.kv.means is not None) == used
 
 
 def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
@@ -1250,6 +1299,61 @@ def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
     assert stand.step()  # plainly
 
 
+def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
+    """The step has no say any more; its pages are held until it is over, and the next session has later epochs."""
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for event in frames:
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.verifier.abort("a")
+    assert stand.sent[-1] == m.End("a")
+    later: list[m.ServedEvent] = []
+    stand.verifier.open(stand.opening("a", max_tokens=1), later.append)
+    assert stand.verifier.runner.kv.pool.held > 0
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    assert stand.served == later == []
+    while stand.step():
+        pass
+    begin = next(event for event in stand.sent if isinstance(event, m.Begin) and event.at.epoch > 0)
+    assert begin.tokens == stand.tokens
+    for event in frames:
+        stand.receive(event)
+    assert stand.verifier.counters["stale_frames"] == 2
+    stand.receive(m.Decline("a", "no room"))
+    assert stand.step()
+    assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
+    assert not stand.step()
+    assert stand.served == []
+    assert stand.verifier.runner.kv.pool.held == stand.verifier._reserved == 0
+    stand.verifier.runner.kv.pool.check_integrity()
+
+
+def test_an_abort_while_a_prompt_is_read() -> None:
+    stand = Stand()
+    stand.verifier.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    assert step.prefills
+    stand.verifier.abort("b")
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    stand.step()
+    assert stand.verifier.gauges["sessions"] == 1
+    assert stand.verifier.runner.kv.pool.held == len(stand.session.kv.pages)
+
+
+def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() -> None:
+    stand = Stand()
+    stand.verifier.abort("a")
+    stand.verifier.abort("a")
+    stand.verifier.open(stand.opening("a"), stand.served.append)
+    while stand.step():
+        pass
+    assert stand.verifier.gauges["sessions"] == 1
+    assert stand.verifier.counters["aborted_sessions"] == 1
+
+
 # Opening
 
 
@@ -1293,7 +1397,6 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     with pytest.raises(ResourceExhausted, match="queued already"):
         stand.verifier.open(stand.opening("d"), stand.served.append)
     stand.verifier.abort("b")
-    stand.step()
     stand.verifier.open(stand.opening("d"), stand.served.append)
     stand.verifier.close_all(Unavailable("stopping"))
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
@@ -1545,14 +1648,15 @@ def test_residency_counts_what_was_not_marked() -> None:
 
 @pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
-    """Against the block weights of a run of the same tokens, one after another."""
+@pytest.mark.parametrize("early", [False, True])
+def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool, early: bool) -> None:
+    """Against the block weights of a run of the same tokens, one after another; early, a hint from the first."""
     plan = replace(PLAN, budget=0.3, mass=0.7)
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
     sent: list[m.DraftEvent] = []
     peer, drafter = (
         Peer("target", sent.append),
-        Drafter(runner, plan, DrafterSettings(4, ahead=ahead, early=True)),
+        Drafter(runner, plan, DrafterSettings(4, ahead=ahead, early=early)),
     )
     drafter.attach(peer)
     tokens = [3] * 200
@@ -1560,13 +1664,15 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     while (step := drafter.plan_step()) is not None:
         drafter.finish_step(step, drafter.execute(step))
     (proposal, *_) = [event for event in sent if isinstance(event, m.Proposal)]
-    hint, last = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
+    assert proposal.announcements == 1 + early
+    said = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
+    assert [event.part for event in said] == list(range(1 + early))
     announcing = METHODS[method].announcing
     assert announcing is not None
     queries = [
         runner._block_weights([*tokens, *proposal.tokens[:i]], 16, DRAFT_HEADS)[..., :13] for i in range(5)
     ]
-    for event, evidence in ((hint, queries[:1]), (last, queries)):
+    for event, evidence in zip(said, [queries[:1], queries][-len(said) :], strict=True):
         rule = METHODS[method].rule
         (expected,) = announce(announcing, torch.stack(evidence), plan, rule, 200)
         found = decode_selection(event.selection, {}, announcing.rows(plan))

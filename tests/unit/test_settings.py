@@ -157,6 +157,11 @@ def test_a_budget_of_its_own_for_the_bundled_pair_is_allowed() -> None:
     assert resolve("--budget", "0.3").plan == str(models.PLAN)
 
 
+def test_a_method_of_its_own_for_the_bundled_pair_is_allowed() -> None:
+    settings = resolve("--sparsity", "sts", SPECAHEAD_SPARSITY="quest")
+    assert (settings.plan, settings.sparsity) == (str(models.PLAN), "sts")
+
+
 def test_model_name() -> None:
     assert Settings().model_name == models.TARGET.name
     assert Settings(target="org/name").model_name == "name"
