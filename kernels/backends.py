@@ -1,11 +1,48 @@
-"""Which implementation of an operation runs. Only `torch` is built so far; asking for another is an error."""
+"""Which implementation of an operation runs: `torch`, the reference, anywhere; `triton` on a GPU.
 
-from typing import Literal
+With TRITON_INTERPRET=1 in the environment when this is imported, Triton's kernels run on CPU tensors too, slowly:
+that is how they are tested without a GPU.
+"""
 
-Backend = Literal["torch"]
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    triton: Any = None
+    tl: Any = None
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:  # torch alone serves a CPU
+        triton = tl = None
+
+Backend = Literal["torch", "triton"]
 
 
-def check_backend(operation: str, backend: str) -> None:
+def jit(function: Callable[..., Any]) -> Any:
+    """triton.jit; without Triton, something that raises when it is launched."""
+    return _Missing(function.__name__) if triton is None else triton.jit(function)
+
+
+class _Missing:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: object) -> Any:
+        raise RuntimeError(f"{self.name}: Triton is not installed; install it or use backend='torch'")
+
+
+def check_backend(operation: str, backend: str, built: tuple[str, ...] = ("torch",)) -> None:
     """Raise NotImplementedError for a backend that `operation` does not have."""
-    if backend != "torch":
-        raise NotImplementedError(f"{operation}: backend {backend!r} is not built; the only one is 'torch'")
+    if backend not in built:
+        raise NotImplementedError(
+            f"{operation}: backend {backend!r} is not built; there is {', '.join(map(repr, built))}"
+        )
+
+
+def default_backend(device: torch.device) -> Backend:
+    """`triton` for tensors of a GPU, `torch` for a CPU's."""
+    return "triton" if device.type == "cuda" else "torch"

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.paged_attention import gather_pages, pack_heads, paged_attention
+from kernels.paged_attention import Work, gather_pages, pack_heads, paged_attention, triton_block_weights
 
 
 def paged_attention_with_block_weights(
@@ -19,19 +19,31 @@ def paged_attention_with_block_weights(
     block_size: int,
     emitting: int = 1,
     backend: str = "torch",
+    max_queries: int = 0,
+    width: int | None = None,
+    work: Work | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense paged attention, and the weight that the last queries of each sequence put on each block.
 
     Arguments as for `paged_attention`; every sequence has at least `emitting` queries. `block_size`: tokens.
     Returns the output and weights [sequences, emitting, heads, ceil(max kv_length / block_size)] float32, which
-    sum to 1 over a sequence's blocks and are 0 beyond them.
+    sum to 1 over a sequence's blocks and are 0 beyond them; `width` blocks if given, which Triton needs, as it does
+    max_queries.
     """
-    check_backend("paged_attention_with_block_weights", backend)
+    check_backend("paged_attention_with_block_weights", backend, ("torch", "triton"))
+    if backend == "triton":
+        if width is None:
+            raise ValueError(
+                "paged_attention_with_block_weights: the Triton backend needs width and max_queries"
+            )
+        arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
+        return triton_block_weights(*arguments, block_size, emitting, max_queries, width, work)
     out = paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, backend=backend
     )
     last = query_starts[1:, None].long() + torch.arange(-emitting, 0, device=queries.device)
-    return out, _torch_block_weights(queries[last], k_pages, block_tables, kv_lengths, scale, block_size)
+    weights = _torch_block_weights(queries[last], k_pages, block_tables, kv_lengths, scale, block_size)
+    return out, weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))
 
 
 def _torch_block_weights(

@@ -4,18 +4,28 @@ Blocks that a list leaves out may be stood in for by the mean key and value of t
 belong to, weighted by how many of the group's tokens are not read, in the same softmax. The weight of n keys
 k_i under a query q is n · mean(exp(q·k_i)); with the keys' variances that is, to second order,
 n · exp(q·k̄ + ½ Σ q_d² var_d).
+
+The Triton kernel (split over keys as FlashDecoding, the work shared out as stream-K): all tiles of all items, an
+item being a (sequence, KV head, tile of queries), stand in one row; each program takes an equal stretch of it and
+leaves a partial result for each item that it touches, which a second kernel merges. Nothing is planned on the
+host: where items begin in the row is a cumulative sum on the device.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend
+from kernels.backends import check_backend, jit, tl
 
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
+LOG2_E = 1.4426950408889634
+MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
+MAX_EMITTED = 128  # tokens of a block whose weights are emitted: a tile
+GROUP_TILE = 32  # group means that the Triton kernel takes at once
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,41 @@ class GroupMeans:
     group_size: int
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """How the Triton kernel is cut. tile: tokens; programs: per multiprocessor; at least min_tiles a program."""
+
+    tile: int = 128
+    stages: int = 2
+    warps: int = 4
+    programs: int = 2
+    min_tiles: int = 2
+    overlap: bool = True  # programmatic dependent launch
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the Triton kernel derives from lengths and lists: made once for all layers of a step, or for one.
+
+    With a leading dimension for layers, or without:
+
+    tile_starts: [items + 1] int32, where each item's tiles begin
+    first_items: [programs] int32, the item that each program begins in
+    pieces: [sequences, kv_heads, width * pieces of a block] int32, where listed blocks lie in the pages, in pieces of
+        a block or a page, whichever is smaller: (page * kv_heads + head) * pieces of a page + piece
+    unread: [sequences, kv_heads, max_groups] int32, tokens of a group that are not read; None without means
+    """
+
+    tile_starts: Tensor
+    first_items: Tensor
+    pieces: Tensor | None = None
+    unread: Tensor | None = None
+
+    def layer(self, index: int) -> "Work":
+        every = (self.tile_starts, self.first_items, self.pieces, self.unread)
+        return Work(*(None if tensor is None else tensor[index] for tensor in every))  # type: ignore[arg-type]
+
+
 def paged_attention(
     queries: Tensor,
     k_pages: Tensor,
@@ -59,6 +104,8 @@ def paged_attention(
     blocks: BlockLists | None = None,
     means: GroupMeans | None = None,
     backend: str = "torch",
+    max_queries: int = 0,
+    work: Work | None = None,
 ) -> Tensor:
     """Attend; the last queries of a sequence stand at its last KV positions.
 
@@ -68,10 +115,26 @@ def paged_attention(
     kv_lengths: [sequences] int32, tokens with KV, the queries' own included
     query_starts: [sequences + 1] int32, first query row of each sequence
     blocks: what is read; everything if None. means: what stands in for the rest; nothing if None
+    max_queries: for Triton, no sequence has more queries. work: for Triton, of `plan_work`; made here if None
     Returns [tokens, heads, head_dim]; a query that may see nothing gets zeros.
     """
-    check_backend("paged_attention", backend)
+    check_backend("paged_attention", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
+    if backend == "triton":
+        _check_triton(queries, k_pages, max_queries)
+        return _triton_paged_attention(
+            queries,
+            k_pages,
+            v_pages,
+            block_tables,
+            kv_lengths,
+            query_starts,
+            scale,
+            blocks,
+            means,
+            max_queries,
+            work,
+        )[0]
     out, _ = _torch_paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks, means, False
     )
@@ -89,14 +152,34 @@ def paged_attention_with_read_weights(
     blocks: BlockLists,
     means: GroupMeans | None = None,
     backend: str = "torch",
+    max_queries: int = 0,
+    work: Work | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` over lists, and how much softmax weight each listed block got.
 
     The weights are [sequences, kv_heads, width] float32, in the order of `blocks.lists`: the sum over the query
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
     """
-    check_backend("paged_attention_with_read_weights", backend)
+    check_backend("paged_attention_with_read_weights", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
+    if backend == "triton":
+        _check_triton(queries, k_pages, max_queries, blocks.block_size)
+        out, sums, log_sums = _triton_paged_attention(
+            queries,
+            k_pages,
+            v_pages,
+            block_tables,
+            kv_lengths,
+            query_starts,
+            scale,
+            blocks,
+            means,
+            max_queries,
+            work,
+            blocks.block_size,
+        )
+        assert sums is not None and log_sums is not None
+        return out, _triton_read_weights(queries, query_starts, blocks, max_queries, sums, log_sums)
     out, weights = _torch_paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks, means, True
     )
@@ -122,6 +205,23 @@ def _check_arguments(
     if means is not None and means.group_size % size:
         raise ValueError(
             f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}"
+        )
+
+
+def _check_triton(queries: Tensor, k_pages: Tensor, max_queries: int, emit_block_size: int = 0) -> None:
+    dim = queries.shape[2]
+    if dim < 16 or dim & (dim - 1):
+        raise NotImplementedError(
+            f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16"
+        )
+    if max_queries < 1:
+        raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
+    if not (queries.is_contiguous() and k_pages.is_contiguous()):
+        raise ValueError("paged_attention: the Triton backend needs contiguous queries and pages")
+    if emit_block_size & (emit_block_size - 1) or emit_block_size > MAX_EMITTED:
+        raise NotImplementedError(
+            f"paged_attention: weights of blocks of {emit_block_size} tokens; Triton emits for powers of two up to "
+            f"{MAX_EMITTED}"
         )
 
 
@@ -295,3 +395,749 @@ def _attend_with_probs(
     probs = scores.masked_fill(~mask, -torch.inf).softmax(-1).where(mask, 0)
     out = (probs.to(values.dtype) @ values).to(queries.dtype)
     return _unpack(out, rows), probs[..., :n].unflatten(1, (-1, rows))
+
+
+# --- Triton ---------------------------------------------------------------------------------------------------
+
+
+@jit
+def _first_tile(program, total, programs, MIN_TILES: tl.constexpr):
+    """Where a program's stretch of all tiles begins: equal shares, of at least MIN_TILES while there are tiles."""
+    programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
+    share = total // tl.maximum(programs, 1)
+    return tl.minimum(program * share + tl.minimum(program, total - share * programs), total)
+
+
+@jit
+def _program_of(tile, total, programs, MIN_TILES: tl.constexpr):
+    """Which program's stretch holds a tile: the reverse of `_first_tile`."""
+    programs = tl.minimum(programs, tl.cdiv(total, MIN_TILES))
+    share = total // tl.maximum(programs, 1)
+    longer = total - share * programs  # as many programs have a tile more
+    if tile < longer * (share + 1):
+        program = tile // (share + 1)
+    else:
+        program = longer + (tile - longer * (share + 1)) // tl.maximum(share, 1)
+    return program
+
+
+@jit
+def _partial_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    lengths_ptr,
+    starts_ptr,
+    lists_ptr,
+    counts_ptr,
+    pieces_ptr,
+    tile_starts_ptr,
+    first_items_ptr,
+    mean_k_ptr,
+    mean_v_ptr,
+    mean_variance_ptr,
+    group_tables_ptr,
+    group_counts_ptr,
+    unread_ptr,
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    block_sums_ptr,
+    scale_log2,
+    items,
+    table_stride,
+    list_width,
+    group_stride,
+    block_sums_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPARSE: tl.constexpr,
+    MEANS: tl.constexpr,
+    EMIT: tl.constexpr,
+    SPREAD: tl.constexpr,
+    PDL: tl.constexpr,
+    MAX_VARIANCE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program's stretch of the row of tiles; a partial result at slot (program + item) for each item in it."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    program = tl.program_id(0)
+    total = tl.load(tile_starts_ptr + items)
+    item = tl.load(first_items_ptr + program)
+    tile = _first_tile(program, total, tl.num_programs(0), MIN_TILES)
+    last = _first_tile(program + 1, total, tl.num_programs(0), MIN_TILES)
+    offs_row = tl.arange(0, ROWS)
+    offs_dim = tl.arange(0, DIM)
+    offs_tile = tl.arange(0, TILE)
+    if SPREAD:
+        # Column 32 r + 8 w + j of the scores is held by warp w of four. Put whole blocks into one warp's columns, so
+        # that no sum over a block crosses warps.
+        eights = offs_tile // 8
+        offs_tile = (
+            (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK
+            + eights // 4 % (BLOCK // 8) * 8
+            + offs_tile % 8
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    while tile < last:
+        first = tl.load(tile_starts_ptr + item)
+        stop = tl.minimum(last, tl.load(tile_starts_ptr + item + 1))
+        row_tile = item % ROW_TILES
+        kv_head = (item // ROW_TILES) % KV_HEADS
+        sequence = item // (ROW_TILES * KV_HEADS)
+        start = tl.load(starts_ptr + sequence)
+        queries = tl.load(starts_ptr + sequence + 1) - start
+        length = tl.load(lengths_ptr + sequence)
+        query = row_tile * QUERIES + offs_row // GROUP
+        real = (offs_row < QUERIES * GROUP) & (query < queries)
+        head = kv_head * GROUP + offs_row % GROUP
+        q_at = ((start + query) * HEADS + head).to(tl.int64) * DIM
+        q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
+        limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
+        maximum = tl.full([ROWS], -float("inf"), tl.float32)
+        total_weight = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        table_at = tables_ptr + sequence * table_stride
+        list_row = sequence * KV_HEADS + kv_head
+        tokens = length
+        if SPARSE:
+            tokens = tl.load(counts_ptr + list_row) * BLOCK
+        token_tiles = tl.cdiv(tokens, TILE)
+        for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
+            place = t * TILE + offs_tile
+            if SPARSE:
+                # Where a token lies and which it is are two loads side by side: neither waits for the other.
+                inside = place < tokens
+                piece_row = list_row * (list_width * (BLOCK // PIECE))
+                piece = tl.load(pieces_ptr + piece_row + place // PIECE, mask=inside, other=0)
+                block = tl.load(lists_ptr + list_row * list_width + place // BLOCK, mask=inside, other=0)
+                at = (piece.to(tl.int64) * PIECE + place % PIECE) * DIM
+                position = tl.where(inside, block * BLOCK + place % BLOCK, length)
+                there = position < length
+            else:
+                position = place
+                there = place < length
+                page = tl.load(table_at + place // PAGE, mask=there, other=0).to(tl.int64)
+                at = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * DIM
+            k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            # `limit` lies below `length`: what is not there is not seen either.
+            scores = tl.where(position[None, :] <= limit[:, None], scores, -float("inf"))
+            higher = tl.maximum(maximum, tl.max(scores, 1))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            p = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(maximum - base)
+            total_weight = total_weight * fade + tl.sum(p, 1)
+            v = tl.load(v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            maximum = higher
+            if EMIT:
+                if SPREAD:
+                    split = tl.reshape(p, [ROWS, TILE // (4 * BLOCK), BLOCK // 8, 4, 8])
+                    sums = tl.reshape(tl.sum(tl.sum(split, 4), 2), [ROWS, TILE // BLOCK])
+                else:
+                    sums = tl.sum(tl.reshape(p, [ROWS, TILE // BLOCK, BLOCK]), 2)
+                block = t * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+                row_at = (item * QUERIES * GROUP + offs_row).to(tl.int64) * block_sums_stride
+                tl.store(
+                    block_sums_ptr + row_at[:, None] + block[None, :],
+                    base[:, None] + tl.log2(sums),
+                    mask=(offs_row < QUERIES * GROUP)[:, None] & (block < tl.cdiv(tokens, BLOCK))[None, :],
+                )
+        if MEANS:
+            groups = tl.load(group_counts_ptr + sequence)
+            for t in tl.range(
+                tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles
+            ):
+                group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
+                inside = group < groups
+                slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)
+                unread = tl.load(unread_ptr + list_row * group_stride + group, mask=inside, other=0.0)
+                there = unread > 0
+                at = (slot.to(tl.int64) * KV_HEADS + kv_head) * DIM
+                across = at[None, :] + offs_dim[:, None]
+                k = tl.load(mean_k_ptr + across, mask=there[None, :], other=0.0)
+                variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
+                scaled = q.to(tl.float32) * scale_log2
+                # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
+                spread = tl.dot(scaled * scaled, variance, input_precision=PRECISION) * 0.34657359028
+                spread = tl.minimum(spread, MAX_VARIANCE * 1.44269504089)
+                scores = tl.dot(scaled, k, input_precision=PRECISION) + spread
+                scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
+                scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
+                higher = tl.maximum(maximum, tl.max(scores, 1))
+                base = tl.where(higher == -float("inf"), 0.0, higher)
+                p = tl.exp2(scores - base[:, None])
+                fade = tl.exp2(maximum - base)
+                total_weight = total_weight * fade + tl.sum(p, 1)
+                v = tl.load(mean_v_ptr + at[:, None] + offs_dim[None, :], mask=there[:, None], other=0.0)
+                acc = tl.dot(p, v, acc * fade[:, None], input_precision=PRECISION)
+                maximum = higher
+        slot_at = (program + item) * (QUERIES * GROUP) + offs_row
+        kept = offs_row < QUERIES * GROUP
+        tl.store(partial_max_ptr + slot_at, maximum, mask=kept)
+        tl.store(partial_sum_ptr + slot_at, total_weight, mask=kept)
+        tl.store(partial_ptr + slot_at[:, None] * DIM + offs_dim[None, :], acc, mask=kept[:, None])
+        tile = stop
+        item += 1
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def _merge_kernel(
+    partial_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    tile_starts_ptr,
+    starts_ptr,
+    out_ptr,
+    log_sums_ptr,
+    items,
+    programs,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIM: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    EMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of one item from its partial results, SPLITS at a time, and log2 of its weight sum."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    item = tl.program_id(0)
+    row = tl.program_id(1)
+    offs_dim = tl.arange(0, DIM)
+    offs_split = tl.arange(0, SPLITS)
+    sequence = item // (ROW_TILES * KV_HEADS)
+    kv_head = (item // ROW_TILES) % KV_HEADS
+    start, next_start = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
+    total = tl.load(tile_starts_ptr + items)
+    begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
+    first = _program_of(begin, total, programs, MIN_TILES)
+    last = tl.where(end > begin, _program_of(end - 1, total, programs, MIN_TILES) + 1, first)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    maximum = -float("inf")
+    total_weight = 0.0
+    acc = tl.zeros([DIM], tl.float32)
+    for program in tl.range(first, last, SPLITS):
+        split = program + offs_split
+        at = (split + item) * (QUERIES * GROUP) + row
+        there = split < last
+        maxima = tl.load(partial_max_ptr + at, mask=there, other=-float("inf"))
+        weights = tl.load(partial_sum_ptr + at, mask=there, other=0.0)
+        values = tl.load(partial_ptr + at[:, None] * DIM + offs_dim[None, :], mask=there[:, None], other=0.0)
+        higher = tl.maximum(maximum, tl.max(maxima, 0))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        ours, theirs = tl.exp2(maximum - base), tl.exp2(maxima - base)
+        acc = acc * ours + tl.sum(values * theirs[:, None], 0)
+        total_weight = total_weight * ours + tl.sum(weights * theirs, 0)
+        maximum = higher
+    acc = acc / tl.where(total_weight == 0.0, 1.0, total_weight)
+    query = (item % ROW_TILES) * QUERIES + row // GROUP
+    out_at = ((start + query) * HEADS + kv_head * GROUP + row % GROUP).to(tl.int64) * DIM
+    if query < next_start - start:
+        tl.store(out_ptr + out_at + offs_dim, acc)
+    if EMIT:
+        log_sum = tl.where(total_weight == 0.0, float("inf"), maximum + tl.log2(total_weight))
+        tl.store(log_sums_ptr + item * (QUERIES * GROUP) + row, log_sum)
+
+
+@jit
+def _tile_starts_kernel(
+    tokens_ptr,
+    groups_ptr,
+    tile_starts_ptr,
+    first_items_ptr,
+    items,
+    programs,
+    UNIT: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr,
+    PER_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    MEANS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Where each item's tiles begin, [items + 1], and the item that each program of the attention kernel begins in.
+
+    One program a layer. A count of tokens serves PER_TOKENS items.
+    """
+    layer = tl.program_id(0)
+    item = tl.arange(0, ITEMS)
+    inside = item < items
+    at = layer * (items // PER_TOKENS) + item // PER_TOKENS
+    tiles = tl.cdiv(tl.load(tokens_ptr + at, mask=inside, other=0) * UNIT, TILE)
+    if MEANS:
+        tiles += tl.cdiv(tl.load(groups_ptr + item // PER_SEQUENCE, mask=inside, other=0), GROUP_TILE)
+    tile_starts_ptr += layer * (items + 1)
+    tl.store(tile_starts_ptr, 0)
+    ends = tl.cumsum(tiles, 0)
+    tl.store(tile_starts_ptr + 1 + item, ends, mask=inside)
+    total = tl.sum(tiles, 0)
+    for chunk in tl.range(0, programs, PROGRAMS):
+        program = chunk + tl.arange(0, PROGRAMS)
+        first = _first_tile(program, total, programs, MIN_TILES)
+        before = (ends[None, :] <= first[:, None]) & inside[None, :]
+        first_item = tl.sum(before.to(tl.int32), 1)
+        tl.store(first_items_ptr + layer * programs + program, first_item, mask=program < programs)
+
+
+@jit
+def _pieces_kernel(
+    lists_ptr,
+    counts_ptr,
+    tables_ptr,
+    pieces_ptr,
+    list_width,
+    table_stride,
+    sequences,
+    KV_HEADS: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Logical blocks to places in the pages (`Work.pieces`); a row is a (layer, sequence, KV head)."""
+    row = tl.program_id(0)
+    kv_head = row % KV_HEADS
+    sequence = (row // KV_HEADS) % sequences
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = place < tl.load(counts_ptr + row) * PER_BLOCK
+    block = tl.load(lists_ptr + row * list_width + place // PER_BLOCK, mask=inside, other=0)
+    piece = block * PER_BLOCK + place % PER_BLOCK
+    logical = piece // PER_PAGE
+    # A last block of several pages may reach beyond the table; those tokens lie beyond the length too.
+    page = tl.load(
+        tables_ptr + sequence * table_stride + logical, mask=inside & (logical < table_stride), other=0
+    )
+    at = (page * KV_HEADS + kv_head) * PER_PAGE + piece % PER_PAGE
+    tl.store(pieces_ptr + row * (list_width * PER_BLOCK) + place, at, mask=inside)
+
+
+@jit
+def _unread_kernel(
+    lists_ptr,
+    counts_ptr,
+    unread_ptr,
+    list_width,
+    group_stride,
+    PER_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Tokens of each group that a list leaves out; one program a (layer, sequence, KV head)."""
+    row = tl.program_id(0)
+    count = tl.load(counts_ptr + row)
+    read = tl.zeros([GROUPS], tl.int32)
+    for first in tl.range(0, count, CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        inside = place < count
+        group = tl.load(lists_ptr + row * list_width + place, mask=inside, other=0) // PER_GROUP
+        # Blocks after the last whole group belong to none.
+        read += tl.histogram(
+            tl.where(inside & (group < GROUPS), group, 0), GROUPS, mask=inside & (group < GROUPS)
+        )
+    group = tl.arange(0, GROUPS)
+    tl.store(unread_ptr + row * group_stride + group, (PER_GROUP - read) * BLOCK, mask=group < group_stride)
+
+
+@jit
+def _block_weights_kernel(
+    block_sums_ptr,
+    log_sums_ptr,
+    counts_ptr,
+    starts_ptr,
+    out_ptr,
+    width,
+    block_sums_stride,
+    emitting,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Dense attention: out [sequences, emitting, heads, width], each row's weights; counts: tokens, UNIT a block."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    row = tl.program_id(0)
+    head = row % HEADS
+    place = (row // HEADS) % emitting
+    sequence = row // (HEADS * emitting)
+    query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting + place
+    item = (sequence * KV_HEADS + head // GROUP) * ROW_TILES + query // QUERIES
+    at = item * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
+    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = block < tl.cdiv(tl.load(counts_ptr + sequence), UNIT)
+    sums = tl.load(
+        block_sums_ptr + at.to(tl.int64) * block_sums_stride + block,
+        mask=inside,
+        other=-float("inf"),
+    )
+    weights = tl.exp2(sums - tl.load(log_sums_ptr + at))
+    tl.store(out_ptr + row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width)
+
+
+@jit
+def _read_weights_kernel(
+    block_sums_ptr,
+    log_sums_ptr,
+    counts_ptr,
+    starts_ptr,
+    out_ptr,
+    width,
+    block_sums_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Listed blocks: out [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    list_row = tl.program_id(0)
+    sequence = list_row // KV_HEADS
+    queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
+    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = block < tl.load(counts_ptr + list_row)
+    weights = tl.zeros([CHUNK], tl.float32)
+    for row in tl.range(0, queries * GROUP):
+        query = row // GROUP
+        at = (
+            (list_row * ROW_TILES + query // QUERIES) * QUERIES * GROUP
+            + (query % QUERIES) * GROUP
+            + row % GROUP
+        )
+        sums = tl.load(
+            block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf")
+        )
+        weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
+    weights = weights / tl.maximum(queries, 1)
+    tl.store(
+        out_ptr + list_row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width
+    )
+
+
+def plan_work(
+    kv_heads: int,
+    group: int,
+    dim: int,
+    max_queries: int,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    page_size: int,
+    blocks: BlockLists | None = None,
+    means: GroupMeans | None = None,
+    tuning: Tuning | None = None,
+) -> Work:
+    """Launches only; works inside a CUDA graph. `blocks` may hold lists of all layers: [layers, sequences, …].
+
+    block_tables, kv_lengths: as for `paged_attention`; group: query heads of a KV head; dim: of a head
+    """
+    tuning = tuning or default_tuning(dim)
+    _, row_tiles = _row_tiles(max_queries, group)
+    sequences = len(kv_lengths)
+    items = sequences * kv_heads * row_tiles
+    counts = kv_lengths if blocks is None else blocks.counts
+    layers = blocks.counts.shape[0] if blocks is not None and blocks.counts.dim() == 3 else 1
+    programs = tuning.programs * _multiprocessors(kv_lengths.device)
+    starts = torch.empty(layers, items + 1, dtype=torch.int32, device=kv_lengths.device)
+    first_items = torch.empty(layers, programs, dtype=torch.int32, device=kv_lengths.device)
+    _tile_starts_kernel[(layers,)](
+        counts,
+        counts if means is None else means.counts,
+        starts,
+        first_items,
+        items,
+        programs,
+        UNIT=1 if blocks is None else blocks.block_size,
+        PER_SEQUENCE=kv_heads * row_tiles,
+        PER_TOKENS=kv_heads * row_tiles if blocks is None else row_tiles,
+        TILE=tuning.tile,
+        GROUP_TILE=GROUP_TILE,
+        MEANS=means is not None,
+        ITEMS=_power_of_two(items),
+        MIN_TILES=tuning.min_tiles,
+        PROGRAMS=max(1, 4096 // _power_of_two(items)),
+    )
+    pieces = unread = None
+    if blocks is not None:
+        width, per_block = blocks.lists.shape[-1], max(1, blocks.block_size // page_size)
+        shape = (*blocks.counts.shape, width * per_block)
+        pieces = torch.empty(shape, dtype=torch.int32, device=kv_lengths.device)
+        _pieces_kernel[(blocks.counts.numel(), -(-width * per_block // 1024) or 1)](
+            blocks.lists,
+            blocks.counts,
+            block_tables,
+            pieces,
+            width,
+            block_tables.shape[1],
+            sequences,
+            KV_HEADS=kv_heads,
+            PER_BLOCK=per_block,
+            PER_PAGE=max(1, page_size // blocks.block_size),
+            CHUNK=1024,
+        )
+    if means is not None:
+        assert blocks is not None
+        shape = (*blocks.counts.shape, max(1, means.tables.shape[1]))
+        unread = torch.empty(shape, dtype=torch.int32, device=kv_lengths.device)
+        _unread_kernel[(blocks.counts.numel(),)](
+            blocks.lists,
+            blocks.counts,
+            unread,
+            blocks.lists.shape[-1],
+            shape[-1],
+            PER_GROUP=means.group_size // blocks.block_size,
+            BLOCK=blocks.block_size,
+            GROUPS=_power_of_two(shape[-1]),
+            CHUNK=512,
+        )
+    if blocks is not None and blocks.counts.dim() == 3:
+        return Work(starts, first_items, pieces, unread)
+    return Work(starts[0], first_items[0], pieces, unread)
+
+
+def default_tuning(dim: int) -> Tuning:
+    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds."""
+    return Tuning(stages=3, programs=3) if dim <= 64 else Tuning()
+
+
+def _row_tiles(max_queries: int, group: int) -> tuple[int, int]:
+    """Queries of one tile of rows, and how many such tiles cover `max_queries`."""
+    queries = min(max_queries, max(1, MAX_ROWS // group))
+    return queries, -(-max_queries // queries)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _triton_paged_attention(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    blocks: BlockLists | None,
+    means: GroupMeans | None,
+    max_queries: int,
+    work: Work | None,
+    emit_block_size: int = 0,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, and if blocks of `emit_block_size` tokens emit: log2 of each row's weight on them and in all.
+
+    The rows of these are [items * queries of a tile * group], as `_partial_attention_kernel` numbers them.
+    """
+    heads, dim = queries.shape[1:]
+    kv_heads, page_size = k_pages.shape[1:3]
+    group = heads // kv_heads
+    tuning = tuning or default_tuning(dim)
+    work = work or plan_work(
+        kv_heads, group, dim, max_queries, block_tables, kv_lengths, page_size, blocks, means, tuning
+    )
+    tile_queries, row_tiles = _row_tiles(max_queries, group)
+    items = len(kv_lengths) * kv_heads * row_tiles
+    programs = tuning.programs * _multiprocessors(queries.device)
+    rows = tile_queries * group
+    device = queries.device
+    out = torch.empty_like(queries)
+    slots = programs + items
+    partial = torch.empty(slots * rows, dim, dtype=torch.float32, device=device)
+    partial_max, partial_sum = torch.empty(2, slots * rows, dtype=torch.float32, device=device)
+    block_sums = log_sums = None
+    if emit_block_size:
+        listed = (
+            block_tables.shape[1] * page_size // emit_block_size + 1
+            if blocks is None
+            else blocks.lists.shape[2]
+        )
+        block_sums = torch.empty(items * rows, max(1, listed), dtype=torch.float32, device=device)
+        log_sums = torch.empty(items * rows, dtype=torch.float32, device=device)
+    block_size = emit_block_size or (1 if blocks is None else blocks.block_size)
+    pdl = tuning.overlap and device.type == "cuda"
+    nothing = kv_lengths  # stands where a pointer is wanted and not used
+    _partial_attention_kernel[(programs,)](
+        queries,
+        k_pages,
+        v_pages,
+        block_tables,
+        kv_lengths,
+        query_starts,
+        nothing if blocks is None else blocks.lists,
+        nothing if blocks is None else blocks.counts,
+        nothing if work.pieces is None else work.pieces,
+        work.tile_starts,
+        work.first_items,
+        nothing if means is None else means.k,
+        nothing if means is None else means.v,
+        nothing if means is None else means.k_variance,
+        nothing if means is None else means.tables,
+        nothing if means is None else means.counts,
+        nothing if work.unread is None else work.unread,
+        partial,
+        partial_max,
+        partial_sum,
+        partial_max if block_sums is None else block_sums,
+        scale * LOG2_E,
+        items,
+        block_tables.shape[1],
+        0 if blocks is None else blocks.lists.shape[2],
+        0 if means is None else max(1, means.tables.shape[1]),
+        0 if block_sums is None else block_sums.shape[1],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        ROW_TILES=row_tiles,
+        QUERIES=tile_queries,
+        ROWS=max(16, _power_of_two(rows)),
+        DIM=dim,
+        PAGE=page_size,
+        BLOCK=block_size,
+        PIECE=min(block_size, page_size),
+        TILE=tuning.tile,
+        GROUP_TILE=GROUP_TILE,
+        MIN_TILES=tuning.min_tiles,
+        STAGES=tuning.stages,
+        SPARSE=blocks is not None,
+        MEANS=means is not None,
+        EMIT=bool(emit_block_size),
+        SPREAD=bool(emit_block_size) and 8 <= block_size <= tuning.tile // 4,
+        PDL=pdl,
+        MAX_VARIANCE=MAX_VARIANCE_TERM,
+        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=tuning.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    _merge_kernel[(items, rows)](
+        partial,
+        partial_max,
+        partial_sum,
+        work.tile_starts,
+        query_starts,
+        out,
+        partial_max if log_sums is None else log_sums,
+        items,
+        programs,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        ROW_TILES=row_tiles,
+        QUERIES=tile_queries,
+        SPLITS=16 if items * 8 > programs else 32,
+        DIM=dim,
+        MIN_TILES=tuning.min_tiles,
+        EMIT=log_sums is not None,
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out, block_sums, log_sums
+
+
+def _triton_read_weights(
+    queries: Tensor,
+    query_starts: Tensor,
+    blocks: BlockLists,
+    max_queries: int,
+    sums: Tensor,
+    log_sums: Tensor,
+) -> Tensor:
+    sequences, kv_heads, width = blocks.lists.shape
+    tile_queries, row_tiles = _row_tiles(max_queries, queries.shape[1] // kv_heads)
+    weights = torch.empty(sequences, kv_heads, width, dtype=torch.float32, device=queries.device)
+    if width:
+        _read_weights_kernel[(sequences * kv_heads, -(-width // 256))](
+            sums,
+            log_sums,
+            blocks.counts,
+            query_starts,
+            weights,
+            width,
+            sums.shape[1],
+            HEADS=queries.shape[1],
+            KV_HEADS=kv_heads,
+            ROW_TILES=row_tiles,
+            QUERIES=tile_queries,
+            CHUNK=256,
+        )
+    return weights
+
+
+def triton_block_weights(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    block_size: int,
+    emitting: int,
+    max_queries: int,
+    width: int,
+    work: Work | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The Triton half of `kernels.block_weights`: dense attention, and weights [sequences, emitting, heads, width]."""
+    out, sums, log_sums = _triton_paged_attention(
+        queries,
+        k_pages,
+        v_pages,
+        block_tables,
+        kv_lengths,
+        query_starts,
+        scale,
+        None,
+        None,
+        max_queries,
+        work,
+        block_size,
+    )
+    assert sums is not None and log_sums is not None
+    sequences, heads, kv_heads = len(kv_lengths), queries.shape[1], k_pages.shape[1]
+    tile_queries, row_tiles = _row_tiles(max_queries, heads // kv_heads)
+    weights = torch.empty(sequences, emitting, heads, width, dtype=torch.float32, device=queries.device)
+    _block_weights_kernel[(sequences * emitting * heads, -(-width // 1024))](
+        sums,
+        log_sums,
+        kv_lengths,
+        query_starts,
+        weights,
+        width,
+        sums.shape[1],
+        emitting,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        ROW_TILES=row_tiles,
+        QUERIES=tile_queries,
+        UNIT=block_size,
+        CHUNK=1024,
+    )
+    return out, weights
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter: enough programs for items to be split
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,185 @@
+"""The Triton attention kernels against the torch references, and these against float64: on a GPU, or interpreted."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.block_weights import paged_attention_with_block_weights
+from kernels.paged_attention import (
+    BlockLists,
+    GroupMeans,
+    paged_attention,
+    paged_attention_with_read_weights,
+    plan_work,
+)
+from tests.unit.test_paged_attention import (
+    SCALE,
+    Case,
+    every_block,
+    group_means,
+    in_blocks,
+    reference_by_token,
+    shuffled_case,
+)
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ragged(seed: int, group: int, counts: list[int], longest: int = 150, dim: int = 16) -> Case:
+    """Sequences of 1 … `longest` tokens, one of them of one token; these many queries each, or all tokens if fewer."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    lengths = [1, *rng.integers(1, longest + 1, len(counts) - 1).tolist()]
+    counts = [min(length, count) for length, count in zip(lengths, counts, strict=True)]
+    return shuffled_case(rng, lengths, counts, 16, 2, dim, group)
+
+
+def on_device(value: Any) -> Any:
+    """Tensors, and dataclasses of them, to DEVICE."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, tuple):
+        return tuple(on_device(item) for item in value)
+    if isinstance(value, BlockLists | GroupMeans):
+        return type(value)(*(on_device(getattr(value, field.name)) for field in fields(value)))
+    return value
+
+
+def in_triton(case: Case, *rest: Any, kernel: Any = paged_attention, **keywords: Any) -> Any:
+    arguments = on_device((*case.arguments, SCALE, *rest))
+    keywords = {name: on_device(value) for name, value in keywords.items()}
+    result = kernel(*arguments, backend="triton", max_queries=max(case.query_counts), **keywords)
+    return tuple(item.cpu() for item in result) if isinstance(result, tuple) else result.cpu()
+
+
+CASES = [(0, 1, [1, 1, 1]), (1, 4, [5, 5, 3, 1]), (2, 2, [37, 5, 1]), (3, 3, [2, 7])]
+cases = pytest.mark.parametrize(("seed", "group", "counts"), CASES)
+
+
+@cases
+def test_dense(seed: int, group: int, counts: list[int]) -> None:
+    case = ragged(seed, group, counts)
+    wanted, _ = reference_by_token(every_block(case, 16), 16)
+    torch.testing.assert_close(in_triton(case), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 64])
+@cases
+def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block_size: int) -> None:
+    case = in_blocks(ragged(seed, group, counts), block_size, seed)
+    blocks = case.packed_lists(block_size)
+    wanted, wanted_weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    torch.testing.assert_close(in_triton(case, blocks), wanted, atol=2e-5, rtol=1e-4)
+    got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("group_size", "block_size"), [(64, 16), (64, 64), (128, 32)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_group_means(group: int, group_size: int, block_size: int) -> None:
+    rng = np.random.default_rng(group_size)
+    torch.manual_seed(group_size)
+    case = shuffled_case(rng, [290, 133, 30, 3], [5, 5, 1, 3], 16, 2, 16, group)
+    case = in_blocks(replace(case, queries=2 * case.queries), block_size, 1)
+    blocks, means = case.packed_lists(block_size), group_means(case, group_size)
+    wanted, wanted_weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    got, weights = in_triton(case, blocks, means, kernel=paged_attention_with_read_weights)
+    torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+
+
+def test_empty_lists_give_zeros_with_and_without_means() -> None:
+    case = ragged(5, 2, [5, 5, 5])
+    shape = (3, 2)
+    blocks = BlockLists(torch.zeros(*shape, 4, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32), 16)
+    assert not in_triton(case, blocks).any()
+    got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
+    assert not got.any()
+    assert not weights.any()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize(("group", "emitting"), [(1, 1), (4, 1), (2, 5)])
+def test_the_last_queries_give_their_weights(group: int, emitting: int, block_size: int) -> None:
+    rng = np.random.default_rng(emitting)
+    torch.manual_seed(emitting)
+    case = shuffled_case(rng, [emitting, 130, 64], [emitting, emitting + 2, 7], 16, 2, 16, group)
+    width = 9 * 16 // block_size
+    wanted, wanted_weights = paged_attention_with_block_weights(
+        *case.arguments, SCALE, block_size, emitting, width=width
+    )
+    kernel = paged_attention_with_block_weights
+    got, weights = in_triton(case, block_size, emitting, kernel=kernel, width=width)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+
+
+def test_one_plan_of_work_serves_all_layers() -> None:
+    case = ragged(7, 2, [5, 5, 1, 5])
+    layers = [in_blocks(case, 16, seed) for seed in range(3)]
+    packed = [layer.packed_lists(16) for layer in layers]
+    width = max(blocks.lists.shape[2] for blocks in packed)
+    lists = torch.stack([torch.nn.functional.pad(b.lists, (0, width - b.lists.shape[2])) for b in packed])
+    every = on_device(BlockLists(lists, torch.stack([b.counts for b in packed]), 16))
+    tables, lengths = case.block_tables.to(DEVICE), case.arguments[4].to(DEVICE)
+    work = plan_work(2, 2, 16, 5, tables, lengths, 16, every)
+    assert work.tile_starts.shape == (3, 4 * 2 + 1)
+    for index, layer in enumerate(layers):
+        blocks = BlockLists(every.lists[index], every.counts[index], 16)
+        wanted = paged_attention(*layer.arguments, SCALE, packed[index])
+        got = in_triton(layer, blocks, work=work.layer(index))
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_results_do_not_depend_on_the_batch() -> None:
+    """A sequence alone and among others: the same up to rounding, since splits move with the work of all."""
+    case = ragged(9, 2, [5, 5, 5], longest=200)
+    together = in_triton(case)
+    start = 0
+    for i, count in enumerate(case.query_counts):
+        alone = replace(
+            case,
+            queries=case.queries[start : start + count],
+            block_tables=case.block_tables[i : i + 1],
+            kv_lengths=[case.kv_lengths[i]],
+            query_counts=[count],
+        )
+        torch.testing.assert_close(in_triton(alone), together[start : start + count], atol=2e-6, rtol=1e-5)
+        start += count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -> None:
+    if DEVICE != "cuda":
+        pytest.skip("needs a GPU")
+    case = ragged(11, 4, [5, 5, 1, 5], longest=900, dim=dim)
+    case = replace(
+        case,
+        queries=case.queries.to(dtype) * 0.3,
+        k_pages=case.k_pages.to(dtype),
+        v_pages=case.v_pages.to(dtype),
+    )
+    chosen = in_blocks(case, 16, 2)
+    for each, blocks in ((every_block(case, 16), None), (chosen, chosen.packed_lists(16))):
+        wanted, _ = reference_by_token(each, 16)
+        got = in_triton(each, *([] if blocks is None else [blocks]))
+        torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_what_triton_does_not_take_is_refused() -> None:
+    case = ragged(1, 2, [5, 5])
+    with pytest.raises(ValueError, match="needs max_queries"):
+        paged_attention(*case.arguments, SCALE, backend="triton")
+    narrow = ragged(1, 2, [5, 5], dim=8)
+    with pytest.raises(NotImplementedError, match="powers of two from 16"):
+        paged_attention(*narrow.arguments, SCALE, backend="triton", max_queries=5)
+    with pytest.raises(ValueError, match="needs width"):
+        paged_attention_with_block_weights(*case.arguments, SCALE, 16, backend="triton", max_queries=5)
