@@ -189,9 +189,12 @@ class GroupMeanPool:
         tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
         for row, sequence in enumerate(sequences):
             tables[row, : counts[row]] = torch.tensor(sequence.groups, dtype=torch.int32)
-        tables, sizes = tables.to(device), torch.tensor(counts, dtype=torch.int32, device=device)
+        return self.over(tables.to(device), torch.tensor(counts, dtype=torch.int32, device=device))
+
+    def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
+        """The means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
         return [
-            GroupMeans(*layer, tables, sizes, self.group_size)
+            GroupMeans(*layer, tables, counts, self.group_size)
             for layer in zip(self.k, self.v, self.k_variance, strict=True)
         ]
 
@@ -230,11 +233,15 @@ class PagedKV:
 
     def group_means(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
         """Means over all complete groups of each sequence, a layer each. Missing ones are made from the pages."""
+        return self.extend_group_means(sequences).batch(sequences, device)
+
+    def extend_group_means(self, sequences: list[SequenceKV]) -> GroupMeanPool:
+        """Make the missing means of complete groups from the pages."""
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
         for sequence in sequences:
             self.means.extend(sequence, self.k_pages, self.v_pages)
-        return self.means.batch(sequences, device)
+        return self.means
 
     @property
     def num_layers(self) -> int:

@@ -55,6 +55,8 @@ def _torch_block_weights(
     sequences, emitting, heads, _ = queries.shape
     out = queries.new_zeros(sequences, emitting, heads, -(-max(lengths) // block_size), dtype=torch.float32)
     for i, length in enumerate(lengths):
+        if not length:  # an empty place of a batch
+            continue
         keys = gather_pages(k_pages, block_tables[i, None, : -(-length // page_size)].long())[:, :length]
         scores = (pack_heads(queries[i], kv_heads) @ keys.mT).float() * scale
         scores = scores.unflatten(1, (-1, emitting))  # [kv_heads, group, emitting, length]

@@ -784,6 +784,7 @@ def _block_weights_kernel(
     place = (row // HEADS) % emitting
     sequence = row // (HEADS * emitting)
     query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting + place
+    query = tl.maximum(query, 0)  # an empty place of a batch has none
     item = (sequence * KV_HEADS + head // GROUP) * ROW_TILES + query // QUERIES
     at = item * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

@@ -1,0 +1,415 @@
+"""Running a model on a GPU: short steps as CUDA graphs, one a shape; prompts eagerly, in large chunks.
+
+A step's tensors are copied into buffers of fixed shape and the graph of that shape is replayed; nothing else
+happens between kernels. Lengths, tables and lists are read on the device, so one graph serves all steps of a shape.
+Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import SequenceInput
+from engine.decoder import Decoder, run_decoder
+from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.runner import ModelRunner, SequenceOutput
+from kernels.backends import default_backend
+from kernels.block_weights import paged_attention_with_block_weights
+from kernels.paged_attention import (
+    BlockLists,
+    GroupMeans,
+    paged_attention,
+    paged_attention_with_read_weights,
+    plan_work,
+)
+
+MAX_STEP_QUERIES = 16  # a sequence with more tokens to run is reading a prompt
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """All that a graph's kernels are specialised for.
+
+    sequences, queries: room for so many sequences of so many tokens. pages: of a sequence, at most. emitting: queries
+    of each sequence that give weights over blocks of `block_size`. width: blocks of a list, at most; 0: dense.
+    groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists.
+    """
+
+    sequences: int
+    queries: int
+    pages: int
+    block_size: int = 0
+    emitting: int = 0
+    width: int = 0
+    groups: int = 0
+    read_weights: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass
+class StepBuffers:
+    """Inputs of one shape on the device, and the outputs that its graph leaves."""
+
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64, -1 where no sequence is
+    query_starts: Tensor  # [sequences + 1] int32
+    kv_lengths: Tensor  # [sequences] int32
+    block_tables: Tensor  # [sequences, pages] int32
+    lists: Tensor | None = None  # [sparse layers, sequences, kv_heads, width] int32
+    counts: Tensor | None = None  # [sparse layers, sequences, kv_heads] int32
+    group_tables: Tensor | None = None  # [sequences, groups] int32
+    group_counts: Tensor | None = None  # [sequences] int32
+    logits: Tensor | None = None  # [rows, vocab]
+    weights: list[Tensor | None] = field(default_factory=list)  # a layer each: emitted, or of what was read
+
+
+def make_buffers(shape: StepShape, layers: int, kv_heads: int, device: torch.device) -> StepBuffers:
+    rows = shape.sequences * shape.queries
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    buffers = StepBuffers(
+        token_ids=zeros(rows, dtype=torch.int64),
+        positions=zeros(rows, dtype=torch.int64),
+        slots=zeros(rows, dtype=torch.int64) - 1,
+        query_starts=zeros(shape.sequences + 1),
+        kv_lengths=zeros(shape.sequences),
+        block_tables=zeros(shape.sequences, shape.pages),
+    )
+    if shape.width:
+        sparse = layers - len(shape.dense_layers)
+        buffers.lists = zeros(sparse, shape.sequences, kv_heads, shape.width)
+        buffers.counts = zeros(sparse, shape.sequences, kv_heads)
+    if shape.groups:
+        buffers.group_tables = zeros(shape.sequences, shape.groups)
+        buffers.group_counts = zeros(shape.sequences)
+    return buffers
+
+
+def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffers) -> None:
+    """One pass over what the buffers hold: launches only, the same for all steps of a shape."""
+    device = buffers.token_ids.device
+    backend = default_backend(device)
+    group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
+    scale = dim**-0.5
+    sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
+    place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
+    tables, lengths = buffers.block_tables, buffers.kv_lengths
+    common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
+    dense_work = sparse_work = None
+    means: list[GroupMeans] | None = None
+    if shape.groups:
+        assert kv.means is not None and buffers.group_tables is not None and buffers.group_counts is not None
+        means = kv.means.over(buffers.group_tables, buffers.group_counts)
+    if backend == "triton":
+        dense_work = plan_work(*common) if len(place) < len(decoder.layers) else None
+        if shape.width:
+            assert buffers.lists is not None and buffers.counts is not None
+            blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size)
+            sparse_work = plan_work(*common, blocks, None if means is None else means[0])
+    buffers.weights = [None] * len(decoder.layers)
+
+    def attend(layer: int, queries: Tensor) -> Tensor:
+        arguments = (
+            queries,
+            kv.k_pages[layer],
+            kv.v_pages[layer],
+            tables,
+            lengths,
+            buffers.query_starts,
+            scale,
+        )
+        at = place.get(layer)
+        if at is None:
+            if not shape.emitting:
+                return paged_attention(
+                    *arguments, backend=backend, max_queries=shape.queries, work=dense_work
+                )
+            out, buffers.weights[layer] = paged_attention_with_block_weights(
+                *arguments,
+                shape.block_size,
+                shape.emitting,
+                backend=backend,
+                max_queries=shape.queries,
+                width=shape.pages * PAGE_SIZE // shape.block_size,
+                work=dense_work,
+            )
+            return out
+        assert buffers.lists is not None and buffers.counts is not None
+        blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size)
+        work = None if sparse_work is None else sparse_work.layer(at)
+        stand_ins = None if means is None else means[layer]
+        if not shape.read_weights:
+            return paged_attention(*arguments, blocks, stand_ins, backend, shape.queries, work)
+        out, buffers.weights[layer] = paged_attention_with_read_weights(
+            *arguments, blocks, stand_ins, backend, shape.queries, work
+        )
+        return out
+
+    buffers.logits = run_decoder(
+        decoder,
+        buffers.token_ids,
+        buffers.positions,
+        buffers.slots,
+        kv.k_pages,
+        kv.v_pages,
+        attend,
+        backend,
+    )
+
+
+@dataclass
+class _Captured:
+    buffers: StepBuffers
+    graph: torch.cuda.CUDAGraph | None  # None: run eagerly
+
+
+class GraphRunner:
+    """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs."""
+
+    def __init__(
+        self, decoder: Decoder, fallback: ModelRunner, max_context: int, enforce_eager: bool = False
+    ) -> None:
+        self.decoder = decoder
+        self.fallback = fallback
+        self.kv = fallback.kv
+        self.vocab_size = fallback.vocab_size
+        self.device = fallback.device
+        self.max_pages = pages_for(max_context + MAX_STEP_QUERIES)
+        self.enforce_eager = enforce_eager or self.device.type != "cuda"
+        self._captured: dict[StepShape, _Captured] = {}
+        self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput | None] = [None] * len(inputs)
+        groups: dict[object, list[int]] = {}
+        for i, item in enumerate(inputs):
+            groups.setdefault(self._kind(item), []).append(i)
+        for kind, places in groups.items():
+            chosen = [inputs[i] for i in places]
+            if kind == "fallback":
+                results = self.fallback.forward(chosen)
+            elif kind == "prompt":
+                results = self._read_prompts(chosen)
+            else:
+                results = self._step(chosen)
+            for i, result in zip(places, results, strict=True):
+                outputs[i] = result
+        return outputs  # type: ignore[return-value]
+
+    def _kind(self, item: SequenceInput) -> object:
+        """Inputs of one kind run in one pass."""
+        read = item.read
+        if read is not None and read.selector is not None:
+            return "fallback"
+        if len(item.tokens) > MAX_STEP_QUERIES:
+            return "fallback" if read is not None or item.emitting else "prompt"
+        if read is None:
+            return (item.block_size, item.emitting) if item.emitting else ()
+        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
+        return (read.block_size, read.group_means, read.emit, dense)
+
+    # Steps.
+
+    def _step(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        for item in inputs:
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
+        shape = self._shape(inputs)
+        captured = self._captured.get(shape)
+        if captured is None:
+            captured = self._captured[shape] = self._capture(shape)
+        self._fill(captured.buffers, shape, inputs)
+        if captured.graph is None:
+            run_step(self.decoder, self.kv, shape, captured.buffers)
+        else:
+            captured.graph.replay()
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        return self._read(captured.buffers, shape, inputs)
+
+    def _shape(self, inputs: list[SequenceInput]) -> StepShape:
+        first = inputs[0]
+        sequences, queries = _bucket(len(inputs)), _bucket(max(len(item.tokens) for item in inputs))
+        if 4 < queries <= 8:  # γ = 4 is the common case: 5 queries
+            queries = max(len(item.tokens) for item in inputs)
+        read = first.read
+        if read is None:
+            return StepShape(sequences, queries, self.max_pages, first.block_size, first.emitting)
+        lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
+        width = max((entry[0].shape[1] for entry in lists), default=0)
+        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
+        groups = 0
+        if read.group_means:
+            assert self.kv.means is not None
+            groups = max(1, self.max_pages * PAGE_SIZE // self.kv.means.group_size)
+        return StepShape(
+            sequences,
+            queries,
+            self.max_pages,
+            read.block_size,
+            width=max(16, _bucket(width)),
+            groups=groups,
+            read_weights=read.emit,
+            dense_layers=dense,
+        )
+
+    def _capture(self, shape: StepShape) -> _Captured:
+        """Raises what the capture raises: there is no quiet way back to eager steps."""
+        buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device)
+        if self.enforce_eager:
+            return _Captured(buffers, None)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
+            for _ in range(2):
+                run_step(self.decoder, self.kv, shape, buffers)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run_step(self.decoder, self.kv, shape, buffers)
+        return _Captured(buffers, graph)
+
+    def _fill(self, buffers: StepBuffers, shape: StepShape, inputs: list[SequenceInput]) -> None:
+        rows = shape.sequences * shape.queries
+        ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        slots = np.full(rows, -1, np.int64)
+        starts = np.zeros(shape.sequences + 1, np.int32)
+        lengths = np.zeros(shape.sequences, np.int32)
+        tables = np.zeros((shape.sequences, shape.pages), np.int32)
+        row = 0
+        for i, item in enumerate(inputs):
+            count, start = len(item.tokens), item.kv.length
+            at = np.arange(start, start + count)
+            pages = np.asarray(item.kv.pages, dtype=np.int64)
+            ids[row : row + count], positions[row : row + count] = item.tokens, at
+            slots[row : row + count] = pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+            tables[i, : len(pages)] = pages
+            lengths[i] = start + count
+            row += count
+            starts[i + 1] = row
+        starts[len(inputs) + 1 :] = row
+        for target, source in (
+            (buffers.token_ids, ids),
+            (buffers.positions, positions),
+            (buffers.slots, slots),
+            (buffers.query_starts, starts),
+            (buffers.kv_lengths, lengths),
+            (buffers.block_tables, tables),
+        ):
+            _upload(target, torch.from_numpy(source))
+        if shape.width:
+            self._fill_lists(buffers, shape, inputs)
+        if shape.groups:
+            self._fill_groups(buffers, shape, [item.kv for item in inputs])
+
+    def _fill_lists(self, buffers: StepBuffers, shape: StepShape, inputs: list[SequenceInput]) -> None:
+        assert buffers.lists is not None and buffers.counts is not None
+        lists = torch.zeros(buffers.lists.shape, dtype=torch.int32)
+        counts = torch.zeros(buffers.counts.shape, dtype=torch.int32)
+        for i, item in enumerate(inputs):
+            assert item.read is not None and item.read.lists is not None
+            present = [entry for entry in item.read.lists if entry is not None]
+            for at, (blocks, count) in enumerate(present):
+                lists[at, i, :, : blocks.shape[1]] = blocks
+                counts[at, i] = count
+        _upload(buffers.lists, lists)
+        _upload(buffers.counts, counts)
+
+    def _fill_groups(self, buffers: StepBuffers, shape: StepShape, sequences: list[SequenceKV]) -> None:
+        assert buffers.group_tables is not None and buffers.group_counts is not None
+        self.kv.extend_group_means(sequences)
+        tables = torch.zeros(shape.sequences, shape.groups, dtype=torch.int32)
+        counts = torch.zeros(shape.sequences, dtype=torch.int32)
+        for i, sequence in enumerate(sequences):
+            tables[i, : len(sequence.groups)] = torch.tensor(sequence.groups, dtype=torch.int32)
+            counts[i] = len(sequence.groups)
+        _upload(buffers.group_tables, tables)
+        _upload(buffers.group_counts, counts)
+
+    def _read(
+        self, buffers: StepBuffers, shape: StepShape, inputs: list[SequenceInput]
+    ) -> list[SequenceOutput]:
+        """The buffers are the next step's too: what is asked for is copied out of them."""
+        assert buffers.logits is not None
+        outputs = [SequenceOutput() for _ in inputs]
+        row = 0
+        for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
+            first, row = row, row + len(item.tokens)
+            if item.logits != "none":
+                output.logits = buffers.logits[row - 1 if item.logits == "last" else first : row].float()
+                if output.logits.dtype == buffers.logits.dtype:
+                    output.logits = output.logits.clone()
+            blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
+            if shape.emitting:
+                weights = [w[i, :, :, :blocks] for w in buffers.weights if w is not None]
+                output.block_weights = torch.stack(weights)
+            elif shape.read_weights:
+                output.read_weights = self._spread(buffers, shape, i, blocks)
+        return outputs
+
+    def _spread(self, buffers: StepBuffers, shape: StepShape, sequence: int, blocks: int) -> Tensor:
+        """What each block got, on the CPU as readers want it: [layers, kv_heads, blocks]"""
+        assert buffers.lists is not None and buffers.counts is not None
+        layers, heads = self.kv.num_layers, self.kv.kv_heads
+        sparse = [layer for layer in range(layers) if layer not in shape.dense_layers]
+        weights = torch.stack([w[sequence] for w in buffers.weights if w is not None])
+        lists, counts = buffers.lists[:, sequence], buffers.counts[:, sequence]
+        listed = torch.arange(shape.width, device=self.device) < counts[..., None]
+        spread = torch.zeros(len(sparse), heads, blocks, device=self.device)
+        spread.scatter_add_(2, lists.where(listed, 0).long(), weights.where(listed, 0.0))
+        out = torch.zeros(layers, heads, blocks)
+        out[sparse] = spread.cpu()
+        return out
+
+    # Prompts.
+
+    def _read_prompts(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """A pass each: a chunk of a prompt fills the GPU by itself."""
+        return [self._read_prompt(item) for item in inputs]
+
+    def _read_prompt(self, item: SequenceInput) -> SequenceOutput:
+        start, count = item.kv.length, len(item.tokens)
+        self.kv.grow(item.kv, start + count)
+        backend = default_backend(self.device)
+        at = torch.arange(start, start + count, device=self.device)
+        table = torch.tensor([item.kv.pages], dtype=torch.int32).to(self.device)
+        slots = table[0].long()[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+        lengths = torch.tensor([start + count], dtype=torch.int32).to(self.device)
+        starts = torch.tensor([0, count], dtype=torch.int32).to(self.device)
+        scale = self.kv.k_pages[0].shape[3] ** -0.5
+
+        def attend(layer: int, queries: Tensor) -> Tensor:
+            pages = self.kv.k_pages[layer], self.kv.v_pages[layer]
+            return paged_attention(
+                queries, *pages, table, lengths, starts, scale, backend=backend, max_queries=count
+            )
+
+        rows = {"none": slice(0, 0), "last": slice(count - 1, count), "all": slice(0, count)}[item.logits]
+        logits = run_decoder(
+            self.decoder,
+            torch.tensor(item.tokens).to(self.device),
+            at,
+            slots,
+            self.kv.k_pages,
+            self.kv.v_pages,
+            attend,
+            backend,
+            torch.arange(count, device=self.device)[rows],
+        )
+        item.kv.length += count
+        return SequenceOutput(logits=None if item.logits == "none" else logits.float())
+
+
+def _bucket(n: int) -> int:
+    """The power of two at or above n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _upload(target: Tensor, source: Tensor) -> None:
+    """Copy to the device without waiting for it; CUDA takes pageable memory in before the call returns."""
+    target.copy_(source, non_blocking=True)

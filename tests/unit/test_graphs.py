@@ -1,0 +1,158 @@
+"""The GPU engine's runner against the plain one: the same logits and weights, from prompts, steps and sparse reads.
+
+Without a GPU its passes run eagerly through the torch kernels; on a GPU they are captured.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.batch import SequenceInput, SparseRead
+from engine.decoder import is_supported, read_decoder
+from engine.graphs import GraphRunner
+from engine.loading import load_runner
+from engine.paged_kv import SequenceKV
+from engine.runner import SequenceOutput
+from kernels.selection import compact
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3 rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA_3_ROPE),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+}
+
+
+@pytest.fixture
+def folder(request: Any, tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    config = CONFIGS[request.param]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # biases and norms are constants at first, which would hide them
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+class Pair:
+    """The same sequences in both runners."""
+
+    def __init__(self, folder: str, sequences: int) -> None:
+        self.plain = load_runner(folder, torch.float32, DEVICE, 4096)
+        other = load_runner(folder, torch.float32, DEVICE, 4096)
+        self.graphs = GraphRunner(read_decoder(other.model), other, 400)
+        self.runners = (self.plain, self.graphs)
+        self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]
+
+    def forward(self, items: list[tuple[int, dict[str, Any]]]) -> tuple[list[SequenceOutput], ...]:
+        """items: which sequence, and the rest of its SequenceInput"""
+        results = []
+        for runner, sequences in zip(self.runners, self.sequences, strict=True):
+            results.append(runner.forward([SequenceInput(sequences[i], **rest) for i, rest in items]))
+        return tuple(results)
+
+    def check(self, items: list[tuple[int, dict[str, Any]]]) -> None:
+        for wanted, got in zip(*self.forward(items), strict=True):
+            for name in ("logits", "block_weights", "read_weights"):
+                one, other = getattr(wanted, name), getattr(got, name)
+                assert (one is None) == (other is None), name
+                if one is not None:
+                    torch.testing.assert_close(other.cpu(), one.cpu(), atol=5e-5, rtol=1e-3)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("folder", CONFIGS, indirect=True)
+def test_prompts_and_steps(folder: str) -> None:
+    pair = Pair(folder, 3)
+    pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate((130, 17, 40))])
+    pair.check([(0, {"tokens": tokens(1, 3), "logits": "last"})])
+    pair.check([(i, {"tokens": tokens(5, 4 + i), "logits": "all"}) for i in range(3)])
+    # Ragged, and one that reads a prompt beside steps.
+    counts = [(0, 1), (1, 30), (2, 5)]
+    pair.check([(i, {"tokens": tokens(n, 7 + i), "logits": "all"}) for i, n in counts])
+    for runner, sequences in zip(pair.runners, pair.sequences, strict=True):
+        runner.kv.truncate(sequences[1], 45)
+    pair.check([(i, {"tokens": tokens(2, 9 + i), "logits": "last"}) for i in range(3)])
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("emitting", [1, 3])
+def test_steps_that_emit(folder: str, emitting: int) -> None:
+    pair = Pair(folder, 3)
+    pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate((130, 17, 40))])
+    rest = {"logits": "last", "block_size": 16, "emitting": emitting}
+    pair.check([(i, {"tokens": tokens(3 + i, i), **rest}) for i in range(3)])
+    # Beside plain ones.
+    pair.check([(0, {"tokens": tokens(3, 5), **rest}), (1, {"tokens": tokens(3, 6), "logits": "all"})])
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    ("block_size", "group_means", "emit"), [(16, False, False), (16, True, True), (32, True, False)]
+)
+def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: bool) -> None:
+    pair = Pair(folder, 2)
+    for runner in pair.runners:
+        runner.kv.keep_group_means(64)
+    lengths = (200, 70)
+    pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate(lengths)])
+    for step in range(2):
+        items = []
+        for i, before in enumerate(lengths):
+            blocks = -(-(before + 5 * (step + 1)) // block_size)
+            generator = torch.Generator().manual_seed(10 * step + i)
+            lists: list[Any] = [None]
+            for _ in range(2):
+                chosen = torch.rand(2, blocks, generator=generator) < 0.5
+                chosen[:, -1] = True
+                lists.append(compact(chosen))
+            read = SparseRead(block_size, lists, None, group_means, emit)
+            items.append((i, {"tokens": tokens(5, 20 + i), "logits": "all", "read": read}))
+        pair.check(items)
+
+
+def test_which_models_have_a_fused_decoder() -> None:
+    assert is_supported(CONFIGS["llama"]())
+    assert not is_supported(transformers.Qwen3Config(**SIZES))
+    assert not is_supported(transformers.LlamaConfig(**SIZES, attention_bias=True))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert not is_supported(transformers.LlamaConfig(**SIZES, rope_parameters=dynamic))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES, head_dim=16))
+    with pytest.raises(NotImplementedError, match="qwen3"):
+        read_decoder(model)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_fused_weights_are_held_once(folder: str) -> None:
+    runner = load_runner(folder, torch.float32, DEVICE, 64)
+    decoder = read_decoder(runner.model)
+    attention = runner.model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        inside = part.weight.data_ptr() - decoder.layers[0].qkv.data_ptr()
+        assert 0 <= inside < decoder.layers[0].qkv.nbytes
