@@ -1,6 +1,7 @@
 """Timing work on a GPU without the cost of launching it: captured once in a CUDA graph, replayed many times."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +17,7 @@ def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: i
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+    times = sorted(a.elapsed_time(b) for a, b in pairwise(marks))
     return times[len(times) // 2]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine import attention
+from engine.decoder import is_supported, read_decoder
+from engine.graphs import GraphRunner
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, Runner
+
+DEFAULT_KV_TOKENS = 131072  # on a CPU
+ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
@@ -54,22 +61,41 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_model(
-    model: str, dtype: torch.dtype, device: str, attention_name: str = attention.NAME
+    model: str,
+    dtype: torch.dtype,
+    device: str,
+    attention_name: str = attention.NAME,
+    load_format: str = "auto",
 ) -> nn.Module:
-    """Safetensors only; code from the hub is never run."""
+    """Safetensors only, shard by shard straight to the device; code from the hub is never run.
+
+    load_format "dummy": random weights in the shape of the model's config, for measurements.
+    """
     attention.register()
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, attn_implementation=attention_name, use_safetensors=True, trust_remote_code=False
-    )
-    return loaded.to(device).eval()
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
+    options = {"dtype": dtype, "attn_implementation": attention_name, "trust_remote_code": False}
+    if load_format == "dummy":
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, **options).eval()
+    if device != "cpu":
+        options["device_map"] = device
+    return AutoModelForCausalLM.from_pretrained(model, use_safetensors=True, **options).eval()
 
 
 def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
-    """A model with KV room for `kv_tokens` tokens in all."""
-    loaded = load_model(model, dtype, device)
+    """A model with KV room for `kv_tokens` tokens in all, run through transformers' own modules."""
+    return make_runner(load_model(model, dtype, device), kv_tokens)
+
+
+def make_runner(loaded: nn.Module, kv_tokens: int) -> ModelRunner:
     shape = read_shape(loaded.config)
+    parameter = next(loaded.parameters())
     pages = -(-kv_tokens // PAGE_SIZE)
-    kv = PagedKV(shape.num_layers, shape.num_kv_heads, shape.head_dim, pages, dtype, device)
+    kv = PagedKV(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, pages, parameter.dtype, parameter.device
+    )
     return ModelRunner(loaded, kv, shape.vocab_size)
 
 
@@ -121,18 +147,29 @@ def stop_token_ids(model: str, tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a service process needs to open its model. kv_tokens: room in all; threads 0: torch's choice."""
+    """What a service process needs to open its model.
+
+    kv_tokens: room in all. 0: kv_memory GiB of it, or if that is 0 too what gpu_memory_utilization (a share of the
+    GPU's whole memory) leaves beside the weights, but no more than max_sessions of max_context tokens need; on a CPU
+    DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
+    """
 
     model: str
     device: str = "auto"
     dtype: str = "auto"
-    kv_tokens: int = 131072
+    kv_tokens: int = 0
     threads: int = 0
+    max_context: int = 0
+    max_sessions: int = 64
+    kv_memory: float = 0.0
+    gpu_memory_utilization: float = 0.9
+    load_format: str = "auto"
+    enforce_eager: bool = False
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    runner: ModelRunner
+    runner: Runner
     shape: ModelShape
     tokenizer_hash: str
 
@@ -141,10 +178,60 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
-    runner = load_runner(settings.model, resolve_dtype(settings.dtype, device), device, settings.kv_tokens)
-    return OpenedModel(
-        runner, read_shape(runner.model.config), tokenizer_hash(load_tokenizer(settings.model))
-    )
+    dtype = resolve_dtype(settings.dtype, device)
+    loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
+    shape = read_shape(loaded.config)
+    runner: Runner = make_runner(loaded, room_for_kv(settings, shape, dtype, device))
+    if device != "cpu":
+        runner = _open_on_gpu(runner, settings, shape)  # type: ignore[arg-type]
+    return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
+
+
+def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape) -> Runner:
+    config: Any = plain.model.config
+    if not is_supported(config):
+        if settings.enforce_eager:
+            return plain
+        raise NotImplementedError(
+            f"{settings.model}: no CUDA graphs are built for {config.model_type}; pass --enforce-eager to run it "
+            "through transformers' own modules"
+        )
+    context = settings.max_context or shape.max_position_embeddings
+    return GraphRunner(read_decoder(plain.model), plain, context, settings.enforce_eager)
+
+
+def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:
+    """Tokens of KV to make room for, once the weights are loaded; says what takes how much memory.
+
+    Raises ValueError if not even one sequence of max_context fits.
+    """
+    if settings.kv_tokens:
+        return settings.kv_tokens
+    a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    context = settings.max_context or shape.max_position_embeddings
+    if settings.kv_memory:
+        tokens = int(settings.kv_memory * 2**30 / a_token)
+    elif device == "cpu":
+        return max(DEFAULT_KV_TOKENS, settings.max_context + PAGE_SIZE)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
+        tokens = max(0, int(allowed / a_token))
+    tokens = min(tokens, settings.max_sessions * (context + 2 * PAGE_SIZE))
+    if device != "cpu":
+        weights = torch.cuda.memory_allocated(device)
+        print(
+            f"{settings.model}: weights {weights / 2**30:.1f} GiB, KV for {tokens} tokens "
+            f"{tokens * a_token / 2**30:.1f} GiB",
+            file=sys.stderr,
+            flush=True,
+        )
+    if tokens < context:
+        raise ValueError(
+            f"{settings.model}: KV for {tokens} tokens fits, a context has {context}: lower max_context, or raise "
+            "kv_memory or gpu_memory_utilization"
+        )
+    return tokens
 
 
 def output_projections(model: nn.Module) -> list[torch.Tensor]:

@@ -141,7 +141,19 @@ def start_services(settings: Settings) -> Cluster:
     threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
 
     def side(name: str, model: str, kv_tokens: int) -> SideSettings:
-        opened = ModelSettings(model, settings.device, settings.dtype, kv_tokens, threads)
+        opened = ModelSettings(
+            model,
+            settings.device,
+            settings.dtype,
+            kv_tokens,
+            threads,
+            settings.max_context,
+            settings.max_sessions,
+            settings.kv_memory,
+            settings.gpu_memory_utilization,
+            settings.load_format,
+            settings.enforce_eager,
+        )
         return SideSettings(
             name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None
         )

@@ -47,7 +47,9 @@ def resolve_context(settings: Settings) -> Settings:
     allowed = min(load_shape(name).max_position_embeddings for name in (settings.target, settings.draft))
     if settings.max_context > allowed:
         raise SettingsError(f"max_context {settings.max_context}: the models allow {allowed} tokens")
-    room = min(allowed, settings.target_kv_tokens - 2 * (settings.gamma + 1) - 16)
+    room = allowed
+    if settings.target_kv_tokens:
+        room = min(allowed, settings.target_kv_tokens - 2 * (settings.gamma + 1) - 16)
     return replace(settings, max_context=settings.max_context or room)
 
 

@@ -44,8 +44,12 @@ class Settings:
     max_context: int = _setting(0, "longest prompt and output together; 0: what both models allow")
     max_sessions: int = _setting(64, "sessions that run at once; more are queued")
     max_queued: int = _setting(1024, "sessions that may be queued; more are refused")
-    target_kv_tokens: int = _setting(131072, "KV room of the target, in tokens over all sessions")
-    draft_kv_tokens: int = _setting(131072, "KV room of the draft, in tokens over all sessions")
+    target_kv_tokens: int = _setting(0, "KV room of the target, in tokens over all sessions; 0: by memory")
+    draft_kv_tokens: int = _setting(0, "KV room of the draft, in tokens over all sessions; 0: by memory")
+    kv_memory: float = _setting(0.0, "GiB of KV of each service; 0: by gpu_memory_utilization")
+    gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
+    load_format: str = _setting("auto", "auto, or dummy for random weights")
+    enforce_eager: bool = _setting(False, "capture no CUDA graphs, for debugging")
     prefill_chunk: int = _setting(512, "prompt tokens that one step may run")
     draft_timeout: float = _setting(
         1.0, "seconds that the target waits for a proposal before decoding plainly"
@@ -153,6 +157,9 @@ def _check(settings: Settings) -> None:
             "ports must lie in 0 … 65535",
         ),
         (settings.max_sessions >= 1 and settings.max_queued >= 0, "max_sessions >= 1 and max_queued >= 0"),
+        (settings.load_format in ("auto", "dummy"), "load_format must be auto or dummy"),
+        (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
+        (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]

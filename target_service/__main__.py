@@ -13,7 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m target_service", description=__doc__)
     add_side_flags(parser, 50052, VerifierSettings.gamma)
     flags = parser.parse_args()
-    verifier = VerifierSettings(flags.gamma, max_context=flags.max_context)
+    verifier = VerifierSettings(flags.gamma, max_sessions=flags.max_sessions, max_context=flags.max_context)
     process = TargetProcess(
         side_settings("target", flags), TargetServiceSettings(flags.host, flags.port, verifier)
     )

@@ -2,7 +2,7 @@
 
 import argparse
 
-from engine.loading import ModelSettings
+from engine.loading import LOAD_FORMATS, ModelSettings
 from wire.handshake import SideSettings
 
 
@@ -15,12 +15,31 @@ def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> No
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--gamma", type=int, default=gamma)
     parser.add_argument("--max-context", type=int, default=32768)
-    parser.add_argument("--kv-tokens", type=int, default=ModelSettings.kv_tokens)
+    parser.add_argument("--max-sessions", type=int, default=ModelSettings.max_sessions)
+    parser.add_argument("--kv-tokens", type=int, default=0, help="KV room; 0: by memory")
+    parser.add_argument("--kv-memory", type=float, default=0.0, metavar="GIB", help="KV room in GiB")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=ModelSettings.gpu_memory_utilization, metavar="SHARE"
+    )
+    parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
+    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
 
 
 def side_settings(name: str, flags: argparse.Namespace) -> SideSettings:
-    model = ModelSettings(flags.model, flags.device, flags.dtype, flags.kv_tokens, flags.threads)
+    model = ModelSettings(
+        flags.model,
+        flags.device,
+        flags.dtype,
+        flags.kv_tokens,
+        flags.threads,
+        flags.max_context,
+        flags.max_sessions,
+        flags.kv_memory,
+        flags.gpu_memory_utilization,
+        flags.load_format,
+        flags.enforce_eager,
+    )
     return SideSettings(name, model, flags.plan, flags.gamma, flags.budget, flags.method)

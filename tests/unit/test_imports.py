@@ -81,8 +81,8 @@ def test_grpc_and_ray_stay_above(package: str) -> None:
             assert not names & {"grpc", "grpc_health", "grpc_reflection", "google", "ray", "protos"}, name
 
 
-def test_kernels_know_torch_alone() -> None:
-    allowed = {"kernels", "torch", "typing", "collections", "dataclasses"}
+def test_kernels_know_torch_and_triton_alone() -> None:
+    allowed = {"kernels", "torch", "triton", "typing", "collections", "dataclasses", "functools"}
     for name, names in FILES.items():
         if name.startswith("kernels/"):
             assert names <= allowed, name
