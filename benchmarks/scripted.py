@@ -35,6 +35,9 @@ class ScriptedRunner:
     is new, as with the bundled pair on prose.
     """
 
+    shares_budgets = False
+    drafts_rounds = False
+
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB
         self.kv = PagedKV(LAYERS, KV_HEADS, 1, 20_000)

@@ -43,8 +43,38 @@ class LayerSelector(Protocol):
 
 
 @dataclass
+class ReadMemory:
+    """Of one sequence: what each block got when it was last read, faded since. It lives where the model does.
+
+    importance: [rows] float32, a factor of each row's weights; rows are (sparse layer, KV head). decay: a pass.
+    weights: [rows, blocks] float32, made by the runner.
+    """
+
+    importance: Tensor
+    decay: float
+    weights: Tensor | None = None
+
+
+@dataclass
+class SharedBudget:
+    """Blocks that are read anyway, and as many more as there is `room` for, over all layers and heads at once.
+
+    words: uint64 [rows, words], a bit a block, lowest first: read anyway, as are blocks before `first` and from
+    `last` on. The others are those that `memory` holds the highest weights for.
+    """
+
+    words: np.ndarray
+    first: int
+    last: int
+    room: int
+    memory: ReadMemory
+    dense_layers: tuple[int, ...]
+
+
+@dataclass
 class SparseRead:
-    """What a sequence's queries read: lists that are known before the pass, or a selector's choice.
+    """What a sequence's queries read: lists that are known before the pass, a selector's choice, or a budget that
+    the runner shares out on the device (GraphRunner only).
 
     group_means: let means stand in for what is not read (PagedKV.means). emit: return what weight was read.
     """
@@ -54,10 +84,11 @@ class SparseRead:
     selector: LayerSelector | None = None
     group_means: bool = False
     emit: bool = False
+    budget: SharedBudget | None = None
 
     def __post_init__(self) -> None:
-        if (self.lists is None) == (self.selector is None):
-            raise ValueError("a sparse read has either lists or a selector")
+        if sum(way is not None for way in (self.lists, self.selector, self.budget)) != 1:
+            raise ValueError("a sparse read has one of lists, a selector and a budget")
 
 
 @dataclass
@@ -122,6 +153,8 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
                 f"{item.emitting} of {len(item.tokens)} queries to emit over blocks of {item.block_size}: expected a "
                 "dense input, no more than its queries, and a block size"
             )
+    if any(item.read is not None and item.read.budget is not None for item in inputs):
+        raise NotImplementedError("budgets that are shared out on the device run in GraphRunner")
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))
     tokens: list[int] = []
     positions, slots = [], []

@@ -5,7 +5,9 @@ happens between kernels. Lengths, tables and lists are read on the device, so on
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +15,15 @@ from torch import Tensor
 
 from engine.batch import SequenceInput
 from engine.decoder import Decoder, run_decoder
+from engine.draft_rounds import (
+    RoundBuffers,
+    RoundOutput,
+    RoundRequest,
+    RoundSettings,
+    RoundShape,
+    make_round_buffers,
+    run_round,
+)
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import ModelRunner, SequenceOutput
 from kernels.backends import default_backend
@@ -24,6 +35,8 @@ from kernels.paged_attention import (
     paged_attention_with_read_weights,
     plan_work,
 )
+from kernels.shared_budget import WORD, remember_weights, score_blocks
+from kernels.shared_top_k import select_top_k_over_all
 
 MAX_STEP_QUERIES = 16  # a sequence with more tokens to run is reading a prompt
 
@@ -37,6 +50,10 @@ class StepShape:
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists.
     """
 
+    @property
+    def blocks(self) -> int:
+        return self.pages * PAGE_SIZE // self.block_size
+
     sequences: int
     queries: int
     pages: int
@@ -46,6 +63,20 @@ class StepShape:
     groups: int = 0
     read_weights: bool = False
     dense_layers: tuple[int, ...] = ()
+    decay: float | None = None  # of what is remembered, where a budget is shared out in the pass
+
+
+@dataclass
+class BudgetBuffers:
+    """What decides over the blocks of a shared budget; rows are (sparse layer, KV head)."""
+
+    words: Tensor  # [sequences, rows, words] int64
+    memory: Tensor  # [sequences, rows, blocks] float32
+    importance: Tensor  # [rows] float32
+    first: Tensor  # [sequences] int32
+    last: Tensor  # [sequences] int32
+    blocks: Tensor  # [sequences] int32
+    room: Tensor  # [sequences] int32
 
 
 @dataclass
@@ -60,6 +91,7 @@ class StepBuffers:
     block_tables: Tensor  # [sequences, pages] int32
     lists: Tensor | None = None  # [sparse layers, sequences, kv_heads, width] int32
     counts: Tensor | None = None  # [sparse layers, sequences, kv_heads] int32
+    budget: BudgetBuffers | None = None
     group_tables: Tensor | None = None  # [sequences, groups] int32
     group_counts: Tensor | None = None  # [sequences] int32
     logits: Tensor | None = None  # [rows, vocab]
@@ -80,8 +112,19 @@ def make_buffers(shape: StepShape, layers: int, kv_heads: int, device: torch.dev
         kv_lengths=zeros(shape.sequences),
         block_tables=zeros(shape.sequences, shape.pages),
     )
-    if shape.width:
-        sparse = layers - len(shape.dense_layers)
+    sparse = layers - len(shape.dense_layers)
+    if shape.decay is not None:
+        rows, blocks = sparse * kv_heads, shape.blocks
+        buffers.budget = BudgetBuffers(
+            words=zeros(shape.sequences, rows, -(-blocks // WORD), dtype=torch.int64),
+            memory=zeros(shape.sequences, rows, blocks, dtype=torch.float32),
+            importance=zeros(rows, dtype=torch.float32),
+            first=zeros(shape.sequences),
+            last=zeros(shape.sequences),
+            blocks=zeros(shape.sequences),
+            room=zeros(shape.sequences),
+        )
+    elif shape.width:
         buffers.lists = zeros(sparse, shape.sequences, kv_heads, shape.width)
         buffers.counts = zeros(sparse, shape.sequences, kv_heads)
     if shape.groups:
@@ -99,6 +142,8 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.kv_lengths
+    if buffers.budget is not None:
+        _share_out(buffers, buffers.budget, len(sparse), decoder.kv_heads)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -150,7 +195,7 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
         )
         return out
 
-    buffers.logits = run_decoder(
+    logits = run_decoder(
         decoder,
         buffers.token_ids,
         buffers.positions,
@@ -160,11 +205,45 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
         attend,
         backend,
     )
+    buffers.logits = logits
+    if buffers.budget is not None:
+        assert shape.decay is not None
+        _remember(buffers, buffers.budget, shape.decay)
+
+
+def _share_out(buffers: StepBuffers, budget: BudgetBuffers, layers: int, kv_heads: int) -> None:
+    """Lists from what is read anyway and from the highest remembered weights."""
+    backend = default_backend(budget.memory.device)
+    forced, scores = score_blocks(
+        budget.words,
+        budget.memory,
+        budget.importance,
+        budget.first,
+        budget.last,
+        budget.blocks,
+        backend,
+    )
+    lists, counts = select_top_k_over_all(scores, budget.room, forced, backend)
+    sequences = len(lists)
+    buffers.lists = lists.view(sequences, layers, kv_heads, -1).transpose(0, 1).contiguous()
+    buffers.counts = counts.view(sequences, layers, kv_heads).transpose(0, 1).contiguous()
+
+
+def _remember(buffers: StepBuffers, budget: BudgetBuffers, decay: float) -> None:
+    assert buffers.lists is not None and buffers.counts is not None
+    weights = torch.stack([w for w in buffers.weights if w is not None])
+    # [layers, sequences, kv_heads, …] to [sequences, rows, …]
+    lists, counts, read = (x.transpose(0, 1).flatten(1, 2) for x in (buffers.lists, buffers.counts, weights))
+    backend = default_backend(budget.memory.device)
+    remember_weights(budget.memory, lists, counts, read, budget.blocks, decay, backend)
+
+
+Buffers = TypeVar("Buffers")
 
 
 @dataclass
-class _Captured:
-    buffers: StepBuffers
+class _Captured(Generic[Buffers]):
+    buffers: Buffers
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
@@ -181,7 +260,9 @@ class GraphRunner:
         self.device = fallback.device
         self.max_pages = pages_for(max_context + MAX_STEP_QUERIES)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
-        self._captured: dict[StepShape, _Captured] = {}
+        self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
+        self._rounds: dict[RoundShape, _Captured[RoundBuffers]] = {}
+        self._round_settings: RoundSettings | None = None
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
@@ -202,6 +283,9 @@ class GraphRunner:
                 outputs[i] = result
         return outputs  # type: ignore[return-value]
 
+    shares_budgets = True
+    drafts_rounds = True
+
     def _kind(self, item: SequenceInput) -> object:
         """Inputs of one kind run in one pass."""
         read = item.read
@@ -211,6 +295,10 @@ class GraphRunner:
             return "fallback" if read is not None or item.emitting else "prompt"
         if read is None:
             return (item.block_size, item.emitting) if item.emitting else ()
+        if read.budget is not None:
+            # One plan serves all: importance is the same for all sequences.
+            budget = read.budget
+            return ("budget", read.block_size, read.group_means, budget.dense_layers, budget.memory.decay)
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         return (read.block_size, read.group_means, read.emit, dense)
 
@@ -220,9 +308,12 @@ class GraphRunner:
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
         shape = self._shape(inputs)
-        captured = self._captured.get(shape)
+        captured = self._steps.get(shape)
         if captured is None:
-            captured = self._captured[shape] = self._capture(shape)
+            buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device)
+            captured = self._steps[shape] = self._capture(
+                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers)
+            )
         self._fill(captured.buffers, shape, inputs)
         if captured.graph is None:
             run_step(self.decoder, self.kv, shape, captured.buffers)
@@ -240,13 +331,25 @@ class GraphRunner:
         read = first.read
         if read is None:
             return StepShape(sequences, queries, self.max_pages, first.block_size, first.emitting)
-        lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
-        width = max((entry[0].shape[1] for entry in lists), default=0)
-        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         groups = 0
         if read.group_means:
             assert self.kv.means is not None
             groups = max(1, self.max_pages * PAGE_SIZE // self.kv.means.group_size)
+        if read.budget is not None:
+            return StepShape(
+                sequences,
+                queries,
+                self.max_pages,
+                read.block_size,
+                width=self.max_pages * PAGE_SIZE // read.block_size,
+                groups=groups,
+                read_weights=True,
+                dense_layers=read.budget.dense_layers,
+                decay=read.budget.memory.decay,
+            )
+        lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
+        width = max((entry[0].shape[1] for entry in lists), default=0)
+        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         return StepShape(
             sequences,
             queries,
@@ -258,51 +361,28 @@ class GraphRunner:
             dense_layers=dense,
         )
 
-    def _capture(self, shape: StepShape) -> _Captured:
+    def _capture(self, buffers: Buffers, work: Callable[[], None]) -> _Captured[Buffers]:
         """Raises what the capture raises: there is no quiet way back to eager steps."""
-        buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device)
         if self.enforce_eager:
             return _Captured(buffers, None)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
             for _ in range(2):
-                run_step(self.decoder, self.kv, shape, buffers)
+                work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            run_step(self.decoder, self.kv, shape, buffers)
+            work()
         return _Captured(buffers, graph)
 
     def _fill(self, buffers: StepBuffers, shape: StepShape, inputs: list[SequenceInput]) -> None:
-        rows = shape.sequences * shape.queries
-        ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-        slots = np.full(rows, -1, np.int64)
-        starts = np.zeros(shape.sequences + 1, np.int32)
-        lengths = np.zeros(shape.sequences, np.int32)
-        tables = np.zeros((shape.sequences, shape.pages), np.int32)
-        row = 0
-        for i, item in enumerate(inputs):
-            count, start = len(item.tokens), item.kv.length
-            at = np.arange(start, start + count)
-            pages = np.asarray(item.kv.pages, dtype=np.int64)
-            ids[row : row + count], positions[row : row + count] = item.tokens, at
-            slots[row : row + count] = pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
-            tables[i, : len(pages)] = pages
-            lengths[i] = start + count
-            row += count
-            starts[i + 1] = row
-        starts[len(inputs) + 1 :] = row
-        for target, source in (
-            (buffers.token_ids, ids),
-            (buffers.positions, positions),
-            (buffers.slots, slots),
-            (buffers.query_starts, starts),
-            (buffers.kv_lengths, lengths),
-            (buffers.block_tables, tables),
-        ):
-            _upload(target, torch.from_numpy(source))
-        if shape.width:
+        rows = layout([(item.kv, item.tokens) for item in inputs], shape)
+        _upload_rows(buffers, rows)
+        _upload(buffers.kv_lengths, torch.from_numpy(rows.lengths))
+        if buffers.budget is not None:
+            self._fill_budget(buffers.budget, shape, inputs)
+        elif shape.width:
             self._fill_lists(buffers, shape, inputs)
         if shape.groups:
             self._fill_groups(buffers, shape, [item.kv for item in inputs])
@@ -319,6 +399,27 @@ class GraphRunner:
                 counts[at, i] = count
         _upload(buffers.lists, lists)
         _upload(buffers.counts, counts)
+
+    def _fill_budget(self, buffers: BudgetBuffers, shape: StepShape, inputs: list[SequenceInput]) -> None:
+        words = np.zeros(buffers.words.shape, np.uint64)
+        limits = np.zeros((4, shape.sequences), np.int32)
+        for i, item in enumerate(inputs):
+            assert item.read is not None and item.read.budget is not None
+            budget = item.read.budget
+            blocks = -(-(item.kv.length + len(item.tokens)) // shape.block_size)
+            words[i, :, : budget.words.shape[1]] = budget.words
+            limits[:, i] = budget.first, budget.last, blocks, max(0, budget.room)
+            if budget.memory.weights is None:
+                budget.memory.weights = torch.zeros_like(buffers.memory[i])
+            buffers.memory[i].copy_(budget.memory.weights)
+        first = inputs[0].read
+        assert first is not None and first.budget is not None
+        _upload(buffers.importance, first.budget.memory.importance)
+        _upload(buffers.words, torch.from_numpy(words.view(np.int64)))
+        for target, source in zip(
+            (buffers.first, buffers.last, buffers.blocks, buffers.room), limits, strict=True
+        ):
+            _upload(target, torch.from_numpy(source))
 
     def _fill_groups(self, buffers: StepBuffers, shape: StepShape, sequences: list[SequenceKV]) -> None:
         assert buffers.group_tables is not None and buffers.group_counts is not None
@@ -337,6 +438,12 @@ class GraphRunner:
         """The buffers are the next step's too: what is asked for is copied out of them."""
         assert buffers.logits is not None
         outputs = [SequenceOutput() for _ in inputs]
+        if buffers.budget is not None:
+            assert buffers.counts is not None
+            blocks_read = buffers.counts.sum((0, 2)).tolist()
+            for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
+                output.blocks_read = blocks_read[i]
+                item.read.budget.memory.weights.copy_(buffers.budget.memory[i])  # type: ignore[union-attr]
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -348,7 +455,7 @@ class GraphRunner:
             if shape.emitting:
                 weights = [w[i, :, :, :blocks] for w in buffers.weights if w is not None]
                 output.block_weights = torch.stack(weights)
-            elif shape.read_weights:
+            elif shape.read_weights and buffers.budget is None:
                 output.read_weights = self._spread(buffers, shape, i, blocks)
         return outputs
 
@@ -365,6 +472,102 @@ class GraphRunner:
         out = torch.zeros(layers, heads, blocks)
         out[sparse] = spread.cpu()
         return out
+
+    # Rounds of a draft.
+
+    def prepare_rounds(self, settings: RoundSettings) -> None:
+        """Say how rounds are drafted, before the first `draft_rounds`."""
+        if settings.projection is not None:
+            settings = replace(settings, projection=settings.projection.to(self.device))
+        self._round_settings = settings
+        self._rounds.clear()
+
+    @torch.inference_mode()
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
+        outputs: dict[int, RoundOutput] = {}
+        for announces in (False, True):
+            places = [i for i, item in enumerate(requests) if (item.announce is not None) == announces]
+            if places:
+                results = self._draft([requests[i] for i in places], announces)
+                outputs.update(zip(places, results, strict=True))
+        return [outputs[i] for i in range(len(requests))]
+
+    def _draft(self, requests: list[RoundRequest], announces: bool) -> list[RoundOutput]:
+        settings = self._round_settings
+        if settings is None:
+            raise RuntimeError("draft_rounds needs prepare_rounds first")
+        for item in requests:
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
+        shape = RoundShape(
+            _bucket(len(requests)),
+            _bucket(max(len(item.tokens) for item in requests)),
+            self.max_pages,
+            any(item.temperature > 0 for item in requests),
+            announces,
+        )
+        captured = self._rounds.get(shape)
+        if captured is None:
+            buffers = make_round_buffers(shape, settings, self.device)
+            captured = self._rounds[shape] = self._capture(
+                buffers, lambda: run_round(self.decoder, self.kv, settings, shape, buffers)
+            )
+        self._fill_round(captured.buffers, shape, settings, requests)
+        if captured.graph is None:
+            run_round(self.decoder, self.kv, settings, shape, captured.buffers)
+        else:
+            captured.graph.replay()
+        return self._read_round(captured.buffers, requests)
+
+    def _fill_round(
+        self,
+        buffers: RoundBuffers,
+        shape: RoundShape,
+        settings: RoundSettings,
+        requests: list[RoundRequest],
+    ) -> None:
+        rows = layout([(item.kv, item.tokens) for item in requests], shape)
+        _upload_rows(buffers, rows)
+        _upload(buffers.lengths, torch.from_numpy(rows.lengths))
+        heat = np.zeros((2, shape.sequences), np.float32)
+        heat[1] = 1
+        uniforms = np.zeros((settings.gamma + 1, shape.sequences))
+        limits = np.zeros((3, shape.sequences), np.int32)
+        for i, item in enumerate(requests):
+            heat[:, i] = item.temperature, item.top_p
+            uniforms[:, i] = item.uniforms
+            if item.announce is not None:
+                limits[:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
+        _upload(buffers.temperature, torch.from_numpy(heat[0]))
+        _upload(buffers.top_p, torch.from_numpy(heat[1]))
+        _upload(buffers.uniforms, torch.from_numpy(uniforms))
+        _upload(buffers.limits, torch.from_numpy(limits))
+        if buffers.before is not None:
+            words = np.zeros(buffers.before.shape, np.uint64)
+            for i, item in enumerate(requests):
+                if item.announce is not None and item.announce.before is not None:
+                    before = item.announce.before
+                    words[i, :, : before.shape[1]] = before
+            _upload(buffers.before, torch.from_numpy(words.view(np.int64)))
+
+    def _read_round(self, buffers: RoundBuffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """All results leave the device by one wait."""
+        assert buffers.tokens is not None
+        results = [buffers.tokens, buffers.ids, buffers.probs, buffers.words]
+        tokens, ids, probs, words = _download(results)
+        assert tokens is not None
+        outputs = []
+        for i, item in enumerate(requests):
+            drawn = item.temperature > 0
+            outputs.append(
+                RoundOutput(
+                    tokens[:, i].tolist(),
+                    ids[:, i] if drawn and ids is not None else None,
+                    probs[:, i] if drawn and probs is not None else None,
+                    None if words is None or item.announce is None else words[i].view(np.uint64),
+                )
+            )
+        return outputs
 
     # Prompts.
 
@@ -403,6 +606,63 @@ class GraphRunner:
         )
         item.kv.length += count
         return SequenceOutput(logits=None if item.logits == "none" else logits.float())
+
+
+@dataclass
+class Rows:
+    """How the tokens of several sequences lie in buffers of a fixed shape; rows behind them are empty."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    query_starts: np.ndarray
+    lengths: np.ndarray
+    block_tables: np.ndarray
+
+
+def layout(items: list[tuple[SequenceKV, list[int]]], shape: StepShape | RoundShape) -> Rows:
+    """Sequences and the tokens that each is to run next."""
+    count = shape.sequences * shape.queries
+    rows = Rows(
+        token_ids=np.zeros(count, np.int64),
+        positions=np.zeros(count, np.int64),
+        slots=np.full(count, -1, np.int64),
+        query_starts=np.zeros(shape.sequences + 1, np.int32),
+        lengths=np.zeros(shape.sequences, np.int32),
+        block_tables=np.zeros((shape.sequences, shape.pages), np.int32),
+    )
+    row = 0
+    for i, (kv, tokens) in enumerate(items):
+        at = np.arange(kv.length, kv.length + len(tokens))
+        pages = np.asarray(kv.pages, dtype=np.int64)
+        here = slice(row, row + len(tokens))
+        rows.token_ids[here], rows.positions[here] = tokens, at
+        rows.slots[here] = pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+        rows.block_tables[i, : len(pages)] = pages
+        rows.lengths[i] = kv.length + len(tokens)
+        row += len(tokens)
+        rows.query_starts[i + 1] = row
+    rows.query_starts[len(items) + 1 :] = row
+    return rows
+
+
+def _upload_rows(buffers: StepBuffers | RoundBuffers, rows: Rows) -> None:
+    for name in ("token_ids", "positions", "slots", "query_starts", "block_tables"):
+        _upload(getattr(buffers, name), torch.from_numpy(getattr(rows, name)))
+
+
+def _download(tensors: list[Tensor | None]) -> list[np.ndarray | None]:
+    """To the host through pinned memory, with one wait for all."""
+    if all(tensor is None or tensor.device.type == "cpu" for tensor in tensors):
+        return [None if tensor is None else tensor.numpy() for tensor in tensors]
+    pinned = [
+        None
+        if tensor is None
+        else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    ]
+    torch.cuda.current_stream().synchronize()
+    return [None if tensor is None else tensor.numpy() for tensor in pinned]
 
 
 def _bucket(n: int) -> int:

@@ -18,11 +18,13 @@ class SequenceOutput:
     block_weights: [layers, emitting, heads, blocks] float32 of the last queries, or None.
     read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
     query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
+    blocks_read: over all sparse layers and heads, where the runner shared out a budget.
     """
 
     logits: Tensor | None = None
     block_weights: Tensor | None = None
     read_weights: Tensor | None = None
+    blocks_read: int | None = None
 
 
 class Runner(Protocol):
@@ -30,6 +32,8 @@ class Runner(Protocol):
 
     kv: PagedKV
     vocab_size: int
+    shares_budgets: bool  # whether reads may leave a budget to be shared out by the runner (SharedBudget)
+    drafts_rounds: bool  # whether it drafts whole rounds by itself, as GraphRunner does
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs in one pass, write their KV and advance their lengths. Outputs in input order."""
@@ -38,6 +42,9 @@ class Runner(Protocol):
 
 class ModelRunner:
     """A transformers causal LM loaded with the `specahead` attention (engine.loading) over paged KV."""
+
+    shares_budgets = False
+    drafts_rounds = False
 
     def __init__(self, model: nn.Module, kv: PagedKV, vocab_size: int) -> None:
         self.model = model

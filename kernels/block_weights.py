@@ -5,7 +5,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.paged_attention import Work, gather_pages, pack_heads, paged_attention, triton_block_weights
+from kernels.paged_attention import (
+    BlockLists,
+    Work,
+    gather_pages,
+    pack_heads,
+    paged_attention,
+    triton_add_listed_weights,
+    triton_block_weights,
+)
 
 
 def paged_attention_with_block_weights(
@@ -64,6 +72,49 @@ def _torch_block_weights(
         scores[..., length - emitting :].masked_fill_(later, -torch.inf)
         blocks = pool_blocks(scores.softmax(-1), block_size).permute(2, 0, 1, 3).flatten(1, 2)
         out[i, :, :, : blocks.shape[-1]] = blocks
+    return out
+
+
+def add_listed_weights(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    blocks: BlockLists,
+    sums: Tensor,
+    share: float,
+    backend: str = "torch",
+    max_queries: int = 0,
+    work: Work | None = None,
+) -> Tensor:
+    """Attention over lists; `share` of the last query's weight on each listed block is added to `sums`, in place.
+
+    Arguments as for `paged_attention`; sums: [sequences, heads, n] float32, its last dimension contiguous.
+    """
+    check_backend("add_listed_weights", backend, ("torch", "triton"))
+    arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks)
+    if backend == "triton":
+        return triton_add_listed_weights(*arguments, sums, share, max_queries, work)
+    out = paged_attention(*arguments)
+    heads, kv_heads = queries.shape[1], k_pages.shape[1]
+    for i, length in enumerate(kv_lengths.tolist()):
+        last = int(query_starts[i + 1]) - 1
+        if not length or not blocks.lists.shape[2]:
+            continue
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            listed = blocks.lists[i, kv_head, : blocks.counts[i, kv_head]].long()
+            at = (listed[:, None] * blocks.block_size + torch.arange(blocks.block_size)).flatten()
+            there = at < length
+            at = at.where(there, 0)
+            page_size = k_pages.shape[2]
+            keys = k_pages[block_tables[i, at // page_size].long(), kv_head, at % page_size]
+            scores = (keys @ queries[last, head]).float() * scale
+            weights = scores.masked_fill(~there, -torch.inf).softmax(-1)
+            sums[i, head, listed] += share * weights.view(-1, blocks.block_size).sum(-1)
     return out
 
 

@@ -799,6 +799,46 @@ def _block_weights_kernel(
 
 
 @jit
+def _add_listed_weights_kernel(
+    block_sums_ptr,
+    log_sums_ptr,
+    lists_ptr,
+    counts_ptr,
+    starts_ptr,
+    out_ptr,
+    width,
+    block_sums_stride,
+    out_stride,
+    share,
+    n,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """`share` of the last query's weights on listed blocks to out [sequences, heads, n], one sequence's head a row."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(0) % HEADS
+    sequence = tl.program_id(0) // HEADS
+    list_row = sequence * KV_HEADS + head // GROUP
+    query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - 1
+    query = tl.maximum(query, 0)
+    at = (
+        (list_row * ROW_TILES + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
+    )
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = place < tl.load(counts_ptr + list_row)
+    sums = tl.load(
+        block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf")
+    )
+    block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
+    target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
+    before = tl.load(target, mask=inside, other=0.0)
+    tl.store(target, before + share * tl.exp2(sums - tl.load(log_sums_ptr + at)), mask=inside)
+
+
+@jit
 def _read_weights_kernel(
     block_sums_ptr,
     log_sums_ptr,
@@ -1135,6 +1175,60 @@ def triton_block_weights(
         CHUNK=1024,
     )
     return out, weights
+
+
+def triton_add_listed_weights(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    blocks: BlockLists,
+    out: Tensor,
+    share: float,
+    max_queries: int,
+    work: Work | None = None,
+) -> Tensor:
+    """The Triton half of `kernels.block_weights.add_listed_weights`."""
+    _check_triton(queries, k_pages, max_queries, blocks.block_size)
+    result, sums, log_sums = _triton_paged_attention(
+        queries,
+        k_pages,
+        v_pages,
+        block_tables,
+        kv_lengths,
+        query_starts,
+        scale,
+        blocks,
+        None,
+        max_queries,
+        work,
+        blocks.block_size,
+    )
+    assert sums is not None and log_sums is not None
+    heads, kv_heads = queries.shape[1], k_pages.shape[1]
+    width, (tile_queries, row_tiles) = blocks.lists.shape[2], _row_tiles(max_queries, heads // kv_heads)
+    _add_listed_weights_kernel[(len(kv_lengths) * heads, -(-width // 1024) or 1)](
+        sums,
+        log_sums,
+        blocks.lists,
+        blocks.counts,
+        query_starts,
+        out,
+        width,
+        sums.shape[1],
+        out.stride(0),
+        share,
+        out.shape[2],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        ROW_TILES=row_tiles,
+        QUERIES=tile_queries,
+        CHUNK=1024,
+    )
+    return result
 
 
 @lru_cache

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import LayerLists, SequenceKeys, SparseRead
+from engine.batch import LayerLists, ReadMemory, SequenceKeys, SharedBudget, SparseRead
 from kernels.selection import compact
+from sparsity.announce import shared_room
 from sparsity.choice import mandatory
 from sparsity.in_advance import RoundView
 from sparsity.just_in_time import JustInTime
@@ -20,14 +21,18 @@ from sparsity.selection import BlockSelection
 class Reader:
     """One session's. `read` before a pass, `finish` after it, once a round.
 
-    memory: decayed weights of what was read. chosen: what the last round read; both [layers, kv_heads, blocks].
+    memory: decayed weights of what was read. chosen: what the last round read; both [layers, kv_heads, blocks], and
+    None while the runner keeps them.
     """
 
     method: Method
     plan: Plan
+    shares_budget: bool = False  # whether the runner shares budgets out itself, where the method has one
     memory: Tensor | None = None
     chosen: Tensor | None = None
     summary_tokens: float = 0.0  # that each sparse head read beside its blocks
+    _read_memory: ReadMemory | None = field(default=None, repr=False)
+    _blocks_read: int | None = None  # in sparse layers, by the runner's count
     _selector: JustInTime | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +61,8 @@ class Reader:
         if self._selector is not None:
             self._selector.begin(base)
             return SparseRead(self.plan.block_size, selector=self._selector)
+        if self.shares_budget and self.method.name == "ahead":
+            return self._shared(announced[0], base)
         selections: list[BlockSelection | None] = list(announced) or [None]
         rounds = [self._choose(item, base) for item in selections]
         self._planned = torch.stack(rounds).any(0)
@@ -70,6 +77,24 @@ class Reader:
             return SparseRead(self.plan.block_size, selector=each)
         lists = to_lists(self._planned, self.plan)
         return SparseRead(self.plan.block_size, lists, group_means=means, emit=self.method.remembers)
+
+    def _shared(self, announced: BlockSelection, base: int) -> SparseRead | None:
+        """`in_advance.ahead`, left to the runner."""
+        plan, blocks = self.plan, self.plan.num_blocks(self._length)
+        self._reads_all = plan.budget == 1
+        if self._reads_all:
+            return None
+        if announced.num_heads != self.announced_rows:
+            raise ValueError(f"ahead: {announced.num_heads} rows announced, expected {self.announced_rows}")
+        if self._read_memory is None:
+            importance = torch.tensor([plan.head_importance[layer] for layer in plan.sparse_layers])
+            self._read_memory = ReadMemory(importance.flatten(), plan.memory_decay)
+        first, last = plan.middle(plan.num_blocks(base), self.method.window)
+        room = shared_room(plan, base, blocks) - announced.count(first, last)
+        dense = tuple(layer for layer in range(plan.target_layers) if layer not in plan.sparse_layers)
+        words = announced.resized(blocks).words
+        budget = SharedBudget(words, first, last, room, self._read_memory, dense)
+        return SparseRead(plan.block_size, group_means=self.method.uses_means(plan), emit=True, budget=budget)
 
     def _choose(self, announced: BlockSelection | None, base: int) -> Tensor:
         """bool [sparse layers, kv_heads, blocks]"""
@@ -103,9 +128,13 @@ class Reader:
         likely[plan.sparse_layers] = self.expand(announced, blocks) | always
         return likely
 
-    def finish(self, read_weights: Tensor | None) -> None:
-        """Remember what the pass read. read_weights [layers, kv_heads, blocks]: of SequenceOutput, if emitted."""
+    def finish(self, read_weights: Tensor | None, blocks_read: int | None = None) -> None:
+        """Remember what the pass read, by its SequenceOutput. read_weights: [layers, kv_heads, blocks], if emitted."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
+        self._blocks_read = blocks_read
+        if blocks_read is not None:
+            self.chosen = None
+            return
         chosen = torch.ones(plan.target_layers, plan.target_kv_heads, blocks, dtype=torch.bool)
         if not self._reads_all and self._selector is not None:
             for layer, mask in enumerate(self._selector.chosen):
@@ -123,9 +152,14 @@ class Reader:
     @property
     def tokens_read(self) -> tuple[float, int]:
         """Of the last round: tokens of KV that its heads read, summaries included, and tokens that there are."""
-        assert self.chosen is not None
-        layers, kv_heads, blocks = self.chosen.shape
-        read = float(self.chosen.sum()) * self.plan.block_size
+        plan = self.plan
+        layers, kv_heads, blocks = plan.target_layers, plan.target_kv_heads, plan.num_blocks(self._length)
+        if self._blocks_read is not None:
+            dense = layers - len(plan.sparse_layers)
+            read = float(self._blocks_read + dense * kv_heads * blocks) * plan.block_size
+        else:
+            assert self.chosen is not None
+            read = float(self.chosen.sum()) * plan.block_size
         if not self._reads_all:
             read += self.summary_tokens * len(self.plan.sparse_layers) * kv_heads
         return read, layers * kv_heads * blocks * self.plan.block_size

@@ -58,6 +58,12 @@ class BlockSelection:
     def lists(self) -> list[list[int]]:
         return [np.flatnonzero(row).tolist() for row in self.matrix()]
 
+    def count(self, first: int, last: int) -> int:
+        """How many entries lie in blocks first … last - 1."""
+        edges = np.arange(self.words.shape[1] * WORD).reshape(-1, WORD)
+        kept = np.packbits((edges >= first) & (edges < last), axis=1, bitorder="little").view("<u8")[:, 0]
+        return int(np.bitwise_count(self.words & kept).sum())
+
     def resized(self, num_blocks: int) -> "BlockSelection":
         """The same blocks in a context of another length; blocks beyond it are dropped."""
         if num_blocks == self.num_blocks:

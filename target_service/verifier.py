@@ -7,13 +7,11 @@ serves for now (one token each), and a share of the prompts still to be read.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass, field, replace
 
 from engine.batch import SequenceInput
 from engine.paged_kv import PAGE_SIZE, pages_for
-from engine.runner import Runner
+from engine.runner import Runner, SequenceOutput
 from engine.step_loop import share_prefill
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -89,7 +87,7 @@ class Step:
 @dataclass
 class StepResult:
     outcomes: list[tuple[int, int]]  # (accepted, next token) of each round
-    read_weights: list[Tensor | None]  # of each round, as in SequenceOutput
+    outputs: list[SequenceOutput]  # of each round, without its logits
     seconds: float
 
 
@@ -148,7 +146,7 @@ class Verifier:
             raise InvalidArgument(
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
-        return Reader(METHODS[name], self.plan)
+        return Reader(METHODS[name], self.plan, self.runner.shares_budgets)
 
     def _check_open(self, request: Open) -> None:
         vocab, settings = self.runner.vocab_size, self.settings
@@ -333,10 +331,12 @@ class Verifier:
         session.announced[key] = Announced(selection, event.assumed_token, event.part)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
-        length = event.at.base + self.settings.gamma
-        self.residency.prepare(
-            (session.id, *key), reader.expand_all(selection, event.at.base, length), length
-        )
+        if (
+            not self.runner.shares_budgets
+        ):  # there all KV is where it is read, and what is read is known there only
+            length = event.at.base + self.settings.gamma
+            likely = reader.expand_all(selection, event.at.base, length)
+            self.residency.prepare((session.id, *key), likely, length)
 
     def _receive_proposal(self, peer: DraftPeer, session: TargetSession, event: Proposal) -> None:
         if not self._is_current(peer, session, event):
@@ -424,8 +424,8 @@ class Verifier:
             )
             for item, output in zip(step.rounds, outputs, strict=False)
         ]
-        weights = [output.read_weights for _, output in zip(step.rounds, outputs, strict=False)]
-        return StepResult(judge_rounds(rounds), weights, time.perf_counter() - started)
+        kept = [replace(output, logits=None) for _, output in zip(step.rounds, outputs, strict=False)]
+        return StepResult(judge_rounds(rounds), kept, time.perf_counter() - started)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for session, _ in step.prefills:
@@ -433,13 +433,13 @@ class Verifier:
                 continue
             session.stats.prefill_seconds += result.seconds
             self._index(session)
-        for item, (accepted, following), weights in zip(
-            step.rounds, result.outcomes, result.read_weights, strict=True
+        for item, (accepted, following), output in zip(
+            step.rounds, result.outcomes, result.outputs, strict=True
         ):
             if not self._is_open(item.session):
                 continue
             if item.session.reader is not None:
-                item.session.reader.finish(weights)
+                item.session.reader.finish(output.read_weights, output.blocks_read)
             self._commit(item, accepted, following, result.seconds)
 
     def _commit(self, item: Round, accepted: int, following: int, seconds: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_weights import paged_attention_with_block_weights
+from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights, pool_blocks
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -183,3 +183,27 @@ def test_what_triton_does_not_take_is_refused() -> None:
         paged_attention(*narrow.arguments, SCALE, backend="triton", max_queries=5)
     with pytest.raises(ValueError, match="needs width"):
         paged_attention_with_block_weights(*case.arguments, SCALE, 16, backend="triton", max_queries=5)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("group", "counts"), [(1, [1, 1, 1]), (4, [5, 1, 2])])
+def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block_size: int) -> None:
+    case = in_blocks(ragged(13, group, counts), block_size, 3)
+    blocks, n = case.packed_lists(block_size), 12
+    heads = case.queries.shape[1]
+    before = torch.rand(len(counts), 2, heads, n)[:, 1]  # a slice, as of one layer of several
+    wanted = before.clone()
+    out = add_listed_weights(*case.arguments, SCALE, blocks, wanted, 0.25)
+    torch.testing.assert_close(out, paged_attention(*case.arguments, SCALE, blocks))
+    _, probs = reference_by_token(case, block_size)
+    for i, by_token in enumerate(probs):
+        pooled = pool_blocks(torch.from_numpy(by_token[-1]), block_size)
+        expected = before[i].clone()
+        expected[:, : pooled.shape[-1]] += 0.25 * pooled.float()
+        torch.testing.assert_close(wanted[i], expected, atol=2e-5, rtol=1e-4)
+    whole = torch.zeros(len(counts), 2, heads, n).to(DEVICE)
+    sums = whole[:, 1]
+    sums.copy_(before)
+    got = in_triton(case, blocks, sums, 0.25, kernel=add_listed_weights)
+    torch.testing.assert_close(got, out, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)

@@ -357,9 +357,9 @@ def test_group_means_are_those_of_the_pages(runner: ModelRunner, prompt: Sequenc
 
 
 def test_a_read_is_by_lists_or_by_a_selector() -> None:
-    with pytest.raises(ValueError, match="either lists or a selector"):
+    with pytest.raises(ValueError, match="one of lists, a selector and a budget"):
         SparseRead(16)
-    with pytest.raises(ValueError, match="either lists or a selector"):
+    with pytest.raises(ValueError, match="one of lists, a selector and a budget"):
         SparseRead(16, [None], Fixed([None]))
 
 

@@ -1,0 +1,340 @@
+"""A draft's whole round in one CUDA graph: γ + 1 passes, sampling, the evidence, and what to announce of it.
+
+The first pass runs the tokens that are pending and attends densely; later passes run one token each, and may read
+only what the first one weighed most. The evidence is the mean over the passes of each head's weights on each block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.decoder import Decoder, run_decoder
+from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from kernels.backends import default_backend
+from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
+from kernels.paged_attention import BlockLists, Work, paged_attention, plan_work
+from kernels.shared_budget import WORD
+from kernels.shared_top_k import mark_top_k_over_all, select_top_k_over_all
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """gamma: tokens a round. support: entries of a sampled token's distribution that are kept. block_size: tokens.
+
+    read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: they
+    always read. projection: [rows, layers * heads] float32, from the draft's heads to an announcement's rows, in
+    whose order it chooses; None: rounds announce nothing. stickiness: factor for what was announced last.
+    """
+
+    gamma: int
+    support: int
+    block_size: int
+    read_share: float = 1.0
+    sink_blocks: int = 1
+    window_blocks: int = 4
+    projection: Tensor | None = None
+    stickiness: float = 1.0
+
+
+@dataclass(frozen=True)
+class AnnouncementRequest:
+    """Choose `count` blocks over all rows among first … last - 1. before: uint64 [rows, words], chosen last time."""
+
+    first: int
+    last: int
+    count: int
+    before: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """tokens: pending ones, the last of them committed or guessed. uniforms: [γ + 1]. temperature 0: greedy."""
+
+    kv: SequenceKV
+    tokens: list[int]
+    temperature: float
+    top_p: float
+    uniforms: np.ndarray
+    announce: AnnouncementRequest | None
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy.
+
+    words: uint64 [rows, words] of the blocks to announce, if asked for. The KV holds all pending tokens and γ more;
+    kv.length is left to the caller.
+    """
+
+    tokens: list[int]
+    ids: np.ndarray | None
+    probs: np.ndarray | None
+    words: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """All that a round's graph is specialised for; queries: pending tokens of a sequence, at most."""
+
+    sequences: int
+    queries: int
+    pages: int
+    sampled: bool
+    announces: bool
+
+
+@dataclass
+class RoundBuffers:
+    """Inputs of a shape on the device, and what its graph leaves. γ and settings are those of the runner."""
+
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64
+    query_starts: Tensor  # [sequences + 1] int32
+    lengths: Tensor  # [sequences] int32, pending tokens included
+    block_tables: Tensor  # [sequences, pages] int32
+    temperature: Tensor  # [sequences] float32
+    top_p: Tensor  # [sequences] float32
+    uniforms: Tensor  # [gamma + 1, sequences] float64
+    limits: Tensor  # [3, sequences] int32: first, last, count of an announcement
+    before: Tensor | None = None  # [sequences, rows, words] int64
+    tokens: Tensor | None = None  # [gamma + 1, sequences] int64
+    ids: Tensor | None = None  # [gamma + 1, sequences, support] int64
+    probs: Tensor | None = None  # [gamma + 1, sequences, support] float32
+    words: Tensor | None = None  # [sequences, rows, words] int64
+
+
+def make_round_buffers(shape: RoundShape, settings: RoundSettings, device: torch.device) -> RoundBuffers:
+    rows, passes = shape.sequences * shape.queries, settings.gamma + 1
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=device)
+
+    buffers = RoundBuffers(
+        token_ids=zeros(rows, dtype=torch.int64),
+        positions=zeros(rows, dtype=torch.int64),
+        slots=zeros(rows, dtype=torch.int64) - 1,
+        query_starts=zeros(shape.sequences + 1),
+        lengths=zeros(shape.sequences),
+        block_tables=zeros(shape.sequences, shape.pages),
+        temperature=zeros(shape.sequences, dtype=torch.float32),
+        top_p=zeros(shape.sequences, dtype=torch.float32) + 1,
+        uniforms=zeros(passes, shape.sequences, dtype=torch.float64),
+        limits=zeros(3, shape.sequences),
+    )
+    if shape.announces:
+        assert settings.projection is not None
+        words = -(-_blocks(shape, settings) // WORD)
+        buffers.before = zeros(shape.sequences, len(settings.projection), words, dtype=torch.int64)
+    return buffers
+
+
+def _blocks(shape: RoundShape, settings: RoundSettings) -> int:
+    return shape.pages * PAGE_SIZE // settings.block_size
+
+
+def run_round(
+    decoder: Decoder, kv: PagedKV, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers
+) -> None:
+    """Launches only, the same for all rounds of a shape."""
+    device = buffers.lengths.device
+    sequences = shape.sequences
+    present = buffers.lengths > 0
+    evidence: Tensor | None = None
+    if shape.announces or settings.read_share < 1:
+        heads = len(decoder.layers), decoder.heads, _blocks(shape, settings)
+        evidence = torch.zeros(sequences, *heads, device=device)
+    ends = buffers.query_starts[1:].long() - 1
+    logits = _run_pass(
+        decoder,
+        kv,
+        settings,
+        shape,
+        buffers,
+        buffers.token_ids,
+        buffers.positions,
+        buffers.slots,
+        buffers.query_starts,
+        buffers.lengths,
+        shape.queries,
+        evidence,
+        None,
+        ends.clamp(min=0),
+    )
+    lists = None
+    if settings.read_share < 1:
+        assert evidence is not None
+        lists = _own_lists(decoder, settings, shape, buffers, evidence)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    tokens, ids, probs = [], [], []
+    for index in range(settings.gamma + 1):
+        token, support = _sample(logits, settings, shape, buffers, index)
+        tokens.append(token)
+        if support is not None:
+            ids.append(support[0])
+            probs.append(support[1])
+        if index == settings.gamma:
+            break
+        position = buffers.lengths.long() + index
+        page = buffers.block_tables.gather(1, (position // PAGE_SIZE)[:, None]).long()[:, 0]
+        slot = (page * PAGE_SIZE + position % PAGE_SIZE).where(present, -1)
+        lengths = (buffers.lengths + index + 1).where(present, 0)
+        logits = _run_pass(
+            decoder,
+            kv,
+            settings,
+            shape,
+            buffers,
+            token,
+            position.where(present, 0),
+            slot,
+            starts,
+            lengths,
+            1,
+            evidence if shape.announces else None,
+            lists,
+            None,
+        )
+    buffers.tokens = torch.stack(tokens)
+    if ids:
+        buffers.ids, buffers.probs = torch.stack(ids), torch.stack(probs)
+    if shape.announces:
+        assert evidence is not None
+        buffers.words = _choose_words(settings, buffers, evidence)
+
+
+def _run_pass(
+    decoder: Decoder,
+    kv: PagedKV,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: RoundBuffers,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    max_queries: int,
+    evidence: Tensor | None,
+    lists: tuple[BlockLists, Work | None] | None,
+    logits_rows: Tensor | None,
+) -> Tensor:
+    """One pass; adds the weights of each sequence's last query to `evidence` [sequences, layers, heads, blocks]."""
+    backend = default_backend(lengths.device)
+    group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
+    scale, share = dim**-0.5, 1 / (settings.gamma + 1)
+    tables = buffers.block_tables
+    work: Work | None = None
+    if backend == "triton" and lists is None:
+        work = plan_work(decoder.kv_heads, group, dim, max_queries, tables, lengths, PAGE_SIZE)
+
+    def attend(layer: int, queries: Tensor) -> Tensor:
+        pages = kv.k_pages[layer], kv.v_pages[layer]
+        arguments = (queries, *pages, tables, lengths, starts, scale)
+        if lists is not None:
+            every, planned = lists
+            blocks = BlockLists(every.lists[layer], every.counts[layer], every.block_size)
+            of_layer = None if planned is None else planned.layer(layer)
+            if evidence is None:
+                return paged_attention(*arguments, blocks, None, backend, max_queries, of_layer)
+            return add_listed_weights(
+                *arguments, blocks, evidence[:, layer], share, backend, max_queries, of_layer
+            )
+        if evidence is None:
+            return paged_attention(*arguments, backend=backend, max_queries=max_queries, work=work)
+        out, weights = paged_attention_with_block_weights(
+            *arguments,
+            settings.block_size,
+            1,
+            backend=backend,
+            max_queries=max_queries,
+            width=evidence.shape[3],
+            work=work,
+        )
+        evidence[:, layer].add_(weights[:, 0], alpha=share)
+        return out
+
+    return run_decoder(
+        decoder,
+        token_ids,
+        positions,
+        slots,
+        kv.k_pages,
+        kv.v_pages,
+        attend,
+        backend,
+        logits_rows,
+    )
+
+
+def _own_lists(
+    decoder: Decoder, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers, evidence: Tensor
+) -> tuple[BlockLists, Work | None]:
+    """What later passes read: of each KV head the blocks that the first pass weighed most, sinks, window, new ones."""
+    backend = default_backend(evidence.device)
+    sequences, layers, _, n = evidence.shape
+    kv_heads, group = decoder.kv_heads, decoder.heads // decoder.kv_heads
+    scores = (
+        evidence.unflatten(2, (kv_heads, group)).sum(3).transpose(0, 1)
+    )  # [layers, sequences, kv_heads, n]
+    block, lengths = settings.block_size, buffers.lengths
+    ends = -((-lengths - settings.gamma) // block)  # blocks once the round has run
+    recent = -(-lengths // block) - settings.window_blocks
+    column = torch.arange(n, device=evidence.device)
+    always = (column < settings.sink_blocks) | (column >= recent[:, None])
+    inside = (column < ends[:, None]) & (lengths > 0)[:, None]
+    rows = layers * sequences * kv_heads
+    forced = (always & inside)[None, :, None].expand(layers, -1, kv_heads, -1).reshape(rows, 1, n)
+    free = scores.masked_fill((always | ~inside)[:, None], 0).reshape(rows, 1, n)
+    room = (ends * settings.read_share).int() - forced.view(layers, sequences, kv_heads, n)[0, :, 0].sum(1)
+    count = room.clamp(min=0).int()[None, :, None].expand(layers, -1, kv_heads).flatten()
+    # A row is a group of its own: every head has the same budget.
+    lists, counts = select_top_k_over_all(free, count, forced.to(torch.uint8), backend)
+    blocks = BlockLists(
+        lists.view(layers, sequences, kv_heads, n), counts.view(layers, sequences, kv_heads), block
+    )
+    work = None
+    if backend == "triton":
+        dim = decoder.cosines.shape[1] * 2
+        work = plan_work(kv_heads, group, dim, 1, buffers.block_tables, lengths, PAGE_SIZE, blocks)
+    return blocks, work
+
+
+def _sample(
+    logits: Tensor, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers, index: int
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Tokens [sequences], and ids and probabilities [sequences, support] of what they were drawn from."""
+    best = logits.argmax(-1)
+    if not shape.sampled:
+        return best, None
+    greedy = buffers.temperature == 0
+    heat = buffers.temperature.where(~greedy, 1.0)[:, None]
+    # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
+    top, ids = (logits.float() / heat).softmax(-1).topk(min(settings.support, logits.shape[-1]))
+    before = top.double().cumsum(-1) - top
+    kept = (before < buffers.top_p[:, None]) | (torch.arange(top.shape[1], device=top.device) == 0)
+    top = top.where(kept, 0.0)
+    top = top / top.sum(-1, keepdim=True)
+    cumulative = top.double().cumsum(-1)
+    reached = cumulative <= buffers.uniforms[index][:, None] * cumulative[:, -1:]
+    last = (top > 0).sum(-1) - 1
+    place = torch.minimum(reached.sum(-1), last)
+    drawn = ids.gather(1, place[:, None])[:, 0]
+    return best.where(greedy, drawn), (ids, top)
+
+
+def _choose_words(settings: RoundSettings, buffers: RoundBuffers, evidence: Tensor) -> Tensor:
+    """The heaviest blocks over all rows of an announcement, a bit each: [sequences, rows, words] int64."""
+    assert settings.projection is not None and buffers.before is not None
+    backend = default_backend(evidence.device)
+    n = evidence.shape[3]
+    scores = torch.matmul(settings.projection, evidence.flatten(1, 2))  # [sequences, rows, n]
+    column = torch.arange(n, device=evidence.device)
+    stuck = (buffers.before[..., column // WORD] >> (column % WORD)) & 1
+    scores = scores * (1 + (settings.stickiness - 1) * stuck)
+    first, last, count = buffers.limits
+    outside = (column < first[:, None]) | (column >= last[:, None])
+    scores = scores.masked_fill(outside[:, None], 0)
+    return mark_top_k_over_all(scores, count, backend)

@@ -1,0 +1,148 @@
+"""Before and after a read that one budget decides over all layers and heads: what is read anyway, how the rest
+scores, and what is remembered of the weights that were read. Rows are (layer, KV head); a group is a sequence."""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import check_backend, jit, tl
+
+WORD = 64  # bits
+
+
+def score_blocks(
+    words: Tensor,
+    memory: Tensor,
+    importance: Tensor,
+    first: Tensor,
+    last: Tensor,
+    blocks: Tensor,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Which blocks are read whatever they score, and the scores of the others.
+
+    words: [groups, rows, words] int64, a bit a block, lowest first: chosen already
+    memory: [groups, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
+    first, last, blocks: [groups] int32; of `blocks` those before `first` and from `last` on are read everywhere
+    Returns forced [groups, rows, n] uint8 and scores [groups, rows, n] float32, 0 where forced and beyond `blocks`.
+    """
+    check_backend("score_blocks", backend, ("torch", "triton"))
+    groups, rows, n = memory.shape
+    if backend == "torch":
+        column = torch.arange(n, device=memory.device)
+        bits = words[..., column // WORD] >> (column % WORD) & 1
+        outside = (column < first[:, None, None]) | (column >= last[:, None, None])
+        inside = column < blocks[:, None, None]
+        forced = (bits.bool() | outside) & inside
+        scores = (memory * importance[:, None]).masked_fill(forced | ~inside, 0)
+        return forced.to(torch.uint8), scores
+    forced = torch.empty(groups, rows, n, dtype=torch.uint8, device=memory.device)
+    scores = torch.empty_like(memory)
+    _score_blocks_kernel[(groups * rows, -(-n // 1024))](
+        words,
+        memory,
+        importance,
+        first,
+        last,
+        blocks,
+        forced,
+        scores,
+        n,
+        words.shape[2],
+        rows,
+        CHUNK=1024,
+    )
+    return forced, scores
+
+
+def remember_weights(
+    memory: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    weights: Tensor,
+    blocks: Tensor,
+    decay: float,
+    backend: str = "torch",
+) -> None:
+    """Fade `memory` [groups, rows, n] and raise it to the weights that were read, in place; 0 from `blocks` on.
+
+    lists: [groups, rows, width] int32 blocks; counts: [groups, rows] int32; weights: [groups, rows, width] float32;
+    blocks: [groups] int32
+    """
+    check_backend("remember_weights", backend, ("torch", "triton"))
+    groups, rows, n = memory.shape
+    width = lists.shape[2]
+    if backend == "torch":
+        listed = torch.arange(width, device=memory.device) < counts[..., None]
+        read = torch.zeros(groups, rows, n + 1, device=memory.device)
+        read.scatter_(2, lists.long().where(listed, n), weights.where(listed, 0.0))
+        inside = torch.arange(n, device=memory.device) < blocks[:, None, None]
+        memory.copy_(torch.maximum(memory * decay, read[..., :n]).where(inside, 0.0))
+        return
+    _remember_weights_kernel[(groups * rows,)](
+        memory, lists, counts, weights, blocks, n, width, rows, decay, CHUNK=1024
+    )
+
+
+@jit
+def _score_blocks_kernel(
+    words_ptr,
+    memory_ptr,
+    importance_ptr,
+    first_ptr,
+    last_ptr,
+    blocks_ptr,
+    forced_ptr,
+    scores_ptr,
+    n,
+    word_count,
+    rows,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    group = row // rows
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = column < n
+    there = inside & (column < tl.load(blocks_ptr + group))
+    word = tl.load(words_ptr + row.to(tl.int64) * word_count + column // 64, mask=there, other=0)
+    bit = (word >> (column % 64).to(tl.int64)) & 1
+    outside = (column < tl.load(first_ptr + group)) | (column >= tl.load(last_ptr + group))
+    forced = ((bit != 0) | outside) & there
+    at = row.to(tl.int64) * n + column
+    score = tl.load(memory_ptr + at, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
+    tl.store(forced_ptr + at, forced.to(tl.uint8), mask=inside)
+    tl.store(
+        scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside
+    )
+
+
+@jit
+def _remember_weights_kernel(
+    memory_ptr,
+    lists_ptr,
+    counts_ptr,
+    weights_ptr,
+    blocks_ptr,
+    n,
+    width,
+    rows,
+    decay,
+    CHUNK: tl.constexpr,
+):
+    """One program a row: fade it, then raise the listed blocks. The barrier stands between the two."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.load(blocks_ptr + row // rows)
+    count = tl.load(counts_ptr + row)
+    for start in tl.range(0, n, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        at = memory_ptr + row * n + column
+        faded = tl.load(at, mask=column < n, other=0.0) * decay
+        tl.store(at, tl.where(column < blocks, faded, 0.0), mask=column < n)
+    tl.debug_barrier()
+    for start in tl.range(0, count, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        listed = place < count
+        block = tl.load(lists_ptr + row * width + place, mask=listed, other=0)
+        weight = tl.load(weights_ptr + row * width + place, mask=listed, other=0.0)
+        at = memory_ptr + row * n + block
+        listed = listed & (block < blocks)
+        tl.store(at, tl.maximum(tl.load(at, mask=listed, other=0.0), weight), mask=listed)
