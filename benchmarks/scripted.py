@@ -14,7 +14,7 @@ from draft_service import service as draft_service
 from draft_service.drafter import DrafterSettings
 from engine.batch import SequenceInput
 from engine.paged_kv import PagedKV
-from engine.runner import SequenceOutput
+from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan
 from target_service import service as target_service
 from target_service.verifier import VerifierSettings
@@ -28,15 +28,12 @@ _REPEATS = 3  # of the period in the table of logits, so that any round is one s
 _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
 
 
-class ScriptedRunner:
+class ScriptedRunner(Runner):
     """Logits are rows of one shared table; KV pages hold one number each.
 
     Block weights are random and change from position to position so that about a third of a round's selection
     is new, as with the bundled pair on prose.
     """
-
-    shares_budgets = False
-    drafts_rounds = False
 
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB

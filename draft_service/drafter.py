@@ -7,7 +7,7 @@ prompts still to be read. State changes only between steps.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
+from engine.draft_rounds import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, limit_support, truncated_probs, uniforms
 from engine.step_loop import share_prefill
 from kernels.rejection import draw
-from sparsity.announce import announce
-from sparsity.methods import Method
+from sparsity.announce import BY_TARGET_HEAD, announce, blend_matrix, shared_limits
+from sparsity.methods import Method, methods_of
 from sparsity.plan import Plan
-from sparsity.selection import BlockSelection
+from sparsity.selection import BlockSelection, row_words
 from wire.messages import (
     Announcement,
     Begin,
@@ -48,14 +49,16 @@ class DrafterSettings:
     """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
 
     ahead: draft the next round while one is judged. early: also announce after a round's first step what its first
-    query says, as a hint; it takes more bytes than the selection itself. prefill_chunk: prompt tokens a step, over
-    all sessions.
+    query says, as a hint; it takes more bytes than the selection itself. read_share: of the KV blocks that the later
+    steps of a round read, where the runner drafts whole rounds; the first step reads everything. prefill_chunk:
+    prompt tokens a step, over all sessions.
     """
 
     gamma: int = 4
     support: int = 64
     ahead: bool = True
     early: bool = False
+    read_share: float = 1.0
     prefill_chunk: int = 512
     max_context: int = 32768
 
@@ -83,14 +86,19 @@ class Query:
 
 @dataclass
 class Step:
-    sessions: list[tuple["Peer", DraftSession]]
-    inputs: list[SequenceInput]
-    queries: list[Query | None]
+    """`rounds`: sessions whose whole round the runner drafts; `sessions`: one query, or a part of a prompt."""
+
+    sessions: list[tuple["Peer", DraftSession]] = field(default_factory=list)
+    inputs: list[SequenceInput] = field(default_factory=list)
+    queries: list[Query | None] = field(default_factory=list)
+    rounds: list[tuple["Peer", DraftSession]] = field(default_factory=list)
+    requests: list[RoundRequest] = field(default_factory=list)
 
 
 @dataclass
 class StepResult:
     drafted: list[Drafted]
+    rounds: list[RoundOutput]
     seconds: float
 
 
@@ -114,6 +122,8 @@ class Drafter:
         self._inbox: list[tuple[Peer, TargetEvent | None]] = []
         self._waiting: deque[tuple[Peer, Begin]] = deque()  # sessions without room
         self._reserved = 0
+        if runner.drafts_rounds:
+            runner.prepare_rounds(round_settings(plan, settings))
 
     # Events from targets. They are applied between steps.
 
@@ -256,11 +266,15 @@ class Drafter:
                     (ready if short else reading).append((peer, session))
         if not ready and not reading:
             return None
-        step = Step([], [], [])
+        step = Step()
         for peer, session in ready:
             if session.ready_due:
                 session.ready_due = False
                 peer.send(Ready(session.at))
+            if self._drafts_whole(session):
+                step.rounds.append((peer, session))
+                step.requests.append(self._request(session))
+                continue
             step.sessions.append((peer, session))
             step.queries.append(self._query(session))
             emitting = int(step.queries[-1] is not None)
@@ -279,6 +293,28 @@ class Drafter:
                 step.inputs.append(SequenceInput(session.kv, session.pending[:share]))
         return step
 
+    def _drafts_whole(self, session: DraftSession) -> bool:
+        """Whether the runner drafts a session's whole round: none of it is drafted yet, and it can choose for it."""
+        method = session.method
+        if not self.runner.drafts_rounds or len(session.tokens) > session.base or session.evidence:
+            return False
+        if method is None:
+            return True
+        return (
+            method.announcing is BY_TARGET_HEAD and self.plan.sharing == "pooled" and not self.settings.early
+        )
+
+    def _request(self, session: DraftSession) -> RoundRequest:
+        sampling, announce = session.sampling, None
+        if session.method is not None:
+            last = session.last_announced[1] if session.last_announced else None
+            before = None if last is None else last.resized(self.plan.num_blocks(session.base)).words
+            announce = AnnouncementRequest(*shared_limits(self.plan, session.base), before)
+        drawn = uniforms(sampling.seed, session.base, self.settings.gamma + 1, USE_DRAFT)
+        return RoundRequest(
+            session.kv, session.pending, sampling.temperature, sampling.top_p, drawn, announce
+        )
+
     def _query(self, session: DraftSession) -> Query | None:
         """The query that the next step of a session is, if its round announces."""
         if session.method is None or session.selection is not None:
@@ -295,7 +331,8 @@ class Drafter:
     def execute(self, step: Step) -> StepResult:
         """Runs in the model thread; touches no session but through the inputs' KV."""
         started = time.perf_counter()
-        outputs = self.runner.forward(step.inputs)
+        rounds = self.runner.draft_rounds(step.requests) if step.requests else []
+        outputs = self.runner.forward(step.inputs) if step.inputs else []
         drafted = [Drafted() for _ in outputs]
         for item, query, output in zip(drafted, step.queries, outputs, strict=True):
             if query is not None:
@@ -311,7 +348,7 @@ class Drafter:
             choices = draft_tokens(logits, [s.sampling for s in sessions], places, self.settings.support)
             for i, (token, support) in zip(rows, choices, strict=True):
                 drafted[i].token, drafted[i].support = token, support
-        return StepResult(drafted, time.perf_counter() - started)
+        return StepResult(drafted, rounds, time.perf_counter() - started)
 
     def _select(self, query: Query, weights: Tensor) -> BlockSelection:
         announcing = query.method.announcing
@@ -322,6 +359,8 @@ class Drafter:
         return selection
 
     def finish_step(self, step: Step, result: StepResult) -> None:
+        for (peer, session), output in zip(step.rounds, result.rounds, strict=True):
+            self._take_round(peer, session, output, result.seconds)
         for (peer, session), drafted in zip(step.sessions, result.drafted, strict=True):
             if drafted.token is None:
                 self.runner.kv.index_prefix(
@@ -341,6 +380,26 @@ class Drafter:
                 session.supports.append(drafted.support)
             if len(session.tokens) - session.base == session.gamma_here:
                 self._propose(peer, session)
+
+    def _take_round(self, peer: Peer, session: DraftSession, output: RoundOutput, seconds: float) -> None:
+        """What the steps of a round give one by one, at once."""
+        count = session.gamma_here
+        session.draft_seconds += seconds
+        session.tokens += output.tokens[:count]
+        session.kv.length = session.base + count
+        if output.ids is not None and output.probs is not None:
+            for ids, probs in zip(output.ids[:count], output.probs[:count], strict=True):
+                held = probs > 0
+                session.supports.append(Support(ids[held], probs[held]))
+        if output.words is not None:
+            blocks = self.plan.num_blocks(session.base)
+            words = np.ascontiguousarray(output.words[:, : row_words(blocks)])
+            session.selection = BlockSelection.from_words(len(words), blocks, words)
+            self._announce(peer, session, session.selection, self._last_part)
+        self._propose(peer, session)
+        session.guess = output.tokens[count]
+        if self.settings.ahead:
+            session.go_ahead()
 
     def _take_evidence(
         self, peer: Peer, session: DraftSession, weights: Tensor, selection: BlockSelection | None
@@ -378,6 +437,23 @@ class Drafter:
             draft_seconds=session.draft_seconds,
         )
         peer.send(session.proposal)
+
+
+def round_settings(plan: Plan, settings: DrafterSettings) -> RoundSettings:
+    """How a runner drafts whole rounds. The projection speaks for `ahead`, if the plan has it."""
+    projection = None
+    if "ahead" in methods_of(plan):
+        projection = blend_matrix(plan).flatten(1)
+    return RoundSettings(
+        gamma=settings.gamma,
+        support=settings.support,
+        block_size=plan.block_size,
+        read_share=settings.read_share,
+        sink_blocks=plan.sink_blocks,
+        window_blocks=plan.window_blocks,
+        projection=projection,
+        stickiness=plan.stickiness,
+    )
 
 
 def draft_tokens(

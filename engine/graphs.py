@@ -25,7 +25,7 @@ from engine.draft_rounds import (
     run_round,
 )
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
-from engine.runner import ModelRunner, SequenceOutput
+from engine.runner import ModelRunner, Runner, SequenceOutput
 from kernels.backends import default_backend
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import (
@@ -39,6 +39,7 @@ from kernels.shared_budget import WORD, remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
 MAX_STEP_QUERIES = 16  # a sequence with more tokens to run is reading a prompt
+MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class _Captured(Generic[Buffers]):
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs."""
 
     def __init__(
@@ -258,7 +259,7 @@ class GraphRunner:
         self.kv = fallback.kv
         self.vocab_size = fallback.vocab_size
         self.device = fallback.device
-        self.max_pages = pages_for(max_context + MAX_STEP_QUERIES)
+        self.max_pages = pages_for(max_context + MAX_OVERHANG)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
         self._rounds: dict[RoundShape, _Captured[RoundBuffers]] = {}
@@ -473,7 +474,7 @@ class GraphRunner:
         out[sparse] = spread.cpu()
         return out
 
-    # Rounds of a draft.
+    # Rounds of a draft. (engine.draft_rounds)
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""

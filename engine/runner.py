@@ -1,7 +1,7 @@
 """Running a model over a batch of sequences. One call is one step; the caller decides what is in it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from engine.batch import SequenceInput, build_batch
 from engine.paged_kv import PagedKV
 from kernels.paged_attention import BlockLists
+
+if TYPE_CHECKING:
+    from engine.draft_rounds import RoundOutput, RoundRequest, RoundSettings
 
 
 @dataclass
@@ -27,24 +30,33 @@ class SequenceOutput:
     blocks_read: int | None = None
 
 
-class Runner(Protocol):
-    """What the services need of a model. Tests and benchmarks may stand in another for `ModelRunner`."""
+class Runner:
+    """What the services need of a model. Tests and benchmarks may stand in another.
+
+    shares_budgets: whether reads may leave a budget to be shared out in the pass (SharedBudget). drafts_rounds:
+    whether whole rounds of a draft are drafted in one call.
+    """
 
     kv: PagedKV
     vocab_size: int
-    shares_budgets: bool  # whether reads may leave a budget to be shared out by the runner (SharedBudget)
-    drafts_rounds: bool  # whether it drafts whole rounds by itself, as GraphRunner does
+    shares_budgets = False
+    drafts_rounds = False
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs in one pass, write their KV and advance their lengths. Outputs in input order."""
-        ...
+        raise NotImplementedError
+
+    def prepare_rounds(self, settings: "RoundSettings") -> None:
+        """Say how rounds are drafted, before the first `draft_rounds`."""
+        raise NotImplementedError(f"{type(self).__name__} drafts step by step")
+
+    def draft_rounds(self, requests: "list[RoundRequest]") -> "list[RoundOutput]":
+        """Draft a whole round of each; the lengths of their KV are left to the caller."""
+        raise NotImplementedError(f"{type(self).__name__} drafts step by step")
 
 
-class ModelRunner:
+class ModelRunner(Runner):
     """A transformers causal LM loaded with the `specahead` attention (engine.loading) over paged KV."""
-
-    shares_budgets = False
-    drafts_rounds = False
 
     def __init__(self, model: nn.Module, kv: PagedKV, vocab_size: int) -> None:
         self.model = model

@@ -93,13 +93,19 @@ def _choose_target_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, la
             f"'ahead' shares one top_k budget by pooled or first, not {rule} by {plan.sharing}"
         )
     weights = evidence.mean(0) if plan.sharing == "pooled" else evidence[0]
-    blocks = weights.shape[-1]
-    predicted = torch.einsum("tlh,lhb->tb", _blend_matrix(plan), weights.float())
+    predicted = torch.einsum("tlh,lhb->tb", blend_matrix(plan), weights.float())
     if last is not None:
         predicted *= 1 + (plan.stickiness - 1) * last
-    first, end = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
+    first, end, count = shared_limits(plan, base)
     predicted[:, :first] = predicted[:, end:] = 0
-    return choose_over_all(predicted, math.floor(plan.announced_share * shared_room(plan, base, blocks)))
+    return choose_over_all(predicted, count)
+
+
+def shared_limits(plan: Plan, base: int) -> tuple[int, int, int]:
+    """Between which blocks (first, last + 1) an announcement of `ahead` chooses, and how many over all rows."""
+    blocks = plan.num_blocks(base)
+    first, end = plan.middle(blocks, LEAST_WINDOW)
+    return first, end, math.floor(plan.announced_share * shared_room(plan, base, blocks))
 
 
 def shared_room(plan: Plan, base: int, blocks: int) -> int:
@@ -116,7 +122,7 @@ def summary_tokens(plan: Plan, base: int) -> float:
     return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
 
 
-def _blend_matrix(plan: Plan) -> Tensor:
+def blend_matrix(plan: Plan) -> Tensor:
     """[sparse heads, draft_layers, draft_heads] float32, each row times its head's importance."""
     heads = [(layer, head) for layer in plan.sparse_layers for head in range(plan.target_kv_heads)]
     matrix = torch.zeros(len(heads), plan.draft_layers, plan.draft_heads)

@@ -22,7 +22,7 @@ import target_service.verifier
 from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
-from engine.runner import SequenceOutput
+from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from engine.step_loop import share_prefill
 from kernels.kv_write import write_kv
@@ -102,7 +102,7 @@ class FakeModel:
         return tokens, m.FinishReason.LENGTH
 
 
-class FakeRunner:
+class FakeRunner(Runner):
     """Keys hold (position, token). Logits come from what the batch's block tables and block lists lead to."""
 
     def __init__(

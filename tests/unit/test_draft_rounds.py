@@ -1,0 +1,140 @@
+"""Whole rounds of the draft against the same rounds step by step: the same proposals and announcements.
+
+Without a GPU the runner's rounds run eagerly through the torch kernels; on a GPU they are captured.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from draft_service.drafter import Drafter, DrafterSettings, Peer
+from engine.decoder import read_decoder
+from engine.graphs import GraphRunner
+from engine.loading import load_runner
+from engine.runner import Runner
+from engine.sampling import Sampling
+from sparsity.announce import BY_DRAFT_HEAD, BY_TARGET_HEAD
+from sparsity.plan import load_plan
+from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
+from wire.selection_codec import decode_selection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAN = load_plan(models.PLAN)
+ROWS = {name: announcing.rows(PLAN) for name, announcing in (("a", BY_TARGET_HEAD), ("d", BY_DRAFT_HEAD))}
+ROWS["b"] = ROWS["a"]
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=0.9, top_p=0.8, seed=5)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def runners() -> list[Runner]:
+    plain, other = (load_runner(str(models.DRAFT), torch.float32, DEVICE, 8192) for _ in range(2))
+    return [plain, GraphRunner(read_decoder(other.model), other, 900)]
+
+
+class Side:
+    """A drafter and what it sends, by session."""
+
+    def __init__(self, runner: Runner, **settings: Any) -> None:
+        self.sent: list[DraftEvent] = []
+        self.drafter = Drafter(runner, PLAN, DrafterSettings(**settings))
+        self.peer = Peer("target", self.sent.append)
+        self.drafter.attach(self.peer)
+
+    def run(self, *events: Any) -> list[DraftEvent]:
+        for event in events:
+            self.drafter.receive(self.peer, event)
+        self.sent.clear()
+        while (step := self.drafter.plan_step()) is not None:
+            self.drafter.finish_step(step, self.drafter.execute(step))
+        return list(self.sent)
+
+
+def comparable(events: list[DraftEvent], known: dict[str, dict[Any, Any]]) -> list[Any]:
+    """Events by session, with announcements decoded and times left out; the order within a session is free."""
+    out = []
+    for event in events:
+        if isinstance(event, Announcement):
+            held = known.setdefault(event.at.session, {})
+            blocks = PLAN.num_blocks(event.at.base)
+            selection = decode_selection(event.selection, held, ROWS[event.at.session], blocks)
+            held[(event.at.epoch, event.at.round)] = selection
+            out.append((event.at, "announcement", event.part, event.assumed_token, tuple(selection.keys)))
+        elif isinstance(event, Proposal):
+            ids = tuple(tuple(s.ids.tolist()) for s in event.supports)
+            out.append(
+                (event.at, "proposal", event.announcements, event.assumed_token, tuple(event.tokens), ids)
+            )
+        else:
+            out.append((getattr(event, "at", None), type(event).__name__))
+    return sorted(out, key=repr)
+
+
+def begin(name: str, length: int, method: str, sampling: Sampling, max_length: int = 800) -> Begin:
+    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, method)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_whole_rounds_say_what_steps_say(ahead: bool) -> None:
+    plain, whole = (Side(runner, ahead=ahead) for runner in runners())
+    opening = [
+        begin("a", 300, "ahead", GREEDY),
+        begin("b", 420, "ahead", SAMPLED),
+        begin("c", 180, "", GREEDY),
+        begin("d", 250, "sts", GREEDY),  # its choice is made step by step
+    ]
+    known: list[dict[str, dict[Any, Any]]] = [{}, {}]
+    events: list[Any] = list(opening)
+    proposals: dict[tuple[str, int], Proposal] = {}
+    for turn in range(4):
+        sent = [side.run(*events) for side in (plain, whole)]
+        assert comparable(sent[0], known[0]) == comparable(sent[1], known[1])
+        proposals |= {(e.at.session, e.at.round): e for e in sent[0] if isinstance(e, Proposal)}
+        events = []
+        for name, session in plain.peer.sessions.items():
+            proposal = proposals[name, session.judged]
+            # Everything, a part, nothing.
+            accepted = len(proposal.tokens) if turn % 2 == 0 else turn // 2
+            at = proposal.at
+            # Step by step a session that announces nothing and does not go ahead makes no guess.
+            guess = whole.peer.sessions[name].guess or 0
+            following = session.tokens[at.base + len(proposal.tokens)] if ahead else guess
+            assert following is not None
+            extra = following if accepted == len(proposal.tokens) else (proposal.tokens[accepted] + 1) % 4096
+            epoch = at.epoch if accepted == len(proposal.tokens) and ahead else at.epoch + 1
+            place = At(name, epoch, at.round + 1, at.base)
+            events.append(Verdict(place, accepted, [*proposal.tokens[:accepted], extra], plain=False))
+        if turn == 0 and ahead:
+            for side in (plain, whole):
+                assert {s.id for s in side.peer.sessions.values() if s.round == s.judged + 1} == set("abcd")
+
+
+def test_the_last_round_of_a_session_is_short() -> None:
+    plain, whole = (Side(runner) for runner in runners())
+    sent = [side.run(begin("a", 300, "ahead", GREEDY, 303)) for side in (plain, whole)]
+    assert comparable(sent[0], {}) == comparable(sent[1], {})
+    (proposal,) = [event for event in sent[1] if isinstance(event, Proposal) and event.at.round == 0]
+    assert len(proposal.tokens) == 2
+
+
+def test_later_steps_may_read_what_the_first_weighed_most() -> None:
+    """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
+    sides = [Side(runners()[1], ahead=False, read_share=share) for share in (1.0, 0.999, 0.1)]
+    dense, all_listed, few = (side.run(begin("a", 500, "ahead", GREEDY)) for side in sides)
+    assert comparable(dense, {}) == comparable(all_listed, {})
+    count = {type(event).__name__: event for event in few}
+    assert set(count) == {"Announcement", "Proposal", "Ready"}
+    assert len(count["Proposal"].tokens) == 4  # type: ignore[union-attr]
+    assert comparable(dense, {}) != comparable(few, {})
+
+
+def test_a_plan_without_blends_drafts_whole_rounds_for_exact_sessions() -> None:
+    side = Side(runners()[1], ahead=False)
+    (proposal,) = [e for e in side.run(begin("a", 100, "", SAMPLED)) if isinstance(e, Proposal)]
+    assert len(proposal.supports) == 4
+    assert all(abs(float(s.probs.sum()) - 1) < 1e-5 for s in proposal.supports)
