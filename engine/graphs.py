@@ -144,7 +144,7 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.kv_lengths
     if buffers.budget is not None:
-        _share_out(buffers, buffers.budget, len(sparse), decoder.kv_heads)
+        _share_out(buffers, buffers.budget, decoder.kv_heads)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -158,6 +158,10 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size)
             sparse_work = plan_work(*common, blocks, None if means is None else means[0])
     buffers.weights = [None] * len(decoder.layers)
+    read_weights: Tensor | None = None
+    if buffers.budget is not None:
+        assert buffers.lists is not None
+        read_weights = torch.empty(buffers.lists.shape, dtype=torch.float32, device=device)
 
     def attend(layer: int, queries: Tensor) -> Tensor:
         arguments = (
@@ -192,7 +196,13 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
         if not shape.read_weights:
             return paged_attention(*arguments, blocks, stand_ins, backend, shape.queries, work)
         out, buffers.weights[layer] = paged_attention_with_read_weights(
-            *arguments, blocks, stand_ins, backend, shape.queries, work
+            *arguments,
+            blocks,
+            stand_ins,
+            backend,
+            shape.queries,
+            work,
+            None if read_weights is None else read_weights[at],
         )
         return out
 
@@ -209,10 +219,19 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
     buffers.logits = logits
     if buffers.budget is not None:
         assert shape.decay is not None
-        _remember(buffers, buffers.budget, shape.decay)
+        assert buffers.lists is not None and buffers.counts is not None and read_weights is not None
+        remember_weights(
+            buffers.budget.memory,
+            buffers.lists,
+            buffers.counts,
+            read_weights,
+            buffers.budget.blocks,
+            shape.decay,
+            backend,
+        )
 
 
-def _share_out(buffers: StepBuffers, budget: BudgetBuffers, layers: int, kv_heads: int) -> None:
+def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:
     """Lists from what is read anyway and from the highest remembered weights."""
     backend = default_backend(budget.memory.device)
     forced, scores = score_blocks(
@@ -224,19 +243,7 @@ def _share_out(buffers: StepBuffers, budget: BudgetBuffers, layers: int, kv_head
         budget.blocks,
         backend,
     )
-    lists, counts = select_top_k_over_all(scores, budget.room, forced, backend)
-    sequences = len(lists)
-    buffers.lists = lists.view(sequences, layers, kv_heads, -1).transpose(0, 1).contiguous()
-    buffers.counts = counts.view(sequences, layers, kv_heads).transpose(0, 1).contiguous()
-
-
-def _remember(buffers: StepBuffers, budget: BudgetBuffers, decay: float) -> None:
-    assert buffers.lists is not None and buffers.counts is not None
-    weights = torch.stack([w for w in buffers.weights if w is not None])
-    # [layers, sequences, kv_heads, …] to [sequences, rows, …]
-    lists, counts, read = (x.transpose(0, 1).flatten(1, 2) for x in (buffers.lists, buffers.counts, weights))
-    backend = default_backend(budget.memory.device)
-    remember_weights(budget.memory, lists, counts, read, budget.blocks, decay, backend)
+    buffers.lists, buffers.counts = select_top_k_over_all(scores, budget.room, forced, backend, kv_heads)
 
 
 Buffers = TypeVar("Buffers")

@@ -154,11 +154,13 @@ def paged_attention_with_read_weights(
     backend: str = "torch",
     max_queries: int = 0,
     work: Work | None = None,
+    weights_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` over lists, and how much softmax weight each listed block got.
 
     The weights are [sequences, kv_heads, width] float32, in the order of `blocks.lists`: the sum over the query
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
+    weights_out: where to put them, if given.
     """
     check_backend("paged_attention_with_read_weights", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
@@ -179,12 +181,14 @@ def paged_attention_with_read_weights(
             blocks.block_size,
         )
         assert sums is not None and log_sums is not None
-        return out, _triton_read_weights(queries, query_starts, blocks, max_queries, sums, log_sums)
+        return out, _triton_read_weights(
+            queries, query_starts, blocks, max_queries, sums, log_sums, weights_out
+        )
     out, weights = _torch_paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks, means, True
     )
     assert weights is not None
-    return out, weights
+    return out, weights if weights_out is None else weights_out.copy_(weights)
 
 
 def _check_arguments(
@@ -859,9 +863,11 @@ def _read_weights_kernel(
     sequence = list_row // KV_HEADS
     queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = block < tl.load(counts_ptr + list_row)
+    count = tl.load(counts_ptr + list_row)
+    inside = block < count
     weights = tl.zeros([CHUNK], tl.float32)
-    for row in tl.range(0, queries * GROUP):
+    rows = tl.where(tl.program_id(1) * CHUNK < count, queries * GROUP, 0)
+    for row in tl.range(0, rows):
         query = row // GROUP
         at = (
             (list_row * ROW_TILES + query // QUERIES) * QUERIES * GROUP
@@ -1103,10 +1109,12 @@ def _triton_read_weights(
     max_queries: int,
     sums: Tensor,
     log_sums: Tensor,
+    weights: Tensor | None,
 ) -> Tensor:
     sequences, kv_heads, width = blocks.lists.shape
     tile_queries, row_tiles = _row_tiles(max_queries, queries.shape[1] // kv_heads)
-    weights = torch.empty(sequences, kv_heads, width, dtype=torch.float32, device=queries.device)
+    if weights is None:
+        weights = torch.empty(sequences, kv_heads, width, dtype=torch.float32, device=queries.device)
     if width:
         _read_weights_kernel[(sequences * kv_heads, -(-width // 256))](
             sums,

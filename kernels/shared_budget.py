@@ -65,13 +65,14 @@ def remember_weights(
 ) -> None:
     """Fade `memory` [groups, rows, n] and raise it to the weights that were read, in place; 0 from `blocks` on.
 
-    lists: [groups, rows, width] int32 blocks; counts: [groups, rows] int32; weights: [groups, rows, width] float32;
-    blocks: [groups] int32
+    lists: [outer, groups, inner, width] int32 blocks, where rows are outer * inner; counts: [outer, groups, inner]
+    int32; weights: as lists, float32; blocks: [groups] int32
     """
     check_backend("remember_weights", backend, ("torch", "triton"))
     groups, rows, n = memory.shape
-    width = lists.shape[2]
+    inner, width = lists.shape[2:]
     if backend == "torch":
+        lists, counts, weights = (x.transpose(0, 1).flatten(1, 2) for x in (lists, counts, weights))
         listed = torch.arange(width, device=memory.device) < counts[..., None]
         read = torch.zeros(groups, rows, n + 1, device=memory.device)
         read.scatter_(2, lists.long().where(listed, n), weights.where(listed, 0.0))
@@ -79,7 +80,7 @@ def remember_weights(
         memory.copy_(torch.maximum(memory * decay, read[..., :n]).where(inside, 0.0))
         return
     _remember_weights_kernel[(groups * rows,)](
-        memory, lists, counts, weights, blocks, n, width, rows, decay, CHUNK=1024
+        memory, lists, counts, weights, blocks, n, width, rows, decay, INNER=inner, CHUNK=1024
     )
 
 
@@ -126,12 +127,15 @@ def _remember_weights_kernel(
     width,
     rows,
     decay,
+    INNER: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One program a row: fade it, then raise the listed blocks. The barrier stands between the two."""
     row = tl.program_id(0).to(tl.int64)
+    groups = tl.num_programs(0) // rows
+    listed_row = (row % rows // INNER * groups + row // rows) * INNER + row % INNER
     blocks = tl.load(blocks_ptr + row // rows)
-    count = tl.load(counts_ptr + row)
+    count = tl.load(counts_ptr + listed_row)
     for start in tl.range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
         at = memory_ptr + row * n + column
@@ -141,8 +145,8 @@ def _remember_weights_kernel(
     for start in tl.range(0, count, CHUNK):
         place = start + tl.arange(0, CHUNK)
         listed = place < count
-        block = tl.load(lists_ptr + row * width + place, mask=listed, other=0)
-        weight = tl.load(weights_ptr + row * width + place, mask=listed, other=0.0)
+        block = tl.load(lists_ptr + listed_row * width + place, mask=listed, other=0)
+        weight = tl.load(weights_ptr + listed_row * width + place, mask=listed, other=0.0)
         at = memory_ptr + row * n + block
         listed = listed & (block < blocks)
         tl.store(at, tl.maximum(tl.load(at, mask=listed, other=0.0), weight), mask=listed)

@@ -58,8 +58,10 @@ def test_memory(groups: int, rows: int, n: int) -> None:
     weights = torch.rand(groups, rows, width, generator=generator)
     _, _, blocks = ragged(groups, n, generator)
     wanted, got = memory.clone(), memory.clone().to(DEVICE)
-    remember_weights(wanted, lists, counts, weights, blocks, 0.8)
-    moved = (x.to(DEVICE) for x in (lists, counts, weights, blocks))
+    inner = rows if rows % 2 else 2
+    laid_out = [x.unflatten(1, (-1, inner)).transpose(0, 1).contiguous() for x in (lists, counts, weights)]
+    remember_weights(wanted, *laid_out, blocks, 0.8)
+    moved = (x.to(DEVICE) for x in (*laid_out, blocks))
     remember_weights(got, *moved, 0.8, backend="triton")
     torch.testing.assert_close(got.cpu(), wanted)
     dense = torch.zeros(groups, rows, n)

@@ -58,6 +58,11 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
                 for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)
             ]
             assert got == wanted
+        outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner=rows)
+        assert outer.shape == (1, groups, rows, n)
+        assert torch.equal(counted[0], taken)
+        split = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner=1)[1]
+        assert torch.equal(split[:, :, 0].T, taken)
     words = mark_top_k_over_all(scores.to(DEVICE), counts.to(DEVICE), backend).cpu().numpy().view(np.uint64)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     for group in range(groups):
