@@ -11,10 +11,6 @@ import json
 import os
 import platform
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,13 +20,13 @@ from statistics import median, quantiles
 
 import grpc
 
+from benchmarks.processes import children, free_addresses, port_of, start_endpoints
 from protos import inference_pb2, inference_pb2_grpc
 from wire.server import OPTIONS
 
 PROMPT_TOKENS = 2000
 EXACTNESS = ("exact", "approximate")
 PASSES = 3
-_STOP_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -155,67 +151,13 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 @contextlib.contextmanager
 def _stack(gamma: int) -> Iterator[str]:
-    """Scripted target and draft, and the client endpoints over them; yields the gRPC address.
-
-    All are stopped at the end, however it comes: SIGTERM ends the block as Ctrl-C does.
-    """
-    target, draft = (f"127.0.0.1:{port}" for port in _free_ports(2))
+    """Scripted target and draft, and the client endpoints over them; yields the gRPC address."""
+    target, draft = free_addresses(2)
     shared = ("--gamma", str(gamma))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with contextlib.ExitStack() as processes:
-
-            def start(*command: str, stdout: int = subprocess.DEVNULL) -> "subprocess.Popen[str]":
-                # In a session of its own: Ctrl-C is for this process, which stops the others in order.
-                process = subprocess.Popen(
-                    [sys.executable, "-m", *command, *shared],
-                    stdout=stdout,
-                    text=True,
-                    start_new_session=True,
-                )
-                processes.callback(_stop, process)
-                return process
-
-            start("benchmarks.scripted", "target", "--port", _port(target))
-            start("benchmarks.scripted", "draft", "--port", _port(draft), "--target", target)
-            services = ("--target-address", target, "--draft-address", draft)
-            ports = ("--grpc-port", "0", "--http-port", "0")
-            launch = start("orchestrator.launch", *services, *ports, stdout=subprocess.PIPE)
-            yield _endpoint(launch)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _endpoint(launch: "subprocess.Popen[str]") -> str:
-    """The gRPC address that a launch prints, once it says that it is ready."""
-    assert launch.stdout is not None
-    said = list(itertools.takewhile(lambda line: line.strip() != "ready", launch.stdout))
-    found = re.search(r"gRPC endpoint: (\S+)", "".join(said))
-    if found is None:
-        raise ChildProcessError("the client endpoints did not start")
-    return found.group(1)
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    process.terminate()
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
-    finally:
-        process.kill()  # does nothing to one that has ended
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in sockets]
-
-
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
+    with children() as start:
+        start("benchmarks.scripted", "target", "--port", port_of(target), *shared)
+        start("benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *shared)
+        yield start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
 
 
 def _processor() -> str:

@@ -16,8 +16,17 @@ def main() -> None:
         "--target", required=True, action="append", help="HOST:PORT of a target; may be repeated"
     )
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
+    parser.add_argument(
+        "--read-share", type=float, default=1.0, help="of the KV that a round's later steps read (GPU only)"
+    )
     flags = parser.parse_args()
-    drafter = DrafterSettings(flags.gamma, ahead=not flags.no_ahead, max_context=flags.max_context)
+    drafter = DrafterSettings(
+        flags.gamma,
+        ahead=not flags.no_ahead,
+        read_share=flags.read_share,
+        prefill_chunk=flags.prefill_chunk,
+        max_context=flags.max_context,
+    )
     service = DraftServiceSettings(flags.target, flags.host, flags.port, drafter)
     process = DraftProcess(side_settings("draft", flags), service)
     asyncio.run(serve_until_signal("draft", lambda on_ready: run(process, on_ready)))

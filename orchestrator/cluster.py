@@ -170,6 +170,9 @@ def start_services(settings: Settings) -> Cluster:
                 draft_timeout=settings.draft_timeout,
                 max_sessions=settings.max_sessions,
                 max_queued=settings.max_queued,
+                synthetic_acceptance=settings.synthetic_acceptance
+                if settings.synthetic_acceptance >= 0
+                else None,
                 max_context=max_context,
             ),
         ),
@@ -183,6 +186,7 @@ def start_services(settings: Settings) -> Cluster:
             DrafterSettings(
                 gamma=settings.gamma,
                 ahead=settings.ahead,
+                read_share=settings.draft_read_share,
                 prefill_chunk=settings.prefill_chunk,
                 max_context=max_context,
             ),

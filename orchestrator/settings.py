@@ -41,6 +41,12 @@ class Settings:
     target_port: int = _setting(0, "port of the target service; 0: any free one")
     gamma: int = _setting(4, "tokens drafted a round")
     ahead: bool = _setting(True, "draft the next round while one is verified")
+    draft_read_share: float = _setting(
+        1.0, "share of the KV that the later draft steps of a round read (GPU only)"
+    )
+    synthetic_acceptance: float = _setting(
+        -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
+    )
     max_context: int = _setting(0, "longest prompt and output together; 0: what both models allow")
     max_sessions: int = _setting(64, "sessions that run at once; more are queued")
     max_queued: int = _setting(1024, "sessions that may be queued; more are refused")
@@ -159,6 +165,7 @@ def _check(settings: Settings) -> None:
         (settings.max_sessions >= 1 and settings.max_queued >= 0, "max_sessions >= 1 and max_queued >= 0"),
         (settings.load_format in ("auto", "dummy"), "load_format must be auto or dummy"),
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
+        (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),

@@ -12,8 +12,19 @@ from wire.service_flags import add_side_flags, side_settings
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m target_service", description=__doc__)
     add_side_flags(parser, 50052, VerifierSettings.gamma)
+    parser.add_argument(
+        "--synthetic-acceptance",
+        type=float,
+        help="keep drafted tokens with this probability (measurements only)",
+    )
     flags = parser.parse_args()
-    verifier = VerifierSettings(flags.gamma, max_sessions=flags.max_sessions, max_context=flags.max_context)
+    verifier = VerifierSettings(
+        flags.gamma,
+        prefill_chunk=flags.prefill_chunk,
+        max_sessions=flags.max_sessions,
+        max_context=flags.max_context,
+        synthetic_acceptance=flags.synthetic_acceptance,
+    )
     process = TargetProcess(
         side_settings("target", flags), TargetServiceSettings(flags.host, flags.port, verifier)
     )

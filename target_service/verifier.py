@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from engine.batch import SequenceInput
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
+from engine.sampling import USE_ACCEPT, uniforms
 from engine.step_loop import share_prefill
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -47,7 +48,8 @@ class VerifierSettings:
     """gamma: most tokens a proposal may have. prefill_chunk: prompt tokens a step, over all sessions.
 
     draft_timeout: seconds to wait for a proposal before decoding plainly. max_sessions: more are queued;
-    max_queued: more than that are refused.
+    max_queued: more than that are refused. synthetic_acceptance: for measurements with random weights: drafted tokens
+    are kept with this probability each, whatever the target says; None: the target decides.
     """
 
     gamma: int = 4
@@ -55,6 +57,7 @@ class VerifierSettings:
     draft_timeout: float = 1.0
     max_sessions: int = 64
     max_queued: int = 1024
+    synthetic_acceptance: float | None = None
     max_context: int = 32768
 
 
@@ -440,6 +443,8 @@ class Verifier:
                 continue
             if item.session.reader is not None:
                 item.session.reader.finish(output.read_weights, output.blocks_read)
+            if self.settings.synthetic_acceptance is not None:
+                accepted, following = self._impose(item, following, self.settings.synthetic_acceptance)
             self._commit(item, accepted, following, result.seconds)
 
     def _commit(self, item: Round, accepted: int, following: int, seconds: float) -> None:
@@ -485,6 +490,16 @@ class Verifier:
             verdict = Verdict(at, commit.accepted, tokens, plain=judged is None)
             session.last_judged = (key, verdict)
             session.draft.send(verdict)
+
+    def _impose(self, item: Round, following: int, rate: float) -> tuple[int, int]:
+        """A verdict by chance, of which each position has its own: the token after a full round is drafted too."""
+        session, drafted = item.session, item.proposal.tokens if item.proposal else []
+        foreseen = session.foreseen(session.round + 1)
+        draws = uniforms(session.sampling.seed, len(session.tokens), len(drafted) + 1, USE_ACCEPT)
+        kept = int((draws >= rate).argmax()) if (draws >= rate).any() else len(draws)
+        if kept > len(drafted) and foreseen is not None:
+            following = foreseen
+        return min(kept, len(drafted)), following
 
     def _tokens_read(self, item: Round) -> tuple[int, int]:
         """(layer, KV head, token) triples that a round read, and that there were."""

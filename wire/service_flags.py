@@ -15,6 +15,7 @@ def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> No
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--gamma", type=int, default=gamma)
     parser.add_argument("--max-context", type=int, default=32768)
+    parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens that one step may run")
     parser.add_argument("--max-sessions", type=int, default=ModelSettings.max_sessions)
     parser.add_argument("--kv-tokens", type=int, default=0, help="KV room; 0: by memory")
     parser.add_argument("--kv-memory", type=float, default=0.0, metavar="GIB", help="KV room in GiB")

@@ -1,0 +1,217 @@
+"""`specahead bench serve`: tokens a second of the real services, without and with speculation.
+
+Target and draft have random weights in the shapes of real models, so that what they say means nothing: acceptance is
+imposed, and what is read follows a uniform plan. A target process serves alone first, then a draft process joins it;
+the prompts are read once and found again by prefix.
+"""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import grpc
+import numpy as np
+
+import models
+from benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
+from protos import inference_pb2, inference_pb2_grpc
+from sparsity.plan import save_plan, uniform_plan
+from wire.server import OPTIONS
+
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+    },
+    "1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+    },
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together."""
+
+    what: str
+    sessions: int
+    context: int
+    tokens_a_second: float
+    session_round_ms: float
+    tokens_a_round: float
+    kv_read: float
+    draft_ms: float  # a round
+    verify_ms: float  # a round
+    wait_ms: float  # a round
+
+
+def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
+    """A config in the shape of a real model beside the bundled tokenizer."""
+    shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **SHAPES[shape],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def run_serve_benchmark(
+    target: str,
+    draft: str,
+    sessions: int,
+    context: int,
+    tokens: int,
+    gamma: int,
+    acceptance: float,
+    budget: float,
+    read_share: float,
+    gpus: tuple[int, int] | None,
+    json_file: str | None,
+) -> list[Row]:
+    """Measure, print the table, and write it to `json_file` if given. Raises ChildProcessError if a service fails."""
+    head = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "models": f"target {target}, draft {draft}, random weights, imposed acceptance {acceptance} a token",
+        "command": f"specahead bench serve --target-shape {target} --draft-shape {draft} --sessions {sessions} "
+        f"--context {context} --tokens {tokens} --gamma {gamma} --acceptance {acceptance} --budget {budget} "
+        f"--read-share {read_share}",
+    }
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, children() as start:
+        room = context + tokens + 64
+        pair = {name: Path(folder) / name for name in ("target", "draft")}
+        for name, shape in (("target", target), ("draft", draft)):
+            write_model(pair[name], shape, 128256 if target != "tiny" else 4096, room + 256)
+        plan = Path(folder) / "plan.json"
+        big, small = SHAPES[target], SHAPES[draft]
+        sizes = (big["num_hidden_layers"], big["num_key_value_heads"])
+        heads = (small["num_hidden_layers"], small["num_attention_heads"])
+        save_plan(uniform_plan(*sizes, *heads, method="ahead", budget=budget), plan)
+        addresses = dict(zip(("target", "draft"), free_addresses(2), strict=True))
+
+        def service(name: str, *flags: str) -> None:
+            common = ("--model", str(pair[name]), "--plan", str(plan), "--port", port_of(addresses[name]))
+            limits = ("--max-context", str(room), "--max-sessions", str(sessions), "--gamma", str(gamma))
+            options = ("--load-format", "dummy", "--prefill-chunk", "4096")
+            gpu = None if gpus is None else gpus[name == "draft"]
+            command = (f"{name}_service", *common, *limits, *options, *flags)
+            wait_for_service(start(*command, stdout=subprocess.PIPE, gpu=gpu))
+            print(f"{name} serves", file=sys.stderr, flush=True)
+
+        named = ("--target", str(pair["target"]), "--draft", str(pair["draft"]), "--plan", str(plan))
+        clients = (*named, "--target-address", addresses["target"], "--max-context", str(room))
+        service("target", "--synthetic-acceptance", str(acceptance))
+        alone = start_endpoints(start, *clients)
+        _measure(alone, "reading the prompts", sessions, context, 2, "exact")
+        rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
+        service("draft", "--target", addresses["target"], "--read-share", str(read_share))
+        both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
+        for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
+            _measure(both, f"{what}, first rounds", sessions, context, 8 * (gamma + 1), exactness)
+            rows.append(_measure(both, what, sessions, context, tokens, exactness))
+    print(_report(head, rows))
+    if json_file:
+        Path(json_file).write_text(
+            json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
+    return rows
+
+
+def _measure(address: str, what: str, sessions: int, context: int, tokens: int, exactness: str) -> Row:
+    """All sessions at once; prompts are the same for all rows, and each session has its own."""
+    started = time.perf_counter()
+    with grpc.insecure_channel(address, options=OPTIONS) as channel, ThreadPoolExecutor(sessions) as pool:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        jobs = [pool.submit(_stream, stub, i, context, tokens, exactness) for i in range(sessions)]
+        streams = [job.result() for job in jobs]
+    # Once all have begun and while none has ended: prompts are not part of it.
+    first, last = max(times[0][0] for times, _ in streams), min(times[-1][0] for times, _ in streams)
+    counted = sum(count for times, _ in streams for at, count in times if first < at <= last)
+    gaps = [b[0] - a[0] for times, _ in streams for a, b in itertools.pairwise(times)]
+    rounds = sum(summary.rounds for _, summary in streams) or sessions * tokens  # none: a token each
+    print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    return Row(
+        what=what,
+        sessions=sessions,
+        context=context,
+        tokens_a_second=counted / max(1e-9, last - first),
+        session_round_ms=1e3 * median(gaps) if gaps else 0.0,
+        tokens_a_round=sessions * tokens / rounds,
+        kv_read=sum(summary.kv_read_fraction for _, summary in streams) / sessions,
+        draft_ms=1e3 * sum(summary.draft_seconds for _, summary in streams) / rounds,
+        verify_ms=1e3 * sum(summary.verify_seconds for _, summary in streams) / rounds,
+        wait_ms=1e3 * sum(summary.wait_seconds for _, summary in streams) / rounds,
+    )
+
+
+def _stream(
+    stub: inference_pb2_grpc.InferenceStub, index: int, context: int, tokens: int, exactness: str
+) -> tuple[list[tuple[float, int]], inference_pb2.SpeculationSummary]:
+    """When messages came and how many tokens each had, and how the rounds went."""
+    ids = np.random.default_rng(index).integers(10, 4000, context).tolist()
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=ids),
+        max_tokens=tokens,
+        temperature=0,
+        exactness=f"EXACTNESS_{exactness.upper()}",
+        ignore_eos=True,
+    )
+    times: list[tuple[float, int]] = []
+    summary = inference_pb2.SpeculationSummary()
+    for response in stub.Generate(request):
+        times.append((time.perf_counter(), len(response.token_ids)))
+        summary = response.speculation
+    return times, summary
+
+
+def _report(head: dict[str, str], rows: list[Row]) -> str:
+    lines = [f"{name}: {value}" for name, value in head.items()]
+    lines.append(
+        f"{'':<22} {'sessions':>8} {'context':>8} {'tokens/s':>9} {'round':>10} {'tokens':>7} {'KV read':>8} "
+        f"{'draft':>9} {'verify':>9} {'wait':>9}"
+    )
+    for row in rows:
+        lines.append(
+            f"{row.what:<22} {row.sessions:>8} {row.context:>8} {row.tokens_a_second:>9.1f} "
+            f"{row.session_round_ms:>7.2f} ms {row.tokens_a_round:>7.2f} {row.kv_read:>8.3f} "
+            f"{row.draft_ms:>6.2f} ms {row.verify_ms:>6.2f} ms {row.wait_ms:>6.2f} ms"
+        )
+    lines.append(
+        "Tokens/s: of all sessions, while all generate. Round: between two messages of a session, the median. Draft,\n"
+        "verify, wait: a round; draft runs beside the others, on the other GPU."
+    )
+    return "\n".join(lines)
