@@ -141,7 +141,10 @@ def run_serve_benchmark(
         service("draft", "--target", addresses["target"], "--read-share", str(read_share))
         both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
         for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
-            _measure(both, f"{what}, first rounds", sessions, context, 8 * (gamma + 1), exactness)
+            for _ in range(20):  # until the draft has read the prompts
+                row = _measure(both, f"{what}, first rounds", sessions, context, 12 * (gamma + 1), exactness)
+                if row.tokens_a_round > 2:
+                    break
             rows.append(_measure(both, what, sessions, context, tokens, exactness))
     print(_report(head, rows))
     if json_file:

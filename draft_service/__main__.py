@@ -25,6 +25,7 @@ def main() -> None:
         ahead=not flags.no_ahead,
         read_share=flags.read_share,
         prefill_chunk=flags.prefill_chunk,
+        warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),
         max_context=flags.max_context,
     )
     service = DraftServiceSettings(flags.target, flags.host, flags.port, drafter)

@@ -51,7 +51,7 @@ class DrafterSettings:
     ahead: draft the next round while one is judged. early: also announce after a round's first step what its first
     query says, as a hint; it takes more bytes than the selection itself. read_share: of the KV blocks that the later
     steps of a round read, where the runner drafts whole rounds; the first step reads everything. prefill_chunk:
-    prompt tokens a step, over all sessions.
+    prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made ready before the first.
     """
 
     gamma: int = 4
@@ -60,6 +60,7 @@ class DrafterSettings:
     early: bool = False
     read_share: float = 1.0
     prefill_chunk: int = 512
+    warm_sessions: int = 16
     max_context: int = 32768
 
 

@@ -67,6 +67,7 @@ async def serve(
 ) -> None:
     """Runs until cancelled; ends with an exception if a step fails."""
     drafter = Drafter(runner, plan, settings.drafter)
+    runner.warm_up_rounds(settings.drafter.warm_sessions)
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
 

@@ -5,6 +5,7 @@ happens between kernels. Lengths, tables and lists are read on the device, so on
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -12,8 +13,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from engine.batch import SequenceInput
+from engine.batch import SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (
     RoundBuffers,
@@ -256,16 +258,28 @@ class _Captured(Generic[Buffers]):
 
 
 class GraphRunner(Runner):
-    """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs."""
+    """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
+
+    step_queries: tokens of a sequence that most steps have, γ + 1 in a target.
+    """
+
+    shares_budgets = True
+    drafts_rounds = True
 
     def __init__(
-        self, decoder: Decoder, fallback: ModelRunner, max_context: int, enforce_eager: bool = False
+        self,
+        decoder: Decoder,
+        fallback: ModelRunner,
+        max_context: int,
+        enforce_eager: bool = False,
+        step_queries: int = 5,
     ) -> None:
         self.decoder = decoder
         self.fallback = fallback
         self.kv = fallback.kv
         self.vocab_size = fallback.vocab_size
         self.device = fallback.device
+        self.step_queries = min(step_queries, MAX_STEP_QUERIES)
         self.max_pages = pages_for(max_context + MAX_OVERHANG)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
@@ -291,9 +305,6 @@ class GraphRunner(Runner):
                 outputs[i] = result
         return outputs  # type: ignore[return-value]
 
-    shares_budgets = True
-    drafts_rounds = True
-
     def _kind(self, item: SequenceInput) -> object:
         """Inputs of one kind run in one pass."""
         read = item.read
@@ -316,12 +327,7 @@ class GraphRunner(Runner):
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
         shape = self._shape(inputs)
-        captured = self._steps.get(shape)
-        if captured is None:
-            buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device)
-            captured = self._steps[shape] = self._capture(
-                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers)
-            )
+        captured = self._step_of(shape)
         self._fill(captured.buffers, shape, inputs)
         if captured.graph is None:
             run_step(self.decoder, self.kv, shape, captured.buffers)
@@ -331,11 +337,30 @@ class GraphRunner(Runner):
             item.kv.length += len(item.tokens)
         return self._read(captured.buffers, shape, inputs)
 
+    def _step_of(self, shape: StepShape) -> _Captured[StepBuffers]:
+        if shape not in self._steps:
+            buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device)
+            self._steps[shape] = self._capture(
+                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers)
+            )
+        return self._steps[shape]
+
+    @torch.inference_mode()
+    def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
+        """Capture the steps that these reads take, in batches of up to `sequences`, before the first request."""
+        if self.enforce_eager:
+            return
+        counts = [(read, 1 << i) for read in reads for i in range(_bucket(sequences).bit_length())]
+        for read, count in tqdm(counts, desc="capturing CUDA graphs of steps"):
+            for queries in (1, self.step_queries) if read is None else (self.step_queries,):
+                item = SequenceInput(SequenceKV(), [0] * queries, "all", read)
+                self._step_of(self._shape([item] * count))
+
     def _shape(self, inputs: list[SequenceInput]) -> StepShape:
         first = inputs[0]
-        sequences, queries = _bucket(len(inputs)), _bucket(max(len(item.tokens) for item in inputs))
-        if 4 < queries <= 8:  # γ = 4 is the common case: 5 queries
-            queries = max(len(item.tokens) for item in inputs)
+        sequences = _bucket(len(inputs))
+        longest = max(len(item.tokens) for item in inputs)
+        queries = next(n for n in (1, self.step_queries, MAX_STEP_QUERIES) if n >= longest)
         read = first.read
         if read is None:
             return StepShape(sequences, queries, self.max_pages, first.block_size, first.emitting)
@@ -491,6 +516,27 @@ class GraphRunner(Runner):
         self._rounds.clear()
 
     @torch.inference_mode()
+    def warm_up_rounds(self, sequences: int) -> None:
+        """Capture rounds of up to `sequences`, before the first request."""
+        settings = self._round_settings
+        if self.enforce_eager or settings is None:
+            return
+        kinds = itertools.product(
+            (False, True), (False, True) if settings.projection is not None else (False,)
+        )
+        counts = [(*kind, 1 << i) for kind in kinds for i in range(_bucket(sequences).bit_length())]
+        for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
+            self._round_of(RoundShape(count, 2, self.max_pages, sampled, announces), settings)
+
+    def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
+        if shape not in self._rounds:
+            buffers = make_round_buffers(shape, settings, self.device)
+            self._rounds[shape] = self._capture(
+                buffers, lambda: run_round(self.decoder, self.kv, settings, shape, buffers)
+            )
+        return self._rounds[shape]
+
+    @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
         outputs: dict[int, RoundOutput] = {}
@@ -509,17 +555,13 @@ class GraphRunner(Runner):
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
             _bucket(len(requests)),
-            _bucket(max(len(item.tokens) for item in requests)),
+            # One token, or two where the last was not foreseen; more where a draft catches up.
+            2 if max(len(item.tokens) for item in requests) <= 2 else 2 * (settings.gamma + 1),
             self.max_pages,
             any(item.temperature > 0 for item in requests),
             announces,
         )
-        captured = self._rounds.get(shape)
-        if captured is None:
-            buffers = make_round_buffers(shape, settings, self.device)
-            captured = self._rounds[shape] = self._capture(
-                buffers, lambda: run_round(self.decoder, self.kv, settings, shape, buffers)
-            )
+        captured = self._round_of(shape, settings)
         self._fill_round(captured.buffers, shape, settings, requests)
         if captured.graph is None:
             run_round(self.decoder, self.kv, settings, shape, captured.buffers)

@@ -152,6 +152,7 @@ class ModelSettings:
     kv_tokens: room in all. 0: kv_memory GiB of it, or if that is 0 too what gpu_memory_utilization (a share of the
     GPU's whole memory) leaves beside the weights, but no more than max_sessions of max_context tokens need; on a CPU
     DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
+    step_queries: tokens of a sequence that most steps run, γ + 1.
     """
 
     model: str
@@ -165,6 +166,7 @@ class ModelSettings:
     gpu_memory_utilization: float = 0.9
     load_format: str = "auto"
     enforce_eager: bool = False
+    step_queries: int = 5
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape)
             "through transformers' own modules"
         )
     context = settings.max_context or shape.max_position_embeddings
-    return GraphRunner(read_decoder(plain.model), plain, context, settings.enforce_eager)
+    decoder = read_decoder(plain.model)
+    return GraphRunner(decoder, plain, context, settings.enforce_eager, settings.step_queries)
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:

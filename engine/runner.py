@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from engine.batch import SequenceInput, build_batch
+from engine.batch import SequenceInput, SparseRead, build_batch
 from engine.paged_kv import PagedKV
 from kernels.paged_attention import BlockLists
 
@@ -45,6 +45,12 @@ class Runner:
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs in one pass, write their KV and advance their lengths. Outputs in input order."""
         raise NotImplementedError
+
+    def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
+        """Make ready for steps that read so, of up to so many sequences. There may be nothing to do."""
+
+    def warm_up_rounds(self, sequences: int) -> None:
+        """The same for rounds, once they are prepared."""
 
     def prepare_rounds(self, settings: "RoundSettings") -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""

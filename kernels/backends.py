@@ -4,6 +4,7 @@ With TRITON_INTERPRET=1 in the environment when this is imported, Triton's kerne
 that is how they are tested without a GPU.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,18 @@ Backend = Literal["torch", "triton"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit; without Triton, something that raises when it is launched."""
-    return _Missing(function.__name__) if triton is None else triton.jit(function)
+    """triton.jit; without Triton, something that raises when it is launched.
+
+    Plain numbers are not specialised for (their being 1 or a multiple of 16): shapes change with every batch, and
+    each variant would be compiled while requests wait. What is worth it is a constexpr.
+    """
+    if triton is None:
+        return _Missing(function.__name__)
+    parameters = inspect.signature(function).parameters.values()
+    plain = [
+        p.name for p in parameters if p.annotation is inspect.Parameter.empty and not p.name.endswith("_ptr")
+    ]
+    return triton.jit(function, do_not_specialize=plain)
 
 
 class _Missing:

@@ -20,7 +20,7 @@ def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
 
 
 @jit
-def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, size, CHUNK: tl.constexpr):
+def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, size: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     gate = tl.load(gate_up_ptr + row * 2 * size + at, mask=at < size, other=0.0)

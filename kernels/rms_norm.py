@@ -46,9 +46,9 @@ def _add_rms_norm_kernel(
     weight_ptr,
     out_ptr,
     total_ptr,
-    stride,
-    size,
-    epsilon,
+    stride: tl.constexpr,
+    size: tl.constexpr,
+    epsilon: tl.constexpr,
     ADD: tl.constexpr,
     SIZE: tl.constexpr,
 ):

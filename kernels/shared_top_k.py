@@ -117,7 +117,7 @@ def _histogram_kernel(
     scores_ptr,
     histogram_ptr,
     state_ptr,
-    size,
+    size: tl.constexpr,
     FIRST: tl.constexpr,
     SHIFT: tl.constexpr,
     ABOVE: tl.constexpr,
@@ -174,7 +174,7 @@ def _digit_kernel(
 
 
 @jit
-def _ties_kernel(scores_ptr, state_ptr, ties_ptr, n, rows, CHUNK: tl.constexpr):
+def _ties_kernel(scores_ptr, state_ptr, ties_ptr, n: tl.constexpr, rows: tl.constexpr, CHUNK: tl.constexpr):
     """How many of a row's scores are the threshold."""
     row = tl.program_id(0).to(tl.int64)
     threshold = tl.load(state_ptr + row // rows * 2)
@@ -195,9 +195,9 @@ def _emit_kernel(
     lists_ptr,
     taken_ptr,
     words_ptr,
-    n,
-    rows,
-    word_count,
+    n: tl.constexpr,
+    rows: tl.constexpr,
+    word_count: tl.constexpr,
     FORCED: tl.constexpr,
     LISTS: tl.constexpr,
     CHUNK: tl.constexpr,

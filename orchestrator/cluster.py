@@ -187,6 +187,7 @@ def start_services(settings: Settings) -> Cluster:
                 gamma=settings.gamma,
                 ahead=settings.ahead,
                 read_share=settings.draft_read_share,
+                warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
                 prefill_chunk=settings.prefill_chunk,
                 max_context=max_context,
             ),

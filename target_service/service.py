@@ -55,6 +55,7 @@ async def serve(
 ) -> None:
     """Runs until cancelled; ends with an exception if a step fails."""
     verifier = Verifier(runner, plan, settings.verifier)
+    verifier.warm_up()
     wake = asyncio.Event()
     speculation = SpeculationServicer(verifier, hello, wake)
 

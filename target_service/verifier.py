@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from engine.batch import SequenceInput
+from engine.batch import SequenceInput, SparseRead
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
@@ -17,6 +17,7 @@ from engine.step_loop import share_prefill
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
+from sparsity.selection import BlockSelection
 from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
 from target_service.session import Announced, TargetSession
@@ -41,6 +42,8 @@ from wire.messages import (
     Verdict,
 )
 from wire.selection_codec import UnknownReference, decode_selection
+
+WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,16 @@ class Verifier:
         self._methods = methods_of(plan)
         if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
+
+    def warm_up(self) -> None:
+        """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""
+        reads: list[SparseRead | None] = [None]
+        if self.runner.shares_budgets and "ahead" in self._methods:
+            reader = Reader(METHODS["ahead"], self.plan, True)
+            nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
+            read = reader.read([nothing], 1, 1 + self.settings.gamma)
+            reads += [] if read is None else [read]
+        self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
     @property
     def gauges(self) -> dict[str, float]:

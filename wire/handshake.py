@@ -1,6 +1,6 @@
 """What each side of a pair opens before it serves: its model, the plan, and the Hello that speaks for both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.loading import ModelSettings, ModelShape, open_model
 from engine.runner import Runner
@@ -33,7 +33,7 @@ def open_side(settings: SideSettings) -> Side:
     """Load model and plan. Raises PlanError, OSError or what transformers raises for a model it cannot load."""
     plan = overridden(load_plan(settings.plan), settings.budget, settings.method)
     check_served(plan)
-    opened = open_model(settings.model)
+    opened = open_model(replace(settings.model, step_queries=settings.gamma + 1))
     hello = Hello(
         peer=settings.name,
         model=settings.model.model,
