@@ -1,13 +1,17 @@
 """Timing work on a GPU without the cost of launching it: captured once in a CUDA graph, replayed many times."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 
 def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median milliseconds of one replay of `work`, which must only launch kernels on preallocated tensors."""
+    """Median milliseconds of one replay of `work`, which must only launch kernels."""
     graph = capture(work, warm_up)
     graph.replay()
     torch.cuda.synchronize()
@@ -35,8 +39,82 @@ def capture(work: Callable[[], object], warm_up: int = 3) -> torch.cuda.CUDAGrap
     return graph
 
 
-def copy_bandwidth(gigabytes: float = 4.0) -> float:
-    """Bytes read and written a second by a device-to-device copy: the yardstick for what is bound by memory."""
-    source = torch.empty(int(gigabytes * 2**30), dtype=torch.uint8, device="cuda")
+def copy_bandwidth(copies: int = 20) -> float:
+    """Bytes read and written a second by copies of 4 GiB on the device: the yardstick for what is bound by memory.
+
+    Not in a graph: there the copy becomes a memcpy node, which ran at two thirds of the speed on an H200.
+    """
+    source = torch.empty(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / graph_milliseconds(lambda: target.copy_(source)) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(copies):
+        target.copy_(source)
+    begin.record()
+    for _ in range(copies):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return 2 * source.nbytes * copies / begin.elapsed_time(end) * 1e3
+
+
+@dataclass(frozen=True)
+class Row:
+    """floor: milliseconds to read what must be read once, at the copy bandwidth. rival: milliseconds, if any."""
+
+    what: str
+    milliseconds: float
+    floor: float
+    rival: float | None
+
+    def against(self, rival: float) -> "Row":
+        return replace(self, rival=rival)
+
+    def named(self, prefix: str) -> "Row":
+        return replace(self, what=prefix + self.what)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where and how a table was made; bandwidth: bytes a second."""
+
+    machine: str
+    date: str
+    command: str
+    bandwidth: float
+
+    @staticmethod
+    def here(command: str, bandwidth: float) -> "Head":
+        import triton
+
+        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+        return Head(machine, datetime.now(UTC).date().isoformat(), command, bandwidth)
+
+    def write(self, file: str, rows: list[Row]) -> None:
+        content = asdict(self) | {"rows": [asdict(row) for row in rows]}
+        Path(file).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def require_gpu() -> None:
+    """Raises ValueError where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark needs a CUDA device; torch sees none")
+
+
+def report(head: Head, rows: list[Row], note: str) -> str:
+    width = max(len(row.what) for row in rows)
+    lines = [
+        f"machine: {head.machine}",
+        f"date: {head.date}",
+        f"command: {head.command}",
+        f"copy bandwidth: {head.bandwidth / 1e12:.2f} TB/s, read and written",
+        f"{'':<{width}} {'time':>11} {'floor':>11} {'to floor':>8} {'TB/s':>6} {'rival':>11} {'rival/ours':>10}",
+    ]
+    for row in rows:
+        speed = row.floor / row.milliseconds * head.bandwidth / 1e12
+        other = "" if row.rival is None else f"{row.rival:>8.4f} ms {row.rival / row.milliseconds:>10.2f}"
+        lines.append(
+            f"{row.what:<{width}} {row.milliseconds:>8.4f} ms {row.floor:>8.4f} ms "
+            f"{row.milliseconds / row.floor:>8.2f} {speed:>6.2f} {other}"
+        )
+    lines.append(note)
+    return "\n".join(lines)

@@ -23,36 +23,10 @@ import numpy as np
 
 import models
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
+from benchmarks.shapes import SHAPES
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import save_plan, uniform_plan
 from wire.server import OPTIONS
-
-SHAPES: dict[str, dict[str, int]] = {
-    "8b": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-    },
-    "1b": {
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-    },
-    "tiny": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -79,14 +53,13 @@ def write_model(folder: Path, shape: str, vocab: int, context: int) -> None:
         "model_type": "llama",
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "vocab_size": vocab,
         "max_position_embeddings": context,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        **SHAPES[shape],
+        **asdict(SHAPES[shape]),
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
 
 
 def run_serve_benchmark(
@@ -99,6 +72,7 @@ def run_serve_benchmark(
     acceptance: float,
     budget: float,
     read_share: float,
+    ahead: bool,
     gpus: tuple[int, int] | None,
     json_file: str | None,
 ) -> list[Row]:
@@ -108,18 +82,18 @@ def run_serve_benchmark(
         "models": f"target {target}, draft {draft}, random weights, imposed acceptance {acceptance} a token",
         "command": f"specahead bench serve --target-shape {target} --draft-shape {draft} --sessions {sessions} "
         f"--context {context} --tokens {tokens} --gamma {gamma} --acceptance {acceptance} --budget {budget} "
-        f"--read-share {read_share}",
+        f"--read-share {read_share}" + ("" if ahead else " --no-ahead"),
     }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, children() as start:
         room = context + tokens + 64
         pair = {name: Path(folder) / name for name in ("target", "draft")}
         for name, shape in (("target", target), ("draft", draft)):
-            write_model(pair[name], shape, 128256 if target != "tiny" else 4096, room + 256)
+            write_model(pair[name], shape, SHAPES[target].vocab_size, room + 256)
         plan = Path(folder) / "plan.json"
         big, small = SHAPES[target], SHAPES[draft]
-        sizes = (big["num_hidden_layers"], big["num_key_value_heads"])
-        heads = (small["num_hidden_layers"], small["num_attention_heads"])
+        sizes = (big.num_hidden_layers, big.num_key_value_heads)
+        heads = (small.num_hidden_layers, small.num_attention_heads)
         save_plan(uniform_plan(*sizes, *heads, method="ahead", budget=budget), plan)
         addresses = dict(zip(("target", "draft"), free_addresses(2), strict=True))
 
@@ -138,12 +112,13 @@ def run_serve_benchmark(
         alone = start_endpoints(start, *clients)
         _measure(alone, "reading the prompts", sessions, context, 2, "exact")
         rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
-        service("draft", "--target", addresses["target"], "--read-share", str(read_share))
+        waits = () if ahead else ("--no-ahead",)
+        service("draft", "--target", addresses["target"], "--read-share", str(read_share), *waits)
         both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
         for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
             for _ in range(20):  # until the draft has read the prompts
                 row = _measure(both, f"{what}, first rounds", sessions, context, 12 * (gamma + 1), exactness)
-                if row.tokens_a_round > 2:
+                if 1 < row.tokens_a_round <= gamma + 1:
                     break
             rows.append(_measure(both, what, sessions, context, tokens, exactness))
     print(_report(head, rows))

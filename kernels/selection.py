@@ -15,11 +15,10 @@ _BUILT = ("torch", "triton")
 _CHUNK = 8192  # entries of a row that a program holds at a time
 _TILE_ROWS, _TILE_COLUMNS = 8, 512  # of the scores that a program of `select_top_k_over_all` counts at a time
 _PROGRAMS = 1024  # that fill a GPU
-_CANDIDATES = 65536  # of a group, kept aside when the first two digits of its threshold are known
-# The lowest bit and the width of each digit of a positive float32, the highest first. 128 bins cost little more
-# than 32: Triton 3.6 counts by votes of a warp, a few instructions a bin and a dozen a bit.
-_DIGITS = ((24, 7), (17, 7), (11, 6), (5, 6), (0, 5))
-_COARSE = 2  # digits found on all scores; the others on the candidates
+_CANDIDATES = 65536  # of a group, kept aside when the coarse steps have bounded its threshold
+# Steps of 16 bins, which are cheap, over all scores, then of 256 over the candidates. The first leaves 30 of a
+# threshold's 31 bits in the worst case, so the others must find these: 4 + 4 + 8 + 8 + 8.
+_COARSE, _FINE = 3, 3
 
 
 def select_top_k(
@@ -138,9 +137,16 @@ def compact_bits(
     _check_layout("compact_bits", words, torch.int64)
     lists, counts = _empty_lists(words, (rows,), width)
     if rows:
-        chunk, warps = _chunk_of(n)
+        tile_rows, tile_columns, warps = _tile_of(n)
         _compact_bits_kernel[(rows,)](
-            words.view(torch.int32), valid, lists, counts, n, width, CHUNK=chunk, num_warps=warps
+            words.view(torch.int32),
+            valid,
+            lists,
+            counts,
+            n,
+            width,
+            CHUNK=tile_rows * tile_columns,
+            num_warps=warps,
         )
     return lists, counts
 
@@ -192,10 +198,12 @@ def _empty_lists(like: Tensor, rows: tuple[int, ...], width: int | None) -> tupl
     return lists, torch.empty(rows, dtype=torch.int32, device=like.device)
 
 
-def _chunk_of(n: int) -> tuple[int, int]:
-    """Entries that a program holds at a time, and its warps."""
-    chunk = min(max(64, 1 << max(0, n - 1).bit_length()), _CHUNK)
-    return chunk, min(16, max(4, chunk // 256))
+def _tile_of(n: int) -> tuple[int, int, int]:
+    """Rows and columns of the tile in which a program holds n entries or a part of them, and its warps."""
+    chunk = min(max(512, 1 << max(0, n - 1).bit_length()), _CHUNK)
+    warps = min(16, max(4, chunk // 512))
+    columns = min(chunk, 128 * warps)
+    return chunk // columns, columns, warps
 
 
 def _select_rows(
@@ -206,9 +214,9 @@ def _select_rows(
     _check_layout(operation, weights, torch.float32)
     rows, n = weights.shape
     lists, counts = _empty_lists(weights, (rows,), width)
-    chunk, warps = _chunk_of(n)
-    long = n > chunk
-    aside = torch.empty(rows, chunk, dtype=torch.float32, device=weights.device) if long else weights
+    tile_rows, tile_columns, warps = _tile_of(n)
+    one = n <= tile_rows * tile_columns
+    aside = weights if one else torch.empty(rows, tile_rows * tile_columns, device=weights.device)
     if rows:
         _select_rows_kernel[(rows,)](
             weights,
@@ -221,10 +229,9 @@ def _select_rows(
             n,
             width,
             NUCLEUS=mass is not None,
-            LONG=long,
-            CHUNK=chunk,
-            # More probes in a pass are fewer passes; a float's cost more, as warps add integers in one instruction.
-            PROBES=4 if k is None else 8,
+            ONE=one,
+            TILE_ROWS=tile_rows,
+            TILE_COLUMNS=tile_columns,
             num_warps=warps,
         )
     return lists, counts
@@ -233,7 +240,7 @@ def _select_rows(
 def _select_over_all(
     scores: Tensor, count: Tensor, valid: Tensor, width: int, forced: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Nine launches: a fill, a histogram a digit, the candidates between them, ties, lists."""
+    """Ten launches: a fill, three coarse steps, the candidates, three fine steps, ties, lists."""
     operation = "select_top_k_over_all"
     _check_width(operation, width)
     _check_layout(operation, scores, torch.float32)
@@ -245,45 +252,60 @@ def _select_over_all(
     lists, counts = _empty_lists(scores, (groups, rows), width)
     if not scores.numel():
         return lists.zero_(), counts.zero_()
-    tiles = max(1, -(-rows // _TILE_ROWS) * -(-n // _TILE_COLUMNS))
-    each = -(-tiles // max(1, _PROGRAMS // groups))
+    tiles = -(-rows // _TILE_ROWS) * -(-n // _TILE_COLUMNS)
+    # A program adds up at most 15 tiles in fields of 16 bits.
+    each = min(15, -(-tiles // max(1, _PROGRAMS // groups)))
     programs = -(-tiles // each)
-    # Of each group and digit: 128 bins, the state before it (lo, hi, left); one more for the final state and for
-    # the number of candidates.
-    steps = len(_DIGITS)
-    work = torch.zeros(groups, steps + 1, 128 + 4, dtype=torch.int32, device=device)
+    steps = _COARSE + _FINE
+    work = torch.zeros(groups, steps + 1, 256 + 4, dtype=torch.int32, device=device)
     candidates = torch.empty(groups, _CANDIDATES, dtype=torch.float32, device=device)
     ties = torch.empty(groups, rows, dtype=torch.int32, device=device)
-    arguments = (scores, scores if forced is None else forced, count, valid, work, candidates)
+    marks = scores if forced is None else forced
     common = {"FORCED": forced is not None, "STEPS": steps}
-    tile = {"TILE_ROWS": _TILE_ROWS, "TILE_COLUMNS": _TILE_COLUMNS, "CANDIDATES": _CANDIDATES, "num_warps": 4}
-    for step, (shift, bits) in enumerate(_DIGITS):
-        before = _DIGITS[step - 1] if step else (0, 0)
-        shape = {"STEP": step, "BEFORE": before[0], "BEFORE_BINS": 1 << before[1]}
+    for step in range(steps):
+        kernels = [_coarse_kernel] if step < _COARSE else [_fine_kernel]
         if step == _COARSE:
-            _candidates_kernel[(groups, programs)](
-                *arguments, rows, n, tiles, each, **shape, **common, **tile
+            kernels.insert(0, _candidates_kernel)
+        for kernel in kernels:
+            kernel[(groups, programs)](
+                scores,
+                marks,
+                count,
+                valid,
+                work,
+                candidates,
+                rows,
+                n,
+                tiles,
+                each,
+                STEP=step,
+                COARSE=_COARSE,
+                TILE_ROWS=_TILE_ROWS,
+                TILE_COLUMNS=_TILE_COLUMNS,
+                CANDIDATES=_CANDIDATES,
+                num_warps=4,
+                **common,
             )
-        _digit_kernel[(groups, programs)](
-            *arguments,
-            rows,
-            n,
-            tiles,
-            each,
-            SHIFT=shift,
-            BINS=1 << bits,
-            ASIDE=step >= _COARSE,
-            **shape,
-            **common,
-            **tile,
-        )
-    chunk, warps = _chunk_of(n)
-    last = {"BEFORE": _DIGITS[-1][0], "BEFORE_BINS": 1 << _DIGITS[-1][1]}
+    tile_rows, tile_columns, warps = _tile_of(n)
     _ties_kernel[(groups * rows,)](
-        *arguments, ties, rows, n, STEP=steps, CHUNK=chunk, num_warps=warps, **last, **common
+        scores,
+        marks,
+        count,
+        valid,
+        work,
+        ties,
+        rows,
+        n,
+        COARSE=_COARSE,
+        CHUNK=tile_rows * tile_columns,
+        num_warps=warps,
+        **common,
     )
     _lists_kernel[(groups * rows,)](
-        *arguments,
+        scores,
+        marks,
+        valid,
+        work,
         ties,
         lists,
         counts,
@@ -291,8 +313,9 @@ def _select_over_all(
         n,
         width,
         CUT=width < n,
-        CHUNK=chunk,
-        ROWS=1 << max(0, rows - 1).bit_length(),
+        ROWS=1 << (rows - 1).bit_length(),
+        TILE_ROWS=tile_rows,
+        TILE_COLUMNS=tile_columns,
         num_warps=warps,
         **common,
     )
@@ -301,21 +324,200 @@ def _select_over_all(
 
 # In the kernels, an entry's key is its weight's bits; 0x7F800001, above infinity, where it is forced; -1 if it is none.
 # A search ends with lo, hi and left: all keys from hi on are chosen, and the first `left` of those from lo to hi.
+# Tiles are [TILE_ROWS, TILE_COLUMNS] with 4 columns a thread, so that sums over the rows stay within threads.
 
 
 @jit
 def _keys(values_ptr, forced_ptr, at, inside, FORCED: tl.constexpr):
-    value = tl.load(values_ptr + at, mask=inside, other=0.0)
-    key = tl.maximum(value.to(tl.int32, bitcast=True), 0)  # -0 is 0
+    value = tl.load(values_ptr + at, mask=inside, other=-1.0)
+    key = value.to(tl.int32, bitcast=True)
+    key = tl.where(value == 0, 0, key)  # -0 is 0
     if FORCED:
         key = tl.where(tl.load(forced_ptr + at, mask=inside, other=0) != 0, 0x7F800001, key)
-    return tl.where(inside, key, -1)
+    return key
 
 
 @jit
-def _narrow(
+def _split(lo, hi, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """Origin and shift that cut lo … hi into at most 2 ** BITS bins.
+
+    FIRST: the outermost of them hold all keys below and above; the others cover weights of 4.7e-10 to 2.
+    """
+    if FIRST:
+        origin = lo * 0 + 0x30000000
+        shift = lo * 0 + (28 - BITS)
+    else:
+        origin = lo
+        # The exponent of hi - lo - 1 as a float is the position of its highest bit, or the one above.
+        top = (hi - lo - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+        shift = tl.maximum(top - 127 - (BITS - 1), 0)
+    return origin, shift
+
+
+@jit
+def _bins(key, lo, hi, origin, shift, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """Bin of each key, and whether it lies in lo … hi."""
+    member = (key - lo).to(tl.uint32, bitcast=True) < (hi - lo).to(tl.uint32, bitcast=True)
+    digit = (key - origin) >> shift
+    if FIRST:
+        digit = tl.minimum(tl.maximum(digit, 0), (1 << BITS) - 1)
+    return digit, member
+
+
+@jit
+def _enter(lo, hi, origin, shift, digit, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """lo and hi of a bin."""
+    low = origin + (digit << shift)
+    end = low + tl.minimum(hi - low, 1 << shift)
+    if FIRST:
+        low = tl.where(digit == 0, lo, low)
+        end = tl.where(digit == (1 << BITS) - 1, hi, end)
+    return low, end
+
+
+@jit
+def _eighths(key, lo, hi, origin, shift, FIRST: tl.constexpr):
+    """Of each column of a tile of at most 15 rows, how many keys are in the 8 bins: [4, columns] int32.
+
+    Element (i, c) counts bin i in its lower 16 bits and bin i + 4 in its upper ones. Each key adds 1 to a field of
+    4 bits, which takes a third of the instructions of comparing it with 8 thresholds.
+    """
+    digit, member = _bins(key, lo, hi, origin, shift, FIRST, 3)
+    fields = tl.sum(tl.where(member, 1 << (digit * 4), 0), 0)
+    return (fields[None, :] >> (tl.arange(0, 4) * 4)[:, None]) & 0x000F000F
+
+
+@jit
+def _descend(fields_low, fields_high, at_hi, want):
+    """The bin at which `want` is reached from the top, and how many keys reach its lower and its upper end."""
+    digit = at_hi * 0
+    reached = at_hi
+    below = at_hi
+    found = digit > 0
+    index = tl.arange(0, 4)
+    at_lo = at_hi
+    for step in tl.static_range(8):
+        number: tl.constexpr = 7 - step
+        fields = fields_high if number > 3 else fields_low
+        reached += tl.sum(tl.where(index == number % 4, fields, 0), 0)
+        here = (reached >= want) & (found == 0)
+        digit = tl.where(here, number, digit)
+        at_lo = tl.where(here, reached, at_lo)
+        at_hi = tl.where(here, below, at_hi)
+        found = found | here
+        below = reached
+    return digit, at_lo, at_hi
+
+
+@jit
+def _rank_pass(
     values_ptr,
     forced_ptr,
+    key,
+    size,
+    lo,
+    hi,
+    at_hi,
+    want,
+    FIRST: tl.constexpr,
+    FORCED: tl.constexpr,
+    ONE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    origin, shift = _split(lo, hi, FIRST, 3)
+    if ONE:
+        fields = tl.sum(_eighths(key, lo, hi, origin, shift, FIRST), 1)
+        low = fields & 65535
+        high = fields >> 16
+    else:
+        counted = tl.zeros([4, TILE_COLUMNS], tl.int32)
+        for start in tl.range(0, size, TILE_ROWS * TILE_COLUMNS):
+            tile = _row_tile(values_ptr, forced_ptr, start, size, FORCED, TILE_ROWS, TILE_COLUMNS)
+            counted += _eighths(tile, lo, hi, origin, shift, FIRST)
+        low = tl.sum(counted & 65535, 1)
+        high = tl.sum(counted >> 16, 1)
+    digit, at_lo, at_hi = _descend(low, high, at_hi, want)
+    lo, hi = _enter(lo, hi, origin, shift, digit, FIRST, 3)
+    return lo, hi, at_lo, at_hi
+
+
+@jit
+def _row_tile(
+    values_ptr,
+    forced_ptr,
+    start,
+    size,
+    FORCED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    at = start + tl.arange(0, TILE_ROWS)[:, None] * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    return _keys(values_ptr, forced_ptr, at, at < size, FORCED)
+
+
+@jit
+def _rank(
+    values_ptr,
+    forced_ptr,
+    size,
+    lo,
+    hi,
+    at_lo,
+    at_hi,
+    want,
+    limit,
+    START: tl.constexpr,
+    FORCED: tl.constexpr,
+    ONE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Narrow lo and hi around the key of rank `want` until at most `limit` keys lie between them, or lo alone.
+
+    at_lo >= want > at_hi: how many keys reach lo and hi. START: nothing is known yet.
+    """
+    key = lo
+    if ONE:
+        key = _row_tile(values_ptr, forced_ptr, 0, size, FORCED, TILE_ROWS, TILE_COLUMNS)
+    if START:
+        lo, hi, at_lo, at_hi = _rank_pass(
+            values_ptr, forced_ptr, key, size, lo, hi, at_hi, want, True, FORCED, ONE, TILE_ROWS, TILE_COLUMNS
+        )
+    while (hi - lo > 1) & (at_lo - at_hi > limit) & (at_lo > want):
+        lo, hi, at_lo, at_hi = _rank_pass(
+            values_ptr,
+            forced_ptr,
+            key,
+            size,
+            lo,
+            hi,
+            at_hi,
+            want,
+            False,
+            FORCED,
+            ONE,
+            TILE_ROWS,
+            TILE_COLUMNS,
+        )
+    return lo, hi, at_lo, at_hi
+
+
+@jit
+def _sums(key, p0, p1, p2, p3):
+    """Of each column of a tile, the weight of the keys that reach each of 4 probes: [4, columns]."""
+    weight = key.to(tl.float32, bitcast=True)
+    index = tl.arange(0, 4)[:, None]
+    s0 = tl.sum(tl.where(key >= p0, weight, 0.0), 0)[None, :]
+    s1 = tl.sum(tl.where(key >= p1, weight, 0.0), 0)[None, :]
+    s2 = tl.sum(tl.where(key >= p2, weight, 0.0), 0)[None, :]
+    s3 = tl.sum(tl.where(key >= p3, weight, 0.0), 0)[None, :]
+    return tl.where(index == 0, s0, tl.where(index == 1, s1, tl.where(index == 2, s2, s3)))
+
+
+@jit
+def _weigh(
+    values_ptr,
     size,
     base,
     lo,
@@ -324,43 +526,38 @@ def _narrow(
     at_hi,
     want,
     limit,
-    MASS: tl.constexpr,
-    FORCED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PROBES: tl.constexpr,
+    ONE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):
-    """Narrow lo and hi until at most `limit` entries lie between them, or lo alone.
+    """Narrow lo and hi around the highest key that is reached by `want` of weight, as `_rank` does for a number.
 
-    at_lo >= want > at_hi: how many keys reach lo and hi, or with MASS the sum of their weights; `base` of it comes
-    from keys that are not among the `size` ones read here.
+    at_lo >= want > at_hi: the weight of the keys that reach lo and hi, of which `base` is not among those read here.
     """
-    steps = tl.arange(0, PROBES) + 1
-    if MASS:
-        going = (hi - lo > 1) & (at_lo - at_hi > limit * lo.to(tl.float32, bitcast=True))
-    else:
-        going = (hi - lo > 1) & (at_lo - at_hi > limit) & (at_lo > want)
-    while going:
+    if ONE:
+        key = _row_tile(values_ptr, values_ptr, 0, size, False, TILE_ROWS, TILE_COLUMNS)
+    index = tl.arange(0, 4) + 1
+    # No more than (at_lo - at_hi) / lo weights lie between lo and hi.
+    while (hi - lo > 1) & (at_lo - at_hi > limit * lo.to(tl.float32, bitcast=True)):
         span = hi - lo
-        probes = lo + span // (PROBES + 1) * steps + span % (PROBES + 1) * steps // (PROBES + 1)
-        reached = tl.zeros([PROBES], tl.float32 if MASS else tl.int32) + base
-        for start in tl.range(0, size, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            key = _keys(values_ptr, forced_ptr, at, at < size, FORCED)
-            passed = key[None, :] >= probes[:, None]
-            if MASS:
-                weight = tl.where(passed, key.to(tl.float32, bitcast=True)[None, :], 0.0)
-                reached += tl.sum(weight, 1)
-            else:
-                reached += tl.sum(passed.to(tl.int32), 1)
+        p0 = lo + tl.maximum(span // 5, 1)  # of a span of 2, all probes lie in its middle
+        p1 = lo + tl.maximum(span // 5 * 2 + span % 5 * 2 // 5, 1)
+        p2 = lo + tl.maximum(span // 5 * 3 + span % 5 * 3 // 5, 1)
+        p3 = lo + tl.maximum(span // 5 * 4 + span % 5 * 4 // 5, 1)
+        if ONE:
+            sums = _sums(key, p0, p1, p2, p3)
+        else:
+            sums = tl.zeros([4, TILE_COLUMNS], tl.float32)
+            for start in tl.range(0, size, TILE_ROWS * TILE_COLUMNS):
+                tile = _row_tile(values_ptr, values_ptr, start, size, False, TILE_ROWS, TILE_COLUMNS)
+                sums += _sums(tile, p0, p1, p2, p3)
+        reached = tl.sum(sums, 1) + base
+        probes = tl.where(index == 1, p0, tl.where(index == 2, p1, tl.where(index == 3, p2, p3)))
         enough = reached >= want
         at_lo = tl.min(tl.where(enough, reached, at_lo), 0)
         at_hi = tl.max(tl.where(enough, at_hi, reached), 0)
         lo = tl.max(tl.where(enough, probes, lo), 0)
         hi = tl.min(tl.where(enough, hi, probes), 0)
-        if MASS:
-            going = (hi - lo > 1) & (at_lo - at_hi > limit * lo.to(tl.float32, bitcast=True))
-        else:
-            going = (hi - lo > 1) & (at_lo - at_hi > limit) & (at_lo > want)
     return lo, hi, at_lo, at_hi
 
 
@@ -377,79 +574,6 @@ def _put_aside(values_ptr, size, lo, hi, aside_ptr, CHUNK: tl.constexpr):
         found += tl.sum(member, 0)
     tl.debug_barrier()
     return found
-
-
-@jit
-def _search(
-    values_ptr,
-    aside_ptr,
-    size,
-    lo,
-    hi,
-    at_lo,
-    at_hi,
-    want,
-    MASS: tl.constexpr,
-    LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PROBES: tl.constexpr,
-):
-    """`_narrow` to the end; a long row is read until CHUNK entries are left, which are then searched alone."""
-    # A sum of weights from lo on that is below 2 lo is one weight's; of rounding, a margin.
-    end = 1.9 if MASS else 0
-    if LONG:
-        lo, hi, at_lo, at_hi = _narrow(
-            values_ptr,
-            values_ptr,
-            size,
-            at_hi * 0,
-            lo,
-            hi,
-            at_lo,
-            at_hi,
-            want,
-            CHUNK * 0.9 if MASS else CHUNK,
-            MASS,
-            False,
-            CHUNK,
-            PROBES,
-        )
-        found = _put_aside(values_ptr, size, lo, hi, aside_ptr, CHUNK)
-        if found <= CHUNK:
-            lo, hi, at_lo, at_hi = _narrow(
-                aside_ptr,
-                aside_ptr,
-                found,
-                at_hi,
-                lo,
-                hi,
-                at_lo,
-                at_hi,
-                want,
-                end,
-                MASS,
-                False,
-                CHUNK,
-                PROBES,
-            )
-    # Where the entries put aside were searched, nothing is left to do here.
-    lo, hi, at_lo, at_hi = _narrow(
-        values_ptr,
-        values_ptr,
-        size,
-        at_hi * 0,
-        lo,
-        hi,
-        at_lo,
-        at_hi,
-        want,
-        end,
-        MASS,
-        False,
-        CHUNK,
-        PROBES,
-    )
-    return lo, hi, at_lo, at_hi
 
 
 @jit
@@ -494,6 +618,11 @@ def _write(
         ties += total >> 16
     count = tl.minimum(sure + tl.minimum(ties, left), width)
     tl.store(count_ptr, count)
+    _pad(list_ptr, count, width, CHUNK)
+
+
+@jit
+def _pad(list_ptr, count, width, CHUNK: tl.constexpr):
     for start in tl.range(count, width, CHUNK):
         at = start + tl.arange(0, CHUNK)
         tl.store(list_ptr + at, tl.zeros([CHUNK], tl.int32), mask=at < width)
@@ -511,10 +640,12 @@ def _select_rows_kernel(
     n,
     width,
     NUCLEUS: tl.constexpr,
-    LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PROBES: tl.constexpr,
+    ONE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):
+    """One row. ONE: it fits a tile; else it is read until a tile holds the rest of the search, which is put aside."""
+    CHUNK: tl.constexpr = TILE_ROWS * TILE_COLUMNS
     row = tl.program_id(0).to(tl.int64)
     weights_ptr += row * n
     aside_ptr += row * CHUNK
@@ -528,16 +659,40 @@ def _select_rows_kernel(
         greatest = zero
         for start in tl.range(0, size, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            key = tl.maximum(_keys(weights_ptr, weights_ptr, at, at < size, False), 0)
-            total += tl.sum(key.to(tl.float32, bitcast=True), 0)
-            greatest = tl.maximum(greatest, tl.max(key, 0))
+            weight = tl.load(weights_ptr + at, mask=at < size, other=0.0)
+            total += tl.sum(weight, 0)
+            greatest = tl.maximum(greatest, tl.max(weight.to(tl.int32, bitcast=True), 0))
         # Entries below half an equal share of what may be missed cannot make up that.
         spare = tl.maximum(1 - mass - 1e-5, 0.0) * 0.5
         lo = (spare * total / tl.maximum(size, 1)).to(tl.int32, bitcast=True)
         needed = mass * total
         hi = tl.where(needed > 0, greatest + 1, lo)  # a row without weight: all of it
-        lo, hi, _, _ = _search(
-            weights_ptr, aside_ptr, size, lo, hi, total, total * 0, needed, True, LONG, CHUNK, PROBES
+        at_lo = total
+        at_hi = total * 0
+        if not ONE:
+            lo, hi, at_lo, at_hi = _weigh(
+                weights_ptr,
+                size,
+                at_hi,
+                lo,
+                hi,
+                at_lo,
+                at_hi,
+                needed,
+                CHUNK * 0.9,
+                False,
+                TILE_ROWS,
+                TILE_COLUMNS,
+            )
+            found = _put_aside(weights_ptr, size, lo, hi, aside_ptr, CHUNK)
+            if found <= CHUNK:
+                lo, hi, at_lo, at_hi = _weigh(
+                    aside_ptr, found, at_hi, lo, hi, at_lo, at_hi, needed, 1.9, True, TILE_ROWS, TILE_COLUMNS
+                )
+        # Weights from lo on whose sum is below 2 lo are one weight; 1.9 is for rounding. After a search of those that
+        # were put aside, nothing is left to do here.
+        lo, _, _, _ = _weigh(
+            weights_ptr, size, total * 0, lo, hi, at_lo, at_hi, needed, 1.9, ONE, TILE_ROWS, TILE_COLUMNS
         )
         reached = size
         if width < size:
@@ -546,13 +701,63 @@ def _select_rows_kernel(
         want = tl.minimum(want, tl.load(k_ptr + row).to(tl.int32))
     hi = zero + 0x7F800001
     lo = tl.where(want > 0, lo, hi)
-    if reached > want:
-        lo, hi, reached, above = _search(
-            weights_ptr, aside_ptr, size, lo, hi, reached, zero, want, False, LONG, CHUNK, PROBES
+    left = want
+    if (want > 0) & (reached > want):
+        lo = zero
+        above = zero
+        if not ONE:
+            lo, hi, reached, above = _rank(
+                weights_ptr,
+                weights_ptr,
+                size,
+                lo,
+                hi,
+                size,
+                above,
+                want,
+                CHUNK,
+                True,
+                False,
+                False,
+                TILE_ROWS,
+                TILE_COLUMNS,
+            )
+            if (reached > want) & (hi - lo > 1):
+                found = _put_aside(weights_ptr, size, lo, hi, aside_ptr, CHUNK)
+                if found <= CHUNK:
+                    lo, hi, reached, above = _rank(
+                        aside_ptr,
+                        aside_ptr,
+                        found,
+                        lo,
+                        hi,
+                        reached,
+                        above,
+                        want,
+                        0,
+                        False,
+                        False,
+                        True,
+                        TILE_ROWS,
+                        TILE_COLUMNS,
+                    )
+        lo, hi, reached, above = _rank(
+            weights_ptr,
+            weights_ptr,
+            size,
+            lo,
+            hi,
+            reached,
+            above,
+            want,
+            0,
+            ONE,
+            False,
+            ONE,
+            TILE_ROWS,
+            TILE_COLUMNS,
         )
         left = want - above
-    else:
-        left = want
     _write(
         weights_ptr,
         weights_ptr,
@@ -568,59 +773,53 @@ def _select_rows_kernel(
     )
 
 
+# One budget over all rows of a group. Of each group and step, `work` holds 256 bins and the state before them: lo, hi
+# and left; after the last step, the final state and the number of candidates.
+
+
 @jit
-def _state(
-    work_ptr,
-    count_ptr,
-    group,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """lo, hi and left after STEP digits, from the state before the last of them and its histogram."""
-    work_ptr += group * ((STEPS + 1) * 132)
+def _state(work_ptr, count_ptr, group, STEP: tl.constexpr, COARSE: tl.constexpr, STEPS: tl.constexpr):
+    """lo, hi and left after STEP steps, from the state before the last of them and its bins."""
+    state_ptr = work_ptr + group * ((STEPS + 1) * 260) + STEP * 260 + 256
     if STEP == 0:
         left = tl.load(count_ptr + group).to(tl.int32)
-        nothing = left * 0 + 0x7F800001
-        lo = tl.where(left > 0, 0, nothing)
-        return lo, nothing, left
+        hi = left * 0 + 0x7F800001
+        lo = tl.where(left > 0, 1, hi)  # only positive scores count
     else:
-        state_ptr = work_ptr + (STEP - 1) * 132 + 128
-        lo = tl.load(state_ptr)
-        hi = tl.load(state_ptr + 1)
-        left = tl.load(state_ptr + 2)
+        FIRST: tl.constexpr = STEP == 1
+        BITS: tl.constexpr = 4 if STEP <= COARSE else 8
+        lo = tl.load(state_ptr - 260)
+        hi = tl.load(state_ptr - 260 + 1)
+        left = tl.load(state_ptr - 260 + 2)
         if hi > lo:
-            found = tl.load(work_ptr + (STEP - 1) * 132 + tl.arange(0, BINS))
+            found = tl.load(state_ptr - 260 - 256 + tl.arange(0, 1 << BITS))
             total = tl.sum(found, 0)
             reached = total - tl.cumsum(found, 0) + found  # in this bin and those above
             enough = reached >= left
             digit = tl.sum(enough.to(tl.int32), 0) - 1
             above = tl.max(tl.where(enough, 0, reached), 0)
             inside = tl.min(tl.where(enough, reached, 2147483647), 0) - above
-            if total <= left:  # all; only before the first digit
-                lo = tl.maximum(lo, 1)
+            if total <= left:  # all of them
                 hi = lo
             else:
-                lo += digit * (1 << BEFORE)
+                origin, shift = _split(lo, hi, FIRST, BITS)
+                lo, hi = _enter(lo, hi, origin, shift, digit, FIRST, BITS)
                 left -= above
-                hi = lo + (1 << BEFORE)
                 if inside == left:
-                    lo = tl.maximum(lo, 1)
                     hi = lo
-        return lo, hi, left
+    return lo, hi, left
 
 
 @jit
 def _keep_state(work_ptr, group, lo, hi, left, STEP: tl.constexpr, STEPS: tl.constexpr):
-    state_ptr = work_ptr + group * ((STEPS + 1) * 132) + STEP * 132 + 128
+    state_ptr = work_ptr + group * ((STEPS + 1) * 260) + STEP * 260 + 256
     tl.store(state_ptr, lo)
     tl.store(state_ptr + 1, hi)
     tl.store(state_ptr + 2, left)
 
 
 @jit
-def _tile_keys(
+def _group_tile(
     scores_ptr,
     forced_ptr,
     tile,
@@ -631,20 +830,16 @@ def _tile_keys(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Keys of one tile of a group's scores, in any order; -1 where forced, too."""
+    """Keys of one tile of a group's scores."""
     across = (n + TILE_COLUMNS - 1) // TILE_COLUMNS
     row = tile // across * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     at = row[:, None].to(tl.int64) * n + column[None, :]
-    inside = (row < rows)[:, None] & (column < size)[None, :]
-    key = _keys(scores_ptr, forced_ptr, at, inside, FORCED)
-    if FORCED:
-        key = tl.where(key == 0x7F800001, -1, key)
-    return tl.reshape(key, [TILE_ROWS * TILE_COLUMNS], can_reorder=True)
+    return _keys(scores_ptr, forced_ptr, at, (row < rows)[:, None] & (column < size)[None, :], FORCED)
 
 
 @jit
-def _digit_kernel(
+def _coarse_kernel(
     scores_ptr,
     forced_ptr,
     count_ptr,
@@ -656,50 +851,40 @@ def _digit_kernel(
     tiles,
     each,
     STEP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BEFORE_BINS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BINS: tl.constexpr,
-    ASIDE: tl.constexpr,
     FORCED: tl.constexpr,
+    COARSE: tl.constexpr,
     STEPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Histogram of one digit of the scores whose higher digits are the threshold's."""
+    """How many scores are in each of 16 bins between the bounds of the threshold."""
     group = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
-    lo, hi, left = _state(work_ptr, count_ptr, group, STEP, STEPS, BEFORE, BEFORE_BINS)
+    lo, hi, left = _state(work_ptr, count_ptr, group, STEP, COARSE, STEPS)
     if program == 0:
         _keep_state(work_ptr, group, lo, hi, left, STEP, STEPS)
     if hi <= lo:
         return
-    lowest = tl.maximum(lo, 1)  # only positive scores count
-    found = tl.zeros([BINS], tl.int32)
-    TILE: tl.constexpr = TILE_ROWS * TILE_COLUMNS
-    apart = CANDIDATES + 1
-    if ASIDE:
-        apart = tl.load(work_ptr + (group + 1) * ((STEPS + 1) * 132) - 1)
-    if apart <= CANDIDATES:
-        for start in tl.range(program * TILE, apart, tl.num_programs(1) * TILE):
-            at = start + tl.arange(0, TILE)
-            key = _keys(candidates_ptr + group * CANDIDATES, forced_ptr, at, at < apart, False)
-            member = (key >= lowest) & (key < hi)
-            found += tl.histogram(tl.where(member, (key - lo) >> SHIFT, 0), BINS, mask=member)
-    else:
-        size = tl.minimum(tl.load(valid_ptr + group).to(tl.int32), n)
-        offset = group * rows * n
-        for tile in tl.range(program * each, tl.minimum(program * each + each, tiles)):
-            key = _tile_keys(
-                scores_ptr + offset, forced_ptr + offset, tile, rows, n, size, FORCED, TILE_ROWS, TILE_COLUMNS
-            )
-            member = (key >= lowest) & (key < hi)
-            found += tl.histogram(tl.where(member, (key - lo) >> SHIFT, 0), BINS, mask=member)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(
-        work_ptr + group * ((STEPS + 1) * 132) + STEP * 132 + bins, found, mask=found > 0, sem="relaxed"
-    )
+    origin, shift = _split(lo, hi, STEP == 0, 4)
+    size = tl.minimum(tl.load(valid_ptr + group).to(tl.int32), n)
+    offset = group * rows * n
+    counted = tl.zeros([4, TILE_COLUMNS], tl.int64)
+    one = tl.full([1, 1], 1, tl.int64)
+    for tile in tl.range(program * each, tl.minimum(program * each + each, tiles)):
+        key = _group_tile(
+            scores_ptr + offset, forced_ptr + offset, tile, rows, n, size, FORCED, TILE_ROWS, TILE_COLUMNS
+        )
+        digit, member = _bins(key, lo, hi, origin, shift, STEP == 0, 4)
+        # As in `_eighths`: 16 fields of 4 bits, then 4 of 16.
+        fields = tl.sum(tl.where(member, one << (digit * 4).to(tl.int64), 0), 0)
+        counted += (fields[None, :] >> (tl.arange(0, 4) * 4).to(tl.int64)[:, None]) & 0x000F000F000F000F
+    sums = tl.sum(counted, 1)
+    quarter = tl.arange(0, 4)
+    bins = quarter[:, None] + quarter[None, :] * 4
+    found = ((sums[:, None] >> (quarter * 16).to(tl.int64)[None, :]) & 65535).to(tl.int32)
+    bins_ptr = work_ptr + group * ((STEPS + 1) * 260) + STEP * 260
+    tl.atomic_add(bins_ptr + bins, found, mask=found > 0, sem="relaxed")
 
 
 @jit
@@ -715,9 +900,8 @@ def _candidates_kernel(
     tiles,
     each,
     STEP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BEFORE_BINS: tl.constexpr,
     FORCED: tl.constexpr,
+    COARSE: tl.constexpr,
     STEPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -726,27 +910,88 @@ def _candidates_kernel(
     """The scores among which the threshold is, in any order, as far as there is room; and how many they are."""
     group = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
-    lo, hi, _ = _state(work_ptr, count_ptr, group, STEP, STEPS, BEFORE, BEFORE_BINS)
+    lo, hi, _ = _state(work_ptr, count_ptr, group, STEP, COARSE, STEPS)
     if hi <= lo:
         return
-    lowest = tl.maximum(lo, 1)
     size = tl.minimum(tl.load(valid_ptr + group).to(tl.int32), n)
     offset = group * rows * n
     for tile in tl.range(program * each, tl.minimum(program * each + each, tiles)):
-        key = _tile_keys(
+        key = _group_tile(
             scores_ptr + offset, forced_ptr + offset, tile, rows, n, size, FORCED, TILE_ROWS, TILE_COLUMNS
         )
-        member = ((key >= lowest) & (key < hi)).to(tl.int32)
-        place = tl.cumsum(member, 0) - 1
-        many = tl.sum(member, 0)
+        member = ((key >= lo) & (key < hi)).to(tl.int32)
+        columns = tl.sum(member, 0)
+        many = tl.sum(columns, 0)
         if many > 0:
-            first = tl.atomic_add(work_ptr + (group + 1) * ((STEPS + 1) * 132) - 1, many, sem="relaxed")
-            place += first
+            place = (tl.cumsum(columns, 0) - columns)[None, :] + tl.cumsum(member, 0) - 1
+            place += tl.atomic_add(work_ptr + (group + 1) * ((STEPS + 1) * 260) - 1, many, sem="relaxed")
             tl.store(
                 candidates_ptr + group * CANDIDATES + place,
                 key.to(tl.float32, bitcast=True),
                 mask=(member > 0) & (place < CANDIDATES),
             )
+
+
+@jit
+def _fine_kernel(
+    scores_ptr,
+    forced_ptr,
+    count_ptr,
+    valid_ptr,
+    work_ptr,
+    candidates_ptr,
+    rows,
+    n,
+    tiles,
+    each,
+    STEP: tl.constexpr,
+    FORCED: tl.constexpr,
+    COARSE: tl.constexpr,
+    STEPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    """As `_coarse_kernel`, with 256 bins, of the candidates; of all scores if there was no room for these."""
+    group = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    lo, hi, left = _state(work_ptr, count_ptr, group, STEP, COARSE, STEPS)
+    if program == 0:
+        _keep_state(work_ptr, group, lo, hi, left, STEP, STEPS)
+    if hi <= lo:
+        return
+    origin, shift = _split(lo, hi, False, 8)
+    found = tl.zeros([256], tl.int32)
+    TILE: tl.constexpr = TILE_ROWS * TILE_COLUMNS
+    candidates = tl.load(work_ptr + (group + 1) * ((STEPS + 1) * 260) - 1)
+    apart = candidates <= CANDIDATES
+    size = tl.minimum(tl.load(valid_ptr + group).to(tl.int32), n)
+    offset = group * rows * n
+    first = tl.where(apart, program, program * each)
+    last = tl.where(apart, (candidates + TILE - 1) // TILE, tl.minimum(program * each + each, tiles))
+    for tile in tl.range(first, last, tl.where(apart, tl.num_programs(1), 1)):
+        if apart:
+            key = _row_tile(
+                candidates_ptr + group * CANDIDATES,
+                candidates_ptr,
+                tile * TILE,
+                candidates,
+                False,
+                TILE_ROWS,
+                TILE_COLUMNS,
+            )
+        else:
+            key = _group_tile(
+                scores_ptr + offset, forced_ptr + offset, tile, rows, n, size, FORCED, TILE_ROWS, TILE_COLUMNS
+            )
+        digit, member = _bins(key, lo, hi, origin, shift, False, 8)
+        digit = tl.reshape(tl.where(member, digit, 0), [TILE], can_reorder=True)
+        found += tl.histogram(digit, 256)
+        # Without a mask, whose order may be another than the digits', all others were counted as 0.
+        found -= tl.where(tl.arange(0, 256) == 0, TILE - tl.sum(tl.sum(member.to(tl.int32), 0), 0), 0)
+    bins = tl.arange(0, 256)
+    bins_ptr = work_ptr + group * ((STEPS + 1) * 260) + STEP * 260
+    tl.atomic_add(bins_ptr + bins, found, mask=found > 0, sem="relaxed")
 
 
 @jit
@@ -756,23 +1001,20 @@ def _ties_kernel(
     count_ptr,
     valid_ptr,
     work_ptr,
-    candidates_ptr,
     ties_ptr,
     rows,
     n,
-    STEP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BEFORE_BINS: tl.constexpr,
     FORCED: tl.constexpr,
+    COARSE: tl.constexpr,
     STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """How many of a row's scores are the threshold, if not all that are it are chosen."""
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
-    lo, hi, left = _state(work_ptr, count_ptr, group, STEP, STEPS, BEFORE, BEFORE_BINS)
+    lo, hi, left = _state(work_ptr, count_ptr, group, STEPS, COARSE, STEPS)
     if row % rows == 0:
-        _keep_state(work_ptr, group, lo, hi, left, STEP, STEPS)
+        _keep_state(work_ptr, group, lo, hi, left, STEPS, STEPS)
     if hi <= lo:
         return
     size = tl.minimum(tl.load(valid_ptr + group).to(tl.int32), n)
@@ -788,10 +1030,8 @@ def _ties_kernel(
 def _lists_kernel(
     scores_ptr,
     forced_ptr,
-    count_ptr,
     valid_ptr,
     work_ptr,
-    candidates_ptr,
     ties_ptr,
     lists_ptr,
     counts_ptr,
@@ -801,13 +1041,15 @@ def _lists_kernel(
     CUT: tl.constexpr,
     FORCED: tl.constexpr,
     STEPS: tl.constexpr,
-    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):
     """One row's list: what is above the threshold, as many ties as are left for it, what is forced."""
+    CHUNK: tl.constexpr = TILE_ROWS * TILE_COLUMNS
     row = tl.program_id(0).to(tl.int64)
     group = row // rows
-    state_ptr = work_ptr + group * ((STEPS + 1) * 132) + STEPS * 132 + 128
+    state_ptr = work_ptr + group * ((STEPS + 1) * 260) + STEPS * 260 + 256
     lo = tl.load(state_ptr)
     hi = tl.load(state_ptr + 1)
     left = tl.load(state_ptr + 2)
@@ -819,25 +1061,27 @@ def _lists_kernel(
     scores_ptr += row * n
     forced_ptr += row * n
     if CUT:
-        sure = _count(scores_ptr, forced_ptr, size, hi, FORCED, CHUNK)
         reached = _count(scores_ptr, forced_ptr, size, lo, FORCED, CHUNK)
+        sure = reached
+        if (hi > lo) & (reached > width):
+            sure = _count(scores_ptr, forced_ptr, size, hi, FORCED, CHUNK)
         if sure + tl.minimum(reached - sure, left) > width:
-            top = hi * 0 + 0x7F800002
-            lo, hi, _, above = _narrow(
+            hi = hi * 0 + 0x7F800002
+            lo, hi, _, above = _rank(
                 scores_ptr,
                 forced_ptr,
                 size,
-                width * 0,
-                lo,
-                top,
+                hi * 0,
+                hi,
                 reached,
-                top * 0,
+                hi * 0,
                 width,
                 0,
-                False,
+                True,
                 FORCED,
-                CHUNK,
-                8,
+                False,
+                TILE_ROWS,
+                TILE_COLUMNS,
             )
             left = width - above
     _write(
@@ -871,6 +1115,4 @@ def _compact_bits_kernel(words_ptr, valid_ptr, lists_ptr, counts_ptr, n, width, 
         taken += tl.sum(bit, 0)
     count = tl.minimum(taken, width)
     tl.store(counts_ptr + row, count)
-    for start in tl.range(count, width, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        tl.store(lists_ptr + at, tl.zeros([CHUNK], tl.int32), mask=at < width)
+    _pad(lists_ptr, count, width, CHUNK)

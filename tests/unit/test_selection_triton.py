@@ -62,7 +62,9 @@ def test_top_k(kind: str, reading: str) -> None:
     valid = ints(0, 1, 2, 300, n, n, n, 643)
     k = ints(3, 1, 1, 1000, 0, 77, n - 1, 200)
     for width in (n + 9, 100, 1):
-        same(select_top_k(weights, valid, k, "triton", width), select_top_k(weights, valid, k, "torch", width))
+        same(
+            select_top_k(weights, valid, k, "triton", width), select_top_k(weights, valid, k, "torch", width)
+        )
     lists, counts = select_top_k(weights, valid, k, "triton", n)
     for row, size, wanted, got, count in zip(
         weights.cpu().numpy(), valid.tolist(), k.tolist(), lists.cpu(), counts.tolist(), strict=True
@@ -173,7 +175,10 @@ def test_bits(reading: str) -> None:
 
 def test_no_rows_and_no_entries() -> None:
     for rows, n in ((0, 5), (3, 0)):
-        weights, valid = torch.zeros(rows, n, device=DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        weights, valid = (
+            torch.zeros(rows, n, device=DEVICE),
+            torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+        )
         for backend in ("torch", "triton"):
             for lists, counts in (
                 select_top_k(weights, valid, valid + 2, backend, 4),
@@ -193,9 +198,9 @@ def test_triton_needs_a_width_and_plain_float32() -> None:
         select_nucleus(weights, valid, 0.5, "triton")
     with pytest.raises(ValueError, match="compact_bits: backend 'triton' needs width"):
         compact_bits(weights.long(), valid, None, "triton")
-    with pytest.raises(ValueError, match="contiguous torch.float32"):
+    with pytest.raises(ValueError, match=r"contiguous torch\.float32"):
         select_top_k(weights.double(), valid, valid, "triton", 3)
-    with pytest.raises(ValueError, match="contiguous torch.float32"):
+    with pytest.raises(ValueError, match=r"contiguous torch\.float32"):
         select_nucleus(weights[:, ::2], valid, 0.5, "triton", 3)
     with pytest.raises(ValueError, match="mass must lie in"):
         select_nucleus(weights, valid, 1.5, "triton", 3)

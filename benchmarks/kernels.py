@@ -1,0 +1,205 @@
+"""`specahead bench kernels`: attention, selection and their rivals on a GPU, replayed in CUDA graphs.
+
+Random keys, values and page lists. The layers of a step are in rotation, as the second-level cache would otherwise
+hold one layer's KV.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
+from benchmarks.shapes import Shape
+from engine.paged_kv import PAGE_SIZE
+from kernels.block_weights import paged_attention_with_block_weights
+from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights, plan_work
+from kernels.shared_top_k import select_top_k_over_all
+
+ROTATION_BYTES = 24 << 30  # of KV at most
+
+
+@dataclass
+class Case:
+    """KV of several layers, queries and lists for one batch."""
+
+    queries: Tensor
+    k_pages: list[Tensor]
+    v_pages: list[Tensor]
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    lists: BlockLists  # [layers, sequences, kv_heads, width]
+    shape: Shape
+    rows: int  # queries of a sequence
+
+    @property
+    def layer_bytes(self) -> int:
+        """KV of all sequences in one layer."""
+        shape = self.shape
+        return 4 * int(self.lengths.sum()) * shape.num_key_value_heads * shape.head_dim
+
+
+def make_case(shape: Shape, batch: int, context: int, rows: int, share: float) -> Case:
+    kv_heads, dim, pages = shape.num_key_value_heads, shape.head_dim, -(-context // PAGE_SIZE)
+    count = batch * pages
+    layer = 4 * count * PAGE_SIZE * kv_heads * dim
+    layers = max(1, min(shape.num_hidden_layers, ROTATION_BYTES // layer))
+
+    def pool() -> list[Tensor]:
+        size = (count, kv_heads, PAGE_SIZE, dim)
+        return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+
+    width = max(1, int(pages * share))
+    scores = torch.rand(layers, batch, kv_heads, pages, device="cuda")
+    lists = scores.topk(width, -1).indices.sort(-1).values.int().contiguous()
+    counts = torch.full((layers, batch, kv_heads), width, device="cuda", dtype=torch.int32)
+    queries = torch.randn(batch * rows, shape.num_attention_heads, dim, device="cuda", dtype=torch.bfloat16)
+    return Case(
+        queries,
+        pool(),
+        pool(),
+        torch.randperm(count, device="cuda").view(batch, pages).int(),
+        torch.full((batch,), context, device="cuda", dtype=torch.int32),
+        torch.arange(0, batch * rows + 1, rows, device="cuda", dtype=torch.int32),
+        BlockLists(lists, counts, PAGE_SIZE),
+        shape,
+        rows,
+    )
+
+
+def time_attention(case: Case, what: str, repeats: int) -> float:
+    """Milliseconds of one layer; what: dense, sparse, emitting (dense), weighing (sparse)."""
+    shape, scale = case.shape, case.shape.head_dim**-0.5
+    group = shape.num_attention_heads // shape.num_key_value_heads
+    sparse = what in ("sparse", "weighing")
+    layers = len(case.k_pages)
+
+    def work() -> None:
+        blocks = case.lists if sparse else None
+        plan = plan_work(
+            shape.num_key_value_heads,
+            group,
+            shape.head_dim,
+            case.rows,
+            case.tables,
+            case.lengths,
+            PAGE_SIZE,
+            blocks,
+        )
+        for i in range(layers):
+            arguments = (
+                case.queries,
+                case.k_pages[i],
+                case.v_pages[i],
+                case.tables,
+                case.lengths,
+                case.starts,
+                scale,
+            )
+            options: Any = {"backend": "triton", "max_queries": case.rows}
+            if what == "dense":
+                paged_attention(*arguments, **options, work=plan)
+            elif what == "emitting":
+                paged_attention_with_block_weights(
+                    *arguments, PAGE_SIZE, 1, **options, width=case.tables.shape[1], work=plan
+                )
+            else:
+                here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
+                kernel: Callable[..., object] = (
+                    paged_attention if what == "sparse" else paged_attention_with_read_weights
+                )
+                kernel(*arguments, here, **options, work=plan.layer(i))
+
+    return graph_milliseconds(work, repeats) / layers
+
+
+def time_flashinfer(case: Case, repeats: int) -> float:
+    """Dense verification of the same batch by FlashInfer (FA2), planned before the graph is captured."""
+    import flashinfer
+
+    shape, batch, pages = case.shape, len(case.lengths), case.tables.shape[1]
+    ends = torch.arange(0, batch * pages + 1, pages, device="cuda", dtype=torch.int32)
+    last = ((case.lengths - 1) % PAGE_SIZE + 1).int()
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace,
+        "HND",
+        use_cuda_graph=True,
+        qo_indptr_buf=case.starts.clone(),
+        paged_kv_indptr_buf=ends.clone(),
+        paged_kv_indices_buf=case.tables.flatten().clone(),
+        paged_kv_last_page_len_buf=last.clone(),
+        backend="fa2",
+    )
+    wrapper.plan(
+        case.starts,
+        ends,
+        case.tables.flatten(),
+        last,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.head_dim,
+        PAGE_SIZE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+    )
+
+    def work() -> None:
+        for k, v in zip(case.k_pages, case.v_pages, strict=True):
+            wrapper.run(case.queries, (k, v))
+
+    return graph_milliseconds(work, repeats) / len(case.k_pages)
+
+
+def run_kernel_benchmark(
+    shape_name: str,
+    shape: Shape,
+    batches: list[int],
+    contexts: list[int],
+    rows: int,
+    share: float,
+    repeats: int,
+    json_file: str | None,
+) -> list[Row]:
+    """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
+    bandwidth = copy_bandwidth()
+    rival = importlib.util.find_spec("flashinfer") is not None
+    table: list[Row] = []
+    for batch in batches:
+        for context in contexts:
+            name = f"{batch} x {context}"
+            case = make_case(shape, batch, context, rows, share)
+            theirs = time_flashinfer(case, repeats) if rival else None
+            for what, read in (("dense", 1.0), ("emitting", 1.0), ("sparse", share), ("weighing", share)):
+                size = int(case.layer_bytes * read)
+                ms = time_attention(case, what, repeats)
+                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs))
+            del case
+            torch.cuda.empty_cache()
+    table += selection_rows(bandwidth, repeats)
+    command = f"specahead bench kernels --shape {shape_name} --batch {' '.join(map(str, batches))} "
+    command += f"--context {' '.join(map(str, contexts))} --queries {rows} --share {share}"
+    head = Head.here(command, bandwidth)
+    rivals = "FlashInfer's dense attention (FA2), torch.sort" if rival else "torch.sort (no flashinfer here)"
+    print(report(head, table, f"rival: {rivals}"))
+    if json_file:
+        head.write(json_file, table)
+    return table
+
+
+def selection_rows(bandwidth: float, repeats: int) -> list[Row]:
+    """A budget shared out over 256 rows of a sequence, against torch.sort of as many scores; and single rows."""
+    table = []
+    for groups, rows, n in ((8, 256, 6400), (1, 256, 6400), (128, 1, 8192), (128, 1, 131072)):
+        scores = torch.rand(groups, rows, n, device="cuda")
+        counts = torch.full((groups,), rows * n // 10, dtype=torch.int32, device="cuda")
+        ms = graph_milliseconds(partial(select_top_k_over_all, scores, counts, backend="triton"), repeats)
+        theirs = graph_milliseconds(partial(torch.sort, scores.flatten(1), descending=True), repeats)
+        name = f"top tenth of {groups} x {rows} x {n}"
+        table.append(Row(name, ms, 1e3 * scores.nbytes / bandwidth, theirs))
+    return table

@@ -1,0 +1,133 @@
+"""`specahead bench step`: whole steps of target and draft on a GPU, as the services run them: one CUDA graph each.
+
+Random weights, and a random selection of the imposed share: what is measured is time, nothing else.
+"""
+
+import torch
+
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
+from benchmarks.shapes import Shape, random_decoder, weight_bytes
+from engine.decoder import Decoder
+from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
+from engine.graphs import StepShape, make_buffers, run_step
+from engine.paged_kv import PAGE_SIZE, PagedKV
+
+SHORT, LONG, BATCH = 10240, 102400, 8
+
+
+class Bench:
+    """A decoder with KV for the largest case; `bandwidth` in bytes a second."""
+
+    def __init__(self, shape: Shape, bandwidth: float, repeats: int, longest: int) -> None:
+        self.shape, self.bandwidth, self.repeats = shape, bandwidth, repeats
+        self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE)
+        pages = BATCH * (longest // PAGE_SIZE)
+        self.kv = PagedKV(
+            shape.num_hidden_layers,
+            shape.num_key_value_heads,
+            shape.head_dim,
+            pages,
+            torch.bfloat16,
+            "cuda",
+        )
+
+    def kv_bytes(self, batch: int, context: int, share: float = 1.0, dense_layers: int = 0) -> float:
+        shape = self.shape
+        layer = 4 * batch * context * shape.num_key_value_heads * shape.head_dim
+        return layer * (dense_layers + (shape.num_hidden_layers - dense_layers) * share)
+
+    def floor(self, kv_bytes: float, passes: int = 1) -> float:
+        """Milliseconds to read weights and KV once a pass at the copy bandwidth."""
+        return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
+
+    def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> Row:
+        """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense."""
+        pages = context // PAGE_SIZE
+        width = int(pages * share)
+        dense = tuple(range(dense_layers))
+        shape = StepShape(batch, queries, pages, PAGE_SIZE if share else 0, 0, width, dense_layers=dense)
+        buffers = make_buffers(shape, self.shape.num_hidden_layers, self.shape.num_key_value_heads, _CUDA)
+        buffers.kv_lengths.fill_(context)
+        buffers.query_starts.copy_(torch.arange(batch + 1) * queries)
+        tables = torch.randperm(batch * pages).view(batch, pages)
+        buffers.block_tables.copy_(tables)
+        positions = torch.arange(context - queries, context).expand(batch, -1)
+        buffers.positions.copy_(positions.flatten())
+        slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
+        buffers.slots.copy_(slots.flatten())
+        if buffers.lists is not None and buffers.counts is not None:
+            scores = torch.rand(*buffers.lists.shape[:3], pages, device=_CUDA)
+            buffers.lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
+            buffers.counts.fill_(width)
+        ms = graph_milliseconds(lambda: run_step(self.decoder, self.kv, shape, buffers), self.repeats)
+        read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
+        extra = f", {dense_layers} layers dense" if dense_layers else ""
+        what = f"{share:.0%} read{extra}" if share else "dense"
+        return Row(f"{queries} queries, {what}, {batch} x {context}", ms, self.floor(read), None)
+
+    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
+        """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
+        rows = 256
+        projection = None
+        if announces:
+            heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
+            projection = torch.rand(rows, heads, device=_CUDA)
+        settings = RoundSettings(gamma, 64, PAGE_SIZE, share, 1, 4, projection, 1.3)
+        pages = context // PAGE_SIZE
+        shape = RoundShape(batch, 1, pages, False, announces)
+        buffers = make_round_buffers(shape, settings, _CUDA)
+        base = context - gamma - 1
+        buffers.lengths.fill_(base)
+        buffers.positions.fill_(base - 1)
+        buffers.query_starts.copy_(torch.arange(batch + 1))
+        tables = torch.randperm(batch * pages).view(batch, pages)
+        buffers.block_tables.copy_(tables)
+        buffers.slots.copy_(tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE)
+        buffers.limits.copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
+        ms = graph_milliseconds(
+            lambda: run_round(self.decoder, self.kv, settings, shape, buffers), self.repeats
+        )
+        read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
+        what = "and announces" if announces else "announces nothing"
+        name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
+        return Row(name, ms, self.floor(read, gamma + 1), None)
+
+
+_CUDA = torch.device("cuda")
+
+
+def run_step_benchmark(
+    target: str, target_shape: Shape, draft: str, draft_shape: Shape, repeats: int, json_file: str | None
+) -> list[Row]:
+    """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
+    bandwidth = copy_bandwidth()
+    table: list[Row] = []
+    with torch.inference_mode():
+        bench = Bench(target_shape, bandwidth, repeats, LONG)
+        table.append(bench.step(1, SHORT, 5))
+        dense = bench.step(BATCH, LONG, 5)
+        table.append(dense)
+        for layers in (0, 2):
+            row = bench.step(BATCH, LONG, 5, 0.1, layers)
+            table.append(row.against(dense.milliseconds))
+        table += [bench.step(1, LONG, 5), bench.step(1, LONG, 5, 0.1)]
+        table = [row.named("target: ") for row in table]
+        del bench
+        torch.cuda.empty_cache()
+        bench = Bench(draft_shape, bandwidth, repeats, LONG)
+        rows = [
+            bench.step(1, SHORT, 1),
+            bench.step(BATCH, LONG, 1),
+            bench.step(BATCH, LONG, 1, 0.1),
+            bench.round(BATCH, LONG, 3, 0.1, False),
+            bench.round(BATCH, LONG, 4, 0.1, False),
+            bench.round(BATCH, LONG, 4, 0.1, True),
+            bench.round(BATCH, LONG, 4, 1.0, True),
+        ]
+        table += [row.named("draft: ") for row in rows]
+    command = f"specahead bench step --target-shape {target} --draft-shape {draft}"
+    head = Head.here(command, bandwidth)
+    print(report(head, table, "rival: the dense step of the same run. Random weights, imposed selection"))
+    if json_file:
+        head.write(json_file, table)
+    return table
