@@ -116,7 +116,7 @@ def run_serve_benchmark(
         service("draft", "--target", addresses["target"], "--read-share", str(read_share), *waits)
         both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
         for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
-            for _ in range(20):  # until the draft has read the prompts
+            for _ in range(60):  # until the draft has read the prompts
                 row = _measure(both, f"{what}, first rounds", sessions, context, 12 * (gamma + 1), exactness)
                 if 1 < row.tokens_a_round <= gamma + 1:
                     break

@@ -319,7 +319,7 @@ def _sample(
     top = top / top.sum(-1, keepdim=True)
     cumulative = top.double().cumsum(-1)
     reached = cumulative <= buffers.uniforms[index][:, None] * cumulative[:, -1:]
-    last = (top > 0).sum(-1) - 1
+    last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty place may be anything
     place = torch.minimum(reached.sum(-1), last)
     drawn = ids.gather(1, place[:, None])[:, 0]
     return best.where(greedy, drawn), (ids, top)

@@ -622,40 +622,43 @@ class GraphRunner(Runner):
     # Prompts.
 
     def _read_prompts(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """A pass each: a chunk of a prompt fills the GPU by itself."""
-        return [self._read_prompt(item) for item in inputs]
-
-    def _read_prompt(self, item: SequenceInput) -> SequenceOutput:
-        start, count = item.kv.length, len(item.tokens)
-        self.kv.grow(item.kv, start + count)
-        backend = default_backend(self.device)
-        at = torch.arange(start, start + count, device=self.device)
-        table = torch.tensor([item.kv.pages], dtype=torch.int32).to(self.device)
-        slots = table[0].long()[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
-        lengths = torch.tensor([start + count], dtype=torch.int32).to(self.device)
-        starts = torch.tensor([0, count], dtype=torch.int32).to(self.device)
-        scale = self.kv.k_pages[0].shape[3] ** -0.5
+        """Chunks of several prompts in one pass, which is large enough to keep the GPU busy without a graph."""
+        longest = max(len(item.tokens) for item in inputs)
+        for item in inputs:
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
+        pages = max(len(item.kv.pages) for item in inputs)
+        rows = layout([(item.kv, item.tokens) for item in inputs], StepShape(len(inputs), longest, pages))
+        count = int(rows.query_starts[-1])
+        wanted = np.zeros(count, bool)
+        for item, start, end in zip(inputs, rows.query_starts, rows.query_starts[1:], strict=False):
+            wanted[{"none": end, "last": end - 1, "all": start}[item.logits] : end] = True
+        tables, lengths, starts, token_ids, positions, slots, kept = (
+            torch.from_numpy(array).to(self.device)
+            for array in (
+                rows.block_tables,
+                rows.lengths,
+                rows.query_starts,
+                rows.token_ids[:count],
+                rows.positions[:count],
+                rows.slots[:count],
+                np.flatnonzero(wanted),
+            )
+        )
+        backend, scale = default_backend(self.device), self.kv.k_pages[0].shape[3] ** -0.5
 
         def attend(layer: int, queries: Tensor) -> Tensor:
-            pages = self.kv.k_pages[layer], self.kv.v_pages[layer]
-            return paged_attention(
-                queries, *pages, table, lengths, starts, scale, backend=backend, max_queries=count
-            )
+            arguments = (queries, self.kv.k_pages[layer], self.kv.v_pages[layer], tables, lengths, starts)
+            return paged_attention(*arguments, scale, backend=backend, max_queries=longest)
 
-        rows = {"none": slice(0, 0), "last": slice(count - 1, count), "all": slice(0, count)}[item.logits]
-        logits = run_decoder(
-            self.decoder,
-            torch.tensor(item.tokens).to(self.device),
-            at,
-            slots,
-            self.kv.k_pages,
-            self.kv.v_pages,
-            attend,
-            backend,
-            torch.arange(count, device=self.device)[rows],
-        )
-        item.kv.length += count
-        return SequenceOutput(logits=None if item.logits == "none" else logits.float())
+        kv = self.kv.k_pages, self.kv.v_pages
+        logits = run_decoder(self.decoder, token_ids, positions, slots, *kv, attend, backend, kept)
+        outputs, row = [], 0
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+            taken = {"none": 0, "last": 1, "all": len(item.tokens)}[item.logits]
+            outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
+            row += taken
+        return outputs
 
 
 @dataclass

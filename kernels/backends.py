@@ -6,6 +6,7 @@ that is how they are tested without a GPU.
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,8 +18,8 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # torch alone serves a CPU
-        triton = tl = None
+    except ImportError:  # torch alone serves a CPU; kernels are still defined, with their annotations
+        triton, tl = None, SimpleNamespace(constexpr=None)
 
 Backend = Literal["torch", "triton"]
 

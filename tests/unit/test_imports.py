@@ -1,6 +1,8 @@
 """Which package may import which: orchestrator → services → wire, engine, sparsity → kernels."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,7 +84,17 @@ def test_grpc_and_ray_stay_above(package: str) -> None:
 
 
 def test_kernels_know_torch_and_triton_alone() -> None:
-    allowed = {"kernels", "torch", "triton", "typing", "collections", "dataclasses", "functools"}
+    allowed = {
+        "kernels",
+        "torch",
+        "triton",
+        "typing",
+        "collections",
+        "dataclasses",
+        "functools",
+        "inspect",
+        "types",
+    }
     for name, names in FILES.items():
         if name.startswith("kernels/"):
             assert names <= allowed, name
@@ -101,3 +113,16 @@ def test_logic_knows_no_grpc() -> None:
     assert set(FILES) >= WITHOUT_GRPC
     for name in WITHOUT_GRPC:
         assert not FILES[name] & {"grpc", "protos", "ray"}, name
+
+
+def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, engine.graphs, kernels.shared_top_k as k\n"
+        "one = torch.ones(1, dtype=torch.int32)\n"
+        "print(k.mark_top_k_over_all(torch.ones(1, 1, 4), one).item())\n"
+        "k.mark_top_k_over_all(torch.ones(1, 1, 4), one, 'triton')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    assert done.stderr.strip().endswith("Triton is not installed; install it or use backend='torch'")
