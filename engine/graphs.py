@@ -31,6 +31,7 @@ from engine.runner import ModelRunner, Runner, SequenceOutput
 from kernels.backends import default_backend
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import (
+    MAX_ROWS,
     BlockLists,
     GroupMeans,
     paged_attention,
@@ -41,6 +42,7 @@ from kernels.shared_budget import WORD, remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
 MAX_STEP_QUERIES = 16  # a sequence with more tokens to run is reading a prompt
+ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 
 
@@ -526,7 +528,7 @@ class GraphRunner(Runner):
         )
         counts = [(*kind, 1 << i) for kind in kinds for i in range(_bucket(sequences).bit_length())]
         for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
-            self._round_of(RoundShape(count, 2, self.max_pages, sampled, announces), settings)
+            self._round_of(RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces), settings)
 
     def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
         if shape not in self._rounds:
@@ -539,6 +541,13 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
+        behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
+        if behind:  # they catch up first, so that one graph serves all rounds
+            self._read_prompts([SequenceInput(item.kv, item.tokens[:-1]) for item in behind])
+        requests = [
+            replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > ROUND_QUERIES else item
+            for item in requests
+        ]
         outputs: dict[int, RoundOutput] = {}
         for announces in (False, True):
             places = [i for i, item in enumerate(requests) if (item.announce is not None) == announces]
@@ -555,8 +564,7 @@ class GraphRunner(Runner):
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
             _bucket(len(requests)),
-            # One token, or two where the last was not foreseen; more where a draft catches up.
-            2 if max(len(item.tokens) for item in requests) <= 2 else 2 * (settings.gamma + 1),
+            ROUND_QUERIES,
             self.max_pages,
             any(item.temperature > 0 for item in requests),
             announces,
@@ -624,6 +632,7 @@ class GraphRunner(Runner):
     def _read_prompts(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Chunks of several prompts in one pass, which is large enough to keep the GPU busy without a graph."""
         longest = max(len(item.tokens) for item in inputs)
+        tiled = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
         pages = max(len(item.kv.pages) for item in inputs)
@@ -648,7 +657,7 @@ class GraphRunner(Runner):
 
         def attend(layer: int, queries: Tensor) -> Tensor:
             arguments = (queries, self.kv.k_pages[layer], self.kv.v_pages[layer], tables, lengths, starts)
-            return paged_attention(*arguments, scale, backend=backend, max_queries=longest)
+            return paged_attention(*arguments, scale, backend=backend, max_queries=tiled)
 
         kv = self.kv.k_pages, self.kv.v_pages
         logits = run_decoder(self.decoder, token_ids, positions, slots, *kv, attend, backend, kept)

@@ -454,9 +454,9 @@ def _partial_attention_kernel(
     list_width,
     group_stride,
     block_sums_stride,
+    row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -499,9 +499,9 @@ def _partial_attention_kernel(
     while tile < last:
         first = tl.load(tile_starts_ptr + item)
         stop = tl.minimum(last, tl.load(tile_starts_ptr + item + 1))
-        row_tile = item % ROW_TILES
-        kv_head = (item // ROW_TILES) % KV_HEADS
-        sequence = item // (ROW_TILES * KV_HEADS)
+        row_tile = item % row_tiles
+        kv_head = (item // row_tiles) % KV_HEADS
+        sequence = item // (row_tiles * KV_HEADS)
         start = tl.load(starts_ptr + sequence)
         queries = tl.load(starts_ptr + sequence + 1) - start
         length = tl.load(lengths_ptr + sequence)
@@ -612,9 +612,9 @@ def _merge_kernel(
     log_sums_ptr,
     items,
     programs,
+    row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLITS: tl.constexpr,
     DIM: tl.constexpr,
@@ -628,8 +628,8 @@ def _merge_kernel(
     row = tl.program_id(1)
     offs_dim = tl.arange(0, DIM)
     offs_split = tl.arange(0, SPLITS)
-    sequence = item // (ROW_TILES * KV_HEADS)
-    kv_head = (item // ROW_TILES) % KV_HEADS
+    sequence = item // (row_tiles * KV_HEADS)
+    kv_head = (item // row_tiles) % KV_HEADS
     start, next_start = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
     total = tl.load(tile_starts_ptr + items)
     begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
@@ -654,7 +654,7 @@ def _merge_kernel(
         total_weight = total_weight * ours + tl.sum(weights * theirs, 0)
         maximum = higher
     acc = acc / tl.where(total_weight == 0.0, 1.0, total_weight)
-    query = (item % ROW_TILES) * QUERIES + row // GROUP
+    query = (item % row_tiles) * QUERIES + row // GROUP
     out_at = ((start + query) * HEADS + kv_head * GROUP + row % GROUP).to(tl.int64) * DIM
     if query < next_start - start:
         tl.store(out_ptr + out_at + offs_dim, acc)
@@ -671,9 +671,9 @@ def _tile_starts_kernel(
     first_items_ptr,
     items,
     programs,
+    per_sequence,
+    per_tokens,
     UNIT: tl.constexpr,
-    PER_SEQUENCE: tl.constexpr,
-    PER_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     MEANS: tl.constexpr,
@@ -683,15 +683,15 @@ def _tile_starts_kernel(
 ):
     """Where each item's tiles begin, [items + 1], and the item that each program of the attention kernel begins in.
 
-    One program a layer. A count of tokens serves PER_TOKENS items.
+    One program a layer. A count of tokens serves per_tokens items.
     """
     layer = tl.program_id(0)
     item = tl.arange(0, ITEMS)
     inside = item < items
-    at = layer * (items // PER_TOKENS) + item // PER_TOKENS
+    at = layer * (items // per_tokens) + item // per_tokens
     tiles = tl.cdiv(tl.load(tokens_ptr + at, mask=inside, other=0) * UNIT, TILE)
     if MEANS:
-        tiles += tl.cdiv(tl.load(groups_ptr + item // PER_SEQUENCE, mask=inside, other=0), GROUP_TILE)
+        tiles += tl.cdiv(tl.load(groups_ptr + item // per_sequence, mask=inside, other=0), GROUP_TILE)
     tile_starts_ptr += layer * (items + 1)
     tl.store(tile_starts_ptr, 0)
     ends = tl.cumsum(tiles, 0)
@@ -774,9 +774,9 @@ def _block_weights_kernel(
     width: tl.constexpr,
     block_sums_stride: tl.constexpr,
     emitting: tl.constexpr,
+    row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -789,7 +789,7 @@ def _block_weights_kernel(
     sequence = row // (HEADS * emitting)
     query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting + place
     query = tl.maximum(query, 0)  # an empty place of a batch has none
-    item = (sequence * KV_HEADS + head // GROUP) * ROW_TILES + query // QUERIES
+    item = (sequence * KV_HEADS + head // GROUP) * row_tiles + query // QUERIES
     at = item * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = block < tl.cdiv(tl.load(counts_ptr + sequence), UNIT)
@@ -815,9 +815,9 @@ def _add_listed_weights_kernel(
     out_stride,
     share,
     n: tl.constexpr,
+    row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -829,7 +829,7 @@ def _add_listed_weights_kernel(
     query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - 1
     query = tl.maximum(query, 0)
     at = (
-        (list_row * ROW_TILES + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
+        (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     )
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = place < tl.load(counts_ptr + list_row)
@@ -851,9 +851,9 @@ def _read_weights_kernel(
     out_ptr,
     width: tl.constexpr,
     block_sums_stride: tl.constexpr,
+    row_tiles,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -870,7 +870,7 @@ def _read_weights_kernel(
     for row in tl.range(0, rows):
         query = row // GROUP
         at = (
-            (list_row * ROW_TILES + query // QUERIES) * QUERIES * GROUP
+            (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP
             + (query % QUERIES) * GROUP
             + row % GROUP
         )
@@ -916,9 +916,9 @@ def plan_work(
         first_items,
         items,
         programs,
+        kv_heads * row_tiles,
+        kv_heads * row_tiles if blocks is None else row_tiles,
         UNIT=1 if blocks is None else blocks.block_size,
-        PER_SEQUENCE=kv_heads * row_tiles,
-        PER_TOKENS=kv_heads * row_tiles if blocks is None else row_tiles,
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
         MEANS=means is not None,
@@ -1056,7 +1056,7 @@ def _triton_paged_attention(
         0 if block_sums is None else block_sums.shape[1],
         HEADS=heads,
         KV_HEADS=kv_heads,
-        ROW_TILES=row_tiles,
+        row_tiles=row_tiles,
         QUERIES=tile_queries,
         ROWS=max(16, _power_of_two(rows)),
         DIM=dim,
@@ -1089,7 +1089,7 @@ def _triton_paged_attention(
         programs,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        ROW_TILES=row_tiles,
+        row_tiles=row_tiles,
         QUERIES=tile_queries,
         SPLITS=16 if items * 8 > programs else 32,
         DIM=dim,
@@ -1126,7 +1126,7 @@ def _triton_read_weights(
             sums.shape[1],
             HEADS=queries.shape[1],
             KV_HEADS=kv_heads,
-            ROW_TILES=row_tiles,
+            row_tiles=row_tiles,
             QUERIES=tile_queries,
             CHUNK=256,
         )
@@ -1177,7 +1177,7 @@ def triton_block_weights(
         emitting,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        ROW_TILES=row_tiles,
+        row_tiles=row_tiles,
         QUERIES=tile_queries,
         UNIT=block_size,
         CHUNK=1024,
@@ -1232,7 +1232,7 @@ def triton_add_listed_weights(
         out.shape[2],
         HEADS=heads,
         KV_HEADS=kv_heads,
-        ROW_TILES=row_tiles,
+        row_tiles=row_tiles,
         QUERIES=tile_queries,
         CHUNK=1024,
     )

@@ -142,3 +142,14 @@ def test_a_plan_without_blends_drafts_whole_rounds_for_exact_sessions() -> None:
     (proposal,) = [e for e in side.run(begin("a", 100, "", SAMPLED)) if isinstance(e, Proposal)]
     assert len(proposal.supports) == 4
     assert all(abs(float(s.probs.sum()) - 1) < 1e-5 for s in proposal.supports)
+
+
+def test_a_draft_that_fell_behind_catches_up_before_its_round() -> None:
+    plain, whole = (Side(runner, ahead=False) for runner in runners())
+    for side in (plain, whole):
+        side.run(begin("a", 300, "ahead", GREEDY))
+    behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
+    sent = [comparable(side.run(*behind), {"a": {}}) for side in (plain, whole)]
+    assert sent[0] == sent[1]
+    (proposal,) = [event for event in sent[1] if event[1] == "proposal"]
+    assert proposal[0].base == 306
