@@ -524,6 +524,27 @@ def test_greedy_is_plain_decoding(
     world.check_nothing_left()
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
+    world = World(clock, 3, FakeModel(agreement=3))
+    world.verifier.settings = replace(world.verifier.settings, synthetic_acceptance=rate)
+    world.attach()
+    names = [world.open(p, 60, Sampling(temperature=0, seed=i)) for i, p in enumerate(prompts(world.rng, 3))]
+    world.run()
+    drafted = accepted = 0
+    for name in names:
+        assert len(world.ledger.records[name].tokens) - world.requests[name].prompt_tokens == 60
+        for commit in world.commits[name][:-1]:  # the last one is cut
+            drafted, accepted = drafted + commit.drafted, accepted + commit.accepted
+    if rate == 0.5:
+        assert 0.15 < accepted / drafted < 0.4  # ½ + ¼ + … of four
+    else:
+        assert accepted == rate * drafted
+    if rate == 1.0:  # a guess that is here by then comes true as well: what was drafted ahead is kept
+        assert any(commit.at.epoch < commit.at.round for name in names for commit in world.commits[name])
+    world.check_nothing_left()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_approximate_with_the_whole_budget_reads_everything(clock: Clock, seed: int) -> None:
     """This model sees all tokens, so that one page left out would be noticed."""
