@@ -41,7 +41,7 @@ from kernels.paged_attention import (
 from kernels.shared_budget import WORD, remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
-MAX_STEP_QUERIES = 16  # a sequence with more tokens to run is reading a prompt
+STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 
@@ -55,10 +55,6 @@ class StepShape:
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists.
     """
 
-    @property
-    def blocks(self) -> int:
-        return self.pages * PAGE_SIZE // self.block_size
-
     sequences: int
     queries: int
     pages: int
@@ -69,6 +65,11 @@ class StepShape:
     read_weights: bool = False
     dense_layers: tuple[int, ...] = ()
     decay: float | None = None  # of what is remembered, where a budget is shared out in the pass
+
+    @property
+    def blocks(self) -> int:
+        """That a sequence has at most."""
+        return self.pages * PAGE_SIZE // self.block_size
 
 
 @dataclass
@@ -189,7 +190,7 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
                 shape.emitting,
                 backend=backend,
                 max_queries=shape.queries,
-                width=shape.pages * PAGE_SIZE // shape.block_size,
+                width=shape.blocks,
                 work=dense_work,
             )
             return out
@@ -281,7 +282,8 @@ class GraphRunner(Runner):
         self.kv = fallback.kv
         self.vocab_size = fallback.vocab_size
         self.device = fallback.device
-        self.step_queries = min(step_queries, MAX_STEP_QUERIES)
+        self.step_queries = step_queries
+        self.max_queries = max(step_queries, STEP_QUERIES)
         self.max_pages = pages_for(max_context + MAX_OVERHANG)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
@@ -312,7 +314,7 @@ class GraphRunner(Runner):
         read = item.read
         if read is not None and read.selector is not None:
             return "fallback"
-        if len(item.tokens) > MAX_STEP_QUERIES:
+        if len(item.tokens) > self.max_queries:
             return "fallback" if read is not None or item.emitting else "prompt"
         if read is None:
             return (item.block_size, item.emitting) if item.emitting else ()
@@ -362,7 +364,7 @@ class GraphRunner(Runner):
         first = inputs[0]
         sequences = _bucket(len(inputs))
         longest = max(len(item.tokens) for item in inputs)
-        queries = next(n for n in (1, self.step_queries, MAX_STEP_QUERIES) if n >= longest)
+        queries = next(n for n in (1, self.step_queries, self.max_queries) if n >= longest)
         read = first.read
         if read is None:
             return StepShape(sequences, queries, self.max_pages, first.block_size, first.emitting)

@@ -1,6 +1,7 @@
 """`ahead` with its budget shared out in the pass against the same choice made beforehand, round after round."""
 
 import numpy as np
+import pytest
 import torch
 
 import models
@@ -16,7 +17,6 @@ from sparsity.selection import BlockSelection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = load_plan(models.PLAN)
-GAMMA = 4
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -27,9 +27,10 @@ def announced(rows: int, blocks: int, rng: np.random.Generator) -> BlockSelectio
     return BlockSelection.from_matrix(rng.random((rows, blocks)) < 0.05)
 
 
-def test_rounds_read_and_remember_the_same() -> None:
+@pytest.mark.parametrize("gamma", [4, 20])
+def test_rounds_read_and_remember_the_same(gamma: int) -> None:
     plain, other = (load_runner(str(models.TARGET), torch.float32, DEVICE, 16384) for _ in range(2))
-    shared = GraphRunner(read_decoder(other.model), other, 1300)
+    shared = GraphRunner(read_decoder(other.model), other, 1300, step_queries=gamma + 1)
     runners = (plain, shared)
     for runner in runners:
         runner.kv.keep_group_means(PLAN.group_size)
@@ -51,10 +52,10 @@ def test_rounds_read_and_remember_the_same() -> None:
         for runner, held, mine in zip(runners, sequences, readers, strict=True):
             inputs = []
             for i, (kv, reader) in enumerate(zip(held, mine, strict=True)):
-                ends = kv.length + GAMMA + 1
+                ends = kv.length + gamma + 1
                 given = [] if turn == 2 and i == 1 else [choices[i]]  # a round without an announcement
                 read = reader.read(given, bases[i], ends)
-                inputs.append(SequenceInput(kv, tokens(GAMMA + 1, 10 * turn + i), "all", read))
+                inputs.append(SequenceInput(kv, tokens(gamma + 1, 10 * turn + i), "all", read))
             outputs = runner.forward(inputs)
             for reader, output in zip(mine, outputs, strict=True):
                 reader.finish(output.read_weights, output.blocks_read)
