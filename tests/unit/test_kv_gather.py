@@ -1,0 +1,151 @@
+"""Copying scattered blocks: both backends against a loop over rows, and what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import kv_gather
+from kernels.kv_gather import gather_blocks
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+backends = pytest.mark.parametrize("backend", ["torch", "triton"])
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def random_bytes(rows: int, row_bytes: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Where the kernel may read host memory: pinned if there is a GPU."""
+    return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize(
+    ("row_bytes", "dtype"),
+    [
+        (1024, torch.bfloat16),
+        (4096, torch.uint8),
+        (6144, torch.float32),  # not a power of two
+        (4112, torch.uint8),  # 16 bytes beyond one: a piece that is mostly masked off
+        (65536, torch.float16),
+    ],
+)
+@pytest.mark.parametrize(("count", "programs"), [(0, 3), (1, 3), (13, 1), (13, 2), (16, 40)])
+@backends
+def test_rows_arrive_and_no_others(
+    backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: bool
+) -> None:
+    n, m, capacity = 23, 19, 16
+    source, before = random_bytes(n, row_bytes, dtype, 0), random_bytes(m, row_bytes, dtype, 1)
+    torch.manual_seed(count)
+    origins, places = torch.randint(n, (capacity,)), torch.randperm(m)[:capacity]
+    wanted = before.clone()
+    for origin, place in zip(origins[:count].tolist(), places[:count].tolist(), strict=True):
+        wanted[place] = source[origin]
+    destination = before.to(DEVICE)
+    gather_blocks(
+        on_host(source) if host else source.to(DEVICE),
+        destination,
+        ints(origins.tolist()),
+        ints(places.tolist()),
+        ints([count]),
+        programs,
+        backend,
+    )
+    assert same_bytes(destination, wanted)
+
+
+@pytest.mark.parametrize("in_flight", [512, 4096])
+def test_lists_longer_than_what_is_in_flight(in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many iterations of each program."""
+    monkeypatch.setattr(kv_gather, "IN_FLIGHT", in_flight)
+    source = random_bytes(64, 1536, torch.int16, 0)
+    destination = torch.zeros_like(source, device=DEVICE)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    rows = ints(list(range(64)))
+    gather_blocks(on_host(source), destination, ints(order.tolist()), rows, ints([61]), 3, "triton")
+    assert same_bytes(destination[:61], source[order[:61]])
+    assert not destination[61:].any()
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Valid arguments of gather_blocks, some of them replaced."""
+    return {
+        "source": on_host(torch.zeros(4, 64)),
+        "destination": torch.zeros(3, 64, device=DEVICE),
+        "source_rows": ints([3, 0]),
+        "destination_rows": ints([1, 2]),
+        "count": ints([2]),
+        "programs": 2,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"destination": torch.zeros(3, 32, device=DEVICE)}, "rows differ"),
+        ({"destination": torch.zeros(64, device=DEVICE)}, "rows differ"),
+        ({"destination": torch.zeros(3, 64, dtype=torch.int32, device=DEVICE)}, "float32 into torch.int32"),
+        ({"destination": torch.zeros(3, 128, device=DEVICE)[:, ::2]}, "contiguous"),
+        ({"source": torch.zeros(64, 4).T}, "contiguous"),
+        ({"source_rows": ints([3, 0]).long()}, "int32"),
+        ({"count": ints([2]).long()}, "int32"),
+        ({"count": ints([2, 2])}, "one count"),
+        ({"source_rows": ints([3, 0, 1])}, "one list of each"),
+        ({"programs": 0}, "programs"),
+    ],
+)
+@backends
+def test_what_does_not_fit_is_refused(backend: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        gather_blocks(**arguments(**changes), backend=backend)
+
+
+def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
+    odd = {"source": torch.zeros(4, 6, device=DEVICE), "destination": torch.zeros(3, 6, device=DEVICE)}
+    with pytest.raises(ValueError, match="16-byte words"):
+        gather_blocks(**arguments(**odd), backend="triton")
+    # Pageable memory; without a GPU, a tensor of no memory stands for one on another device.
+    device = DEVICE if DEVICE == "cuda" else "meta"
+    elsewhere = {
+        name: value.to(device) for name, value in arguments().items() if name not in ("source", "programs")
+    }
+    with pytest.raises(ValueError, match="pinned"):
+        gather_blocks(**arguments(source=torch.zeros(4, 64), **elsewhere), backend="triton")
+    with pytest.raises(NotImplementedError):
+        gather_blocks(**arguments(), backend="cuda")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_a_captured_graph_serves_any_list() -> None:
+    source = on_host(random_bytes(50, 4096, torch.bfloat16, 0))
+    destination = torch.zeros(40, 2048, dtype=torch.bfloat16, device=DEVICE)
+    origins, places, count = ints([0] * 40), ints(list(range(40))), ints([1])
+    call = (source, destination, origins, places, count, 4, "triton")
+    gather_blocks(*call)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gather_blocks(*call)
+    for seed, n in ((1, 40), (2, 7)):
+        order = torch.randperm(50, generator=torch.Generator().manual_seed(seed))[:40]
+        origins.copy_(order)
+        count.fill_(n)
+        destination.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bytes(destination[:n], source[order[:n]])
+        assert not destination[n:].any()
