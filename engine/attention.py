@@ -73,9 +73,6 @@ def _attend_part(
         blocks = None if chosen is None else _to_lists(chosen[None], part.block_size)
     else:
         blocks = None
-    by_query_head = part.emit_read == "heads"
-    if blocks is None and by_query_head:  # evidence of a dense layer is complete
-        blocks = _all_blocks(part, k_pages.shape[1])
     if blocks is None:
         if part.emit_read:
             part.read_weights.append(None)
@@ -83,18 +80,9 @@ def _attend_part(
     means = None if part.means is None else part.means[layer]
     if not part.emit_read:
         return paged_attention(*arguments, blocks, means)
-    out, weights = paged_attention_with_read_weights(*arguments, blocks, means, by_query_head=by_query_head)
+    out, weights = paged_attention_with_read_weights(*arguments, blocks, means)
     part.read_weights.append((blocks, weights))
     return out
-
-
-def _all_blocks(part: BatchPart, kv_heads: int) -> BlockLists:
-    counts = (part.kv_lengths + part.block_size - 1) // part.block_size
-    places = torch.arange(int(counts.max()), dtype=torch.int32, device=counts.device)
-    lists = places.where(places < counts[:, None], 0)
-    return BlockLists(
-        lists[:, None].repeat(1, kv_heads, 1), counts[:, None].repeat(1, kv_heads), part.block_size
-    )
 
 
 def _attend_each_query(part: BatchPart, arguments: tuple[Any, ...], chosen: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ blocks that are chosen layer by layer while the pass runs.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from kernels.paged_attention import BlockLists, GroupMeans, gather_pages
 
 Logits = Literal["none", "last", "all"]
-Emit = Literal["", "kv_heads", "heads"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
 LayerLists = list[tuple[Tensor, Tensor] | None]
 
@@ -77,15 +76,14 @@ class SparseRead:
     """What a sequence's queries read: lists that are known before the pass, a selector's choice, or a budget that
     the runner shares out on the device (GraphRunner only).
 
-    group_means: let means stand in for what is not read (PagedKV.means). emit: return what weight was read, for each
-    KV head (SequenceOutput.read_weights) or for each query head (SequenceOutput.block_weights).
+    group_means: let means stand in for what is not read (PagedKV.means). emit: return what weight was read.
     """
 
     block_size: int
     lists: LayerLists | None = None
     selector: LayerSelector | None = None
     group_means: bool = False
-    emit: Emit = ""
+    emit: bool = False
     budget: SharedBudget | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +123,7 @@ class BatchPart:
     lists: list[BlockLists | None] | None = None  # per layer, batched
     selector: LayerSelector | None = None  # of the part's only sequence
     means: list[GroupMeans] | None = None  # per layer
-    emit_read: Emit = ""
+    emit_read: bool = False
     read_weights: list[tuple[BlockLists, Tensor] | None] = field(default_factory=list)  # a layer each
 
 
@@ -201,7 +199,7 @@ def _kind(item: SequenceInput) -> tuple[int, ...]:
     if read.selector is not None:
         return (3, id(item))
     dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
-    return (2, read.block_size, read.group_means, get_args(Emit).index(read.emit), *dense)
+    return (2, read.block_size, read.group_means, read.emit, *dense)
 
 
 def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: torch.device) -> BatchPart:

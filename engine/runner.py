@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class SequenceOutput:
     """logits: [rows, vocab] float32 for the rows asked for, or None.
 
-    block_weights: [layers, emitting, heads, blocks] float32 of the last queries, or None. Of a sparse read that emits
-    for heads [layers, 1, heads, blocks]: the mean over its queries, 0 for what was not read.
+    block_weights: [layers, emitting, heads, blocks] float32 of the last queries, or None.
     read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
     query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
     blocks_read: over all sparse layers and heads, where the runner shared out a budget.
@@ -102,24 +101,18 @@ class ModelRunner(Runner):
                     output.block_weights = torch.stack([w[j, :, :, :blocks] for w in part.block_weights])
                 if part.emit_read:
                     layers = [_spread(entry, j, blocks) for entry in part.read_weights]
-                    read = torch.stack(
+                    output.read_weights = torch.stack(
                         [torch.zeros(self.kv.kv_heads, blocks) if w is None else w for w in layers]
                     )
-                    if part.emit_read == "heads":
-                        output.block_weights = read[:, None]
-                    else:
-                        output.read_weights = read
             place += count
         return outputs
 
 
 def _spread(entry: tuple[BlockLists, Tensor] | None, sequence: int, blocks: int) -> Tensor | None:
-    """Weights of listed blocks, on the CPU, at their blocks' places: [kv_heads or heads, blocks]"""
+    """Weights of listed blocks, on the CPU, at their blocks' places: [kv_heads, blocks]"""
     if entry is None:
         return None
     lists, weights = entry[0].lists[sequence].cpu(), entry[1][sequence].cpu()
     listed = torch.arange(lists.shape[1]) < entry[0].counts[sequence].cpu()[:, None]
-    group = len(weights) // len(lists)  # query heads that share a list, or 1
-    lists, listed = lists.repeat_interleave(group, 0), listed.repeat_interleave(group, 0)
     out = torch.zeros(len(lists), blocks)
     return out.scatter_add_(1, lists.where(listed, 0).long(), weights.where(listed, 0))

@@ -155,21 +155,16 @@ def paged_attention_with_read_weights(
     max_queries: int = 0,
     work: Work | None = None,
     weights_out: Tensor | None = None,
-    by_query_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention` over lists, and how much softmax weight each listed block got.
 
     The weights are [sequences, kv_heads, width] float32, in the order of `blocks.lists`: the sum over the query
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
-    weights_out: where to put them, if given. by_query_head: without that sum, [sequences, heads, width].
+    weights_out: where to put them, if given.
     """
     check_backend("paged_attention_with_read_weights", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
     if backend == "triton":
-        if by_query_head:
-            raise NotImplementedError(
-                "paged_attention_with_read_weights: weights per query head are built for torch only"
-            )
         _check_triton(queries, k_pages, max_queries, blocks.block_size)
         out, sums, log_sums = _triton_paged_attention(
             queries,
@@ -189,8 +184,9 @@ def paged_attention_with_read_weights(
         return out, _triton_read_weights(
             queries, query_starts, blocks, max_queries, sums, log_sums, weights_out
         )
-    arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
-    out, weights = _torch_paged_attention(*arguments, blocks, means, True, by_query_head)
+    out, weights = _torch_paged_attention(
+        queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks, means, True
+    )
     assert weights is not None
     return out, weights if weights_out is None else weights_out.copy_(weights)
 
@@ -244,14 +240,9 @@ def _torch_paged_attention(
     blocks: BlockLists | None,
     means: GroupMeans | None,
     emit: bool,
-    by_query_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     out = torch.empty_like(queries)
-    weights = None
-    if blocks is not None and emit:
-        sequences, kv_heads, width = blocks.lists.shape
-        shape = sequences, queries.shape[1] if by_query_head else kv_heads, width
-        weights = torch.zeros(shape, dtype=torch.float32, device=queries.device)
+    weights = None if blocks is None or not emit else torch.zeros_like(blocks.lists, dtype=torch.float32)
     starts, lengths = query_starts.tolist(), kv_lengths.tolist()
     for i, length in enumerate(lengths):
         rows = queries[starts[i] : starts[i + 1]]
@@ -273,8 +264,7 @@ def _torch_paged_attention(
             rows, keys, values, positions, length, scale, groups
         )
         if weights is not None:  # probs [kv_heads, group, rows, width * block_size]
-            each = probs.unflatten(-1, (-1, blocks.block_size)).sum(-1).mean(2)
-            weights[i] = each.flatten(0, 1) if by_query_head else each.sum(1)
+            weights[i] = probs.unflatten(-1, (-1, blocks.block_size)).sum(-1).sum(1).mean(1)
     return out, weights
 
 

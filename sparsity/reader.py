@@ -76,9 +76,7 @@ class Reader:
             )
             return SparseRead(self.plan.block_size, selector=each)
         lists = to_lists(self._planned, self.plan)
-        return SparseRead(
-            self.plan.block_size, lists, group_means=means, emit="kv_heads" if self.method.remembers else ""
-        )
+        return SparseRead(self.plan.block_size, lists, group_means=means, emit=self.method.remembers)
 
     def _shared(self, announced: BlockSelection, base: int) -> SparseRead | None:
         """`in_advance.ahead`, left to the runner."""
@@ -96,9 +94,7 @@ class Reader:
         dense = tuple(layer for layer in range(plan.target_layers) if layer not in plan.sparse_layers)
         words = announced.resized(blocks).words
         budget = SharedBudget(words, first, last, room, self._read_memory, dense)
-        return SparseRead(
-            plan.block_size, group_means=self.method.uses_means(plan), emit="kv_heads", budget=budget
-        )
+        return SparseRead(plan.block_size, group_means=self.method.uses_means(plan), emit=True, budget=budget)
 
     def _choose(self, announced: BlockSelection | None, base: int) -> Tensor:
         """bool [sparse layers, kv_heads, blocks]"""

@@ -132,7 +132,7 @@ def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: boo
                 chosen = torch.rand(2, blocks, generator=generator) < 0.5
                 chosen[:, -1] = True
                 lists.append(compact(chosen))
-            read = SparseRead(block_size, lists, None, group_means, "kv_heads" if emit else "")
+            read = SparseRead(block_size, lists, None, group_means, emit)
             items.append((i, {"tokens": tokens(5, 20 + i), "logits": "all", "read": read}))
         pair.check(items)
 

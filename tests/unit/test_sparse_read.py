@@ -67,7 +67,7 @@ def masks(
     return chosen
 
 
-def listed(chosen: list[Tensor] | list[Tensor | None], block_size: int, **options: Any) -> SparseRead:
+def listed(chosen: list[Tensor] | list[Tensor | None], block_size: int, **options: bool) -> SparseRead:
     return SparseRead(block_size, [None if mask is None else compact(mask) for mask in chosen], **options)
 
 
@@ -89,7 +89,7 @@ def test_reading_every_block_is_reading_densely(
     runner.kv.keep_group_means(64)
     reads = [
         listed(everything, block_size),
-        listed(everything, block_size, group_means=True, emit="kv_heads"),
+        listed(everything, block_size, group_means=True, emit=True),
         SparseRead(block_size, selector=Fixed([*everything[:2], None, everything[3]])),
     ]
     dense, *others = run(runner, prompt, None, *reads)
@@ -175,9 +175,9 @@ def test_read_weights_of_everything_are_the_dense_weights(
     rows = len(TOKENS) - PREFIX
     forks = [runner.kv.fork(prompt) for _ in range(4)]
     reads = [
-        listed(everything, block_size, emit="kv_heads"),
-        listed(everything, block_size, emit="kv_heads", group_means=True),
-        SparseRead(block_size, selector=Fixed(list(everything)), emit="kv_heads"),
+        listed(everything, block_size, emit=True),
+        listed(everything, block_size, emit=True, group_means=True),
+        SparseRead(block_size, selector=Fixed(list(everything)), emit=True),
     ]
     dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
     sparse = [
@@ -197,7 +197,7 @@ def test_layers_that_are_read_densely_give_no_read_weights(runner: ModelRunner, 
     chosen: list[Tensor | None] = [*masks(16)]
     chosen[1] = None
     forks = [runner.kv.fork(prompt) for _ in range(2)]
-    reads = [listed(chosen, 16, emit="kv_heads"), SparseRead(16, selector=Fixed(chosen), emit="kv_heads")]
+    reads = [listed(chosen, 16, emit=True), SparseRead(16, selector=Fixed(chosen), emit=True)]
     inputs = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)]
     by_list, by_selector = (output.read_weights for output in runner.forward(inputs))
     assert by_list is not None
@@ -215,11 +215,7 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
     for means in (False, True):
         fork = runner.kv.fork(prompt)
         (output,) = runner.forward(
-            [
-                SequenceInput(
-                    fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit="kv_heads")
-                )
-            ]
+            [SequenceInput(fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit=True))]
         )
         assert output.read_weights is not None
         assert not output.read_weights[~torch.stack(chosen)].any()
@@ -246,34 +242,34 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
             runner.kv.release(kv)
         return outputs
 
-    def lists(prefix: int, count: int, size: int, seed: int, **options: Any) -> SparseRead:
+    def lists(prefix: int, count: int, size: int, seed: int, **options: bool) -> SparseRead:
         return listed(masks(size, seed, (), prefix, prefix + count), size, **options)
 
-    def selector(prefix: int, count: int, seed: int, *rows: int, **options: Any) -> SparseRead:
+    def selector(prefix: int, count: int, seed: int, *rows: int, **options: bool) -> SparseRead:
         chosen = masks(16, seed, rows, prefix, prefix + count)
         return SparseRead(16, selector=Fixed(list(chosen)), **options)
 
     batch: list[tuple[int, int, dict[str, Any]]] = [
-        (160, 3, {"logits": "all", "read": selector(160, 3, 1, group_means=True, emit="kv_heads")}),
-        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit="kv_heads")}),
+        (160, 3, {"logits": "all", "read": selector(160, 3, 1, group_means=True, emit=True)}),
+        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit=True)}),
         (199, 4, {"logits": "all"}),
         (199, 4, {"logits": "all", "read": selector(199, 4, 3, 4)}),
         (
             32,
             5,
-            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit="kv_heads")},
+            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit=True)},
         ),  # no groups yet
         (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
-        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit="kv_heads")}),
+        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit=True)}),
         (16, 1, {"logits": "last"}),
         (199, 4, {"logits": "all", "block_size": 32, "emitting": 2}),
         (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
         (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
         (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
-        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit="kv_heads")}),
+        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit=True)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
         (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
-        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit="kv_heads")}),
+        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit=True)}),
     ]
     for item, together in zip(batch, forward(batch), strict=True):
         prefix, count, options = item
