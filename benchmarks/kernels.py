@@ -7,7 +7,6 @@ hold one layer's KV.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import Shape
+from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights, plan_work
-from kernels.shared_top_k import select_top_k_over_all
 
 ROTATION_BYTES = 24 << 30  # of KV at most
 
@@ -182,6 +181,8 @@ def run_kernel_benchmark(
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)
+    table += verdict_rows(bandwidth, repeats, shape.vocab_size, rows - 1)
+    table += gather_rows(repeats)
     command = f"specahead bench kernels --shape {shape_name} --batch {' '.join(map(str, batches))} "
     command += f"--context {' '.join(map(str, contexts))} --queries {rows} --share {share}"
     head = Head.here(command, bandwidth)
@@ -189,17 +190,4 @@ def run_kernel_benchmark(
     print(report(head, table, f"rival: {rivals}"))
     if json_file:
         head.write(json_file, table)
-    return table
-
-
-def selection_rows(bandwidth: float, repeats: int) -> list[Row]:
-    """A budget shared out over 256 rows of a sequence, against torch.sort of as many scores; and single rows."""
-    table = []
-    for groups, rows, n in ((8, 256, 6400), (1, 256, 6400), (128, 1, 8192), (128, 1, 131072)):
-        scores = torch.rand(groups, rows, n, device="cuda")
-        counts = torch.full((groups,), rows * n // 10, dtype=torch.int32, device="cuda")
-        ms = graph_milliseconds(partial(select_top_k_over_all, scores, counts, backend="triton"), repeats)
-        theirs = graph_milliseconds(partial(torch.sort, scores.flatten(1), descending=True), repeats)
-        name = f"top tenth of {groups} x {rows} x {n}"
-        table.append(Row(name, ms, 1e3 * scores.nbytes / bandwidth, theirs))
     return table

@@ -9,8 +9,8 @@ from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds,
 from benchmarks.shapes import Shape, random_decoder, weight_bytes
 from engine.decoder import Decoder
 from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
-from engine.graphs import StepShape, make_buffers, run_step
 from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.steps import StepShape, make_buffers, run_step
 
 SHORT, LONG, BATCH = 10240, 102400, 8
 
@@ -47,7 +47,7 @@ class Bench:
         dense = tuple(range(dense_layers))
         shape = StepShape(batch, queries, pages, PAGE_SIZE if share else 0, 0, width, dense_layers=dense)
         buffers = make_buffers(shape, self.shape.num_hidden_layers, self.shape.num_key_value_heads, _CUDA)
-        buffers.kv_lengths.fill_(context)
+        buffers.lengths.fill_(context)
         buffers.query_starts.copy_(torch.arange(batch + 1) * queries)
         tables = torch.randperm(batch * pages).view(batch, pages)
         buffers.block_tables.copy_(tables)
@@ -75,7 +75,7 @@ class Bench:
         settings = RoundSettings(gamma, 64, PAGE_SIZE, share, 1, 4, projection, 1.3)
         pages = context // PAGE_SIZE
         shape = RoundShape(batch, 1, pages, False, announces)
-        buffers = make_round_buffers(shape, settings, _CUDA)
+        buffers = make_round_buffers(shape, settings, self.shape.vocab_size, _CUDA)
         base = context - gamma - 1
         buffers.lengths.fill_(base)
         buffers.positions.fill_(base - 1)

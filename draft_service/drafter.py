@@ -18,9 +18,9 @@ from engine.batch import SequenceInput
 from engine.draft_rounds import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.paged_kv import pages_for
 from engine.runner import Runner
-from engine.sampling import USE_DRAFT, Sampling, limit_support, truncated_probs, uniforms
+from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
 from engine.step_loop import share_prefill
-from kernels.rejection import draw
+from kernels.rejection import draw, truncated_probs
 from sparsity.announce import BY_TARGET_HEAD, announce, blend_matrix, shared_limits
 from sparsity.methods import Method, methods_of
 from sparsity.plan import Plan
@@ -35,7 +35,6 @@ from wire.messages import (
     Ready,
     Refusal,
     Resync,
-    Support,
     TargetEvent,
     Verdict,
 )
@@ -242,7 +241,7 @@ class Drafter:
             # The last token is always run again: its logits start the next round.
             self.runner.kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
         kv = self.runner.kv
-        kv.index_prefix(session.kv, session.tokens[: min(session.committed, session.kv.length)])
+        kv.index_prefix(session.kv, session.tokens, session.committed)
 
     def _send_again(self, peer: Peer, session: DraftSession) -> None:
         """The epoch has moved but the work drafted ahead still holds: say again what was said of it."""
@@ -364,9 +363,7 @@ class Drafter:
             self._take_round(peer, session, output, result.seconds)
         for (peer, session), drafted in zip(step.sessions, result.drafted, strict=True):
             if drafted.token is None:
-                self.runner.kv.index_prefix(
-                    session.kv, session.tokens[: min(session.committed, session.kv.length)]
-                )
+                self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
                 continue
             session.draft_seconds += result.seconds
             if drafted.weights is not None:

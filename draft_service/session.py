@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.paged_kv import SequenceKV
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
-from wire.messages import At, Begin, Proposal, Support, Verdict
+from wire.messages import At, Begin, Proposal, Verdict
 from wire.selection_codec import MAX_REFERENCES, Reference
 
 Named = tuple[

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from kernels.paged_attention import BlockLists, GroupMeans, gather_pages
 
@@ -47,12 +48,12 @@ class ReadMemory:
     """Of one sequence: what each block got when it was last read, faded since. It lives where the model does.
 
     importance: [rows] float32, a factor of each row's weights; rows are (sparse layer, KV head). decay: a pass.
-    weights: [rows, blocks] float32, made by the runner.
+    place: among the memories that the runner keeps, which gives it.
     """
 
     importance: Tensor
     decay: float
-    weights: Tensor | None = None
+    place: int | None = None
 
 
 @dataclass
@@ -96,6 +97,8 @@ class SequenceInput:
     """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
 
     emitting: how many of the last queries also give their weights over blocks of `block_size` tokens (dense only).
+    drafted: of `tokens` all but the first, to be judged; then logits must be "all", and a runner that judges gives
+    a verdict instead of them.
     """
 
     kv: SequenceKV
@@ -104,6 +107,7 @@ class SequenceInput:
     read: SparseRead | None = None  # None: dense
     block_size: int = 0
     emitting: int = 0
+    drafted: Drafted | None = None
 
 
 @dataclass
@@ -166,7 +170,7 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
         start, end = item.kv.length, item.kv.length + len(item.tokens)
         kv.grow(item.kv, end)
         at = np.arange(start, end)
-        pages = np.array(item.kv.pages[start // PAGE_SIZE :], dtype=np.int64)
+        pages = item.kv.table()[start // PAGE_SIZE :].astype(np.int64)
         positions.append(at)
         slots.append(pages[at // PAGE_SIZE - start // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
         first = len(tokens)
@@ -206,7 +210,7 @@ def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: tor
     items = [item for item, _ in group]
     tables = np.zeros((len(items), max(len(item.kv.pages) for item in items)), dtype=np.int32)
     for row, item in enumerate(items):
-        tables[row, : len(item.kv.pages)] = item.kv.pages
+        tables[row, : len(item.kv.pages)] = item.kv.table()
     counts = np.array([len(item.tokens) for item in items], dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     lengths = np.array([item.kv.length for item in items], dtype=np.int32) + counts

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.decoder import Decoder, run_decoder
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.staging import Staging
+from engine.steps import lay_out_rows, rows_layout
 from kernels.backends import default_backend
 from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, Work, paged_attention, plan_work
@@ -87,8 +89,14 @@ class RoundShape:
 
 @dataclass
 class RoundBuffers:
-    """Inputs of a shape on the device, and what its graph leaves. γ and settings are those of the runner."""
+    """Inputs of a shape on the device, all parts of `inputs`, and what its graph leaves in `results`.
 
+    results: tokens [γ + 1, sequences] int32; ids, probs [γ + 1, sequences, support] int32 and float32 where some are
+    sampled; words [sequences, rows, words] int64 where rounds announce. γ and settings are those of the runner.
+    """
+
+    inputs: Staging
+    results: Staging
     token_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
     slots: Tensor  # [rows] int64
@@ -100,35 +108,71 @@ class RoundBuffers:
     uniforms: Tensor  # [gamma + 1, sequences] float64
     limits: Tensor  # [3, sequences] int32: first, last, count of an announcement
     before: Tensor | None = None  # [sequences, rows, words] int64
-    tokens: Tensor | None = None  # [gamma + 1, sequences] int64
-    ids: Tensor | None = None  # [gamma + 1, sequences, support] int64
-    probs: Tensor | None = None  # [gamma + 1, sequences, support] float32
-    words: Tensor | None = None  # [sequences, rows, words] int64
 
 
-def make_round_buffers(shape: RoundShape, settings: RoundSettings, device: torch.device) -> RoundBuffers:
-    rows, passes = shape.sequences * shape.queries, settings.gamma + 1
-
-    def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(sizes, dtype=dtype, device=device)
-
-    buffers = RoundBuffers(
-        token_ids=zeros(rows, dtype=torch.int64),
-        positions=zeros(rows, dtype=torch.int64),
-        slots=zeros(rows, dtype=torch.int64) - 1,
-        query_starts=zeros(shape.sequences + 1),
-        lengths=zeros(shape.sequences),
-        block_tables=zeros(shape.sequences, shape.pages),
-        temperature=zeros(shape.sequences, dtype=torch.float32),
-        top_p=zeros(shape.sequences, dtype=torch.float32) + 1,
-        uniforms=zeros(passes, shape.sequences, dtype=torch.float64),
-        limits=zeros(3, shape.sequences),
-    )
+def make_round_buffers(
+    shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device
+) -> RoundBuffers:
+    count, passes = shape.sequences, settings.gamma + 1
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        **rows_layout(count, shape.queries, shape.pages),
+        "temperature": ((count,), torch.float32),
+        "top_p": ((count,), torch.float32),
+        "uniforms": ((passes, count), torch.float64),
+        "limits": ((3, count), torch.int32),
+    }
+    results: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"tokens": ((passes, count), torch.int32)}
+    if shape.sampled:
+        support = min(settings.support, vocab)
+        results["ids"] = (passes, count, support), torch.int32
+        results["probs"] = (passes, count, support), torch.float32
     if shape.announces:
         assert settings.projection is not None
-        words = -(-_blocks(shape, settings) // WORD)
-        buffers.before = zeros(shape.sequences, len(settings.projection), words, dtype=torch.int64)
+        words = count, len(settings.projection), -(-_blocks(shape, settings) // WORD)
+        layout["before"] = results["words"] = words, torch.int64
+    inputs = Staging(layout, device)
+    buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device)
+    lay_out_rows(inputs.host, [])
+    inputs.send()
     return buffers
+
+
+def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+    """Bring the inputs of a round to the device."""
+    buffers.inputs.begin()
+    host = buffers.inputs.host
+    lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
+    host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    for i, item in enumerate(requests):
+        host["temperature"][i], host["top_p"][i] = item.temperature, item.top_p
+        host["uniforms"][:, i] = item.uniforms
+        if item.announce is None:
+            continue
+        host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
+        words, before = host["before"][i].view(np.uint64), item.announce.before
+        used = 0 if before is None else before.shape[1]
+        words[:, used:] = 0
+        if before is not None:
+            words[:, :used] = before
+    buffers.inputs.send()
+
+
+def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+    """Wait for a round and take its results."""
+    results = buffers.results.fetch()
+    tokens = results["tokens"].T.tolist()
+    outputs = []
+    for i, item in enumerate(requests):
+        drawn = item.temperature > 0
+        outputs.append(
+            RoundOutput(
+                tokens[i],
+                results["ids"][:, i].copy() if drawn else None,
+                results["probs"][:, i].copy() if drawn else None,
+                None if item.announce is None else results["words"][i].view(np.uint64).copy(),
+            )
+        )
+    return outputs
 
 
 def _blocks(shape: RoundShape, settings: RoundSettings) -> int:
@@ -197,12 +241,14 @@ def run_round(
             lists,
             None,
         )
-    buffers.tokens = torch.stack(tokens)
+    results = buffers.results.device
+    results["tokens"].copy_(torch.stack(tokens))
     if ids:
-        buffers.ids, buffers.probs = torch.stack(ids), torch.stack(probs)
+        results["ids"].copy_(torch.stack(ids))
+        results["probs"].copy_(torch.stack(probs))
     if shape.announces:
         assert evidence is not None
-        buffers.words = _choose_words(settings, buffers, evidence)
+        results["words"].copy_(_choose_words(settings, buffers, evidence))
 
 
 def _run_pass(

@@ -137,6 +137,24 @@ class SequenceKV:
     indexed: int = 0  # leading pages offered to the prefix index
     serial: int = 0  # of the last of them
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
+    _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
+    _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already
+
+    def table(self) -> np.ndarray:
+        """`pages` as int32 [pages]; to be read before they change. A long list is not converted anew each step."""
+        count = len(self.pages)
+        if count > len(self._table):
+            table = np.empty(2 * count, np.int32)
+            table[: self._in_table] = self._table[: self._in_table]
+            self._table = table
+        self._table[self._in_table : count] = self.pages[self._in_table :]
+        self._in_table = count
+        return self._table[:count]
+
+    def drop_pages(self, keep: int) -> None:
+        """Forget all pages but the first `keep`; who gives them back to the pool is the caller."""
+        del self.pages[keep:]
+        self._in_table = min(self._in_table, keep)
 
 
 class GroupMeanPool:
@@ -265,14 +283,15 @@ class PagedKV:
         sequence.length = length
         keep = pages_for(length)
         self.pool.release(sequence.pages[keep:])
-        del sequence.pages[keep:]
+        sequence.drop_pages(keep)
         if self.means is not None:
             self.means.truncate(sequence)
 
     def release(self, sequence: SequenceKV) -> None:
         """Give all pages back; the sequence is empty afterwards."""
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.length, sequence.indexed, sequence.serial = [], 0, 0, 0
+        sequence.drop_pages(0)
+        sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
         if self.means is not None:
             self.means.truncate(sequence)
 
@@ -299,9 +318,10 @@ class PagedKV:
         sequence.length = sequence.indexed * PAGE_SIZE
         return sequence.length
 
-    def index_prefix(self, sequence: SequenceKV, tokens: list[int]) -> None:
-        """Offer the full pages of `tokens`, whose KV must be dense and committed, to later sequences."""
-        while (sequence.indexed + 1) * PAGE_SIZE <= min(len(tokens), sequence.length):
+    def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
+        """Offer full pages, whose KV must be dense, to later sequences: of the `committed` first tokens, or of all."""
+        count = len(tokens) if committed is None else committed
+        while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
             page = sequence.pages[sequence.indexed]
             sequence.serial = self.pool.index(page, _next_prefix(sequence, tokens))
             sequence.indexed += 1

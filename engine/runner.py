@@ -22,12 +22,14 @@ class SequenceOutput:
     read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
     query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
     blocks_read: over all sparse layers and heads, where the runner shared out a budget.
+    verdict: tokens accepted and the next token, where the input was drafted and the runner judges; then no logits.
     """
 
     logits: Tensor | None = None
     block_weights: Tensor | None = None
     read_weights: Tensor | None = None
     blocks_read: int | None = None
+    verdict: tuple[int, int] | None = None
 
 
 class Runner:
@@ -48,6 +50,10 @@ class Runner:
 
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Make ready for steps that read so, of up to so many sequences. There may be nothing to do."""
+
+    def keep_memories(self, sequences: int) -> None:
+        """Have room to share out the budgets of so many sequences."""
+        raise NotImplementedError(f"{type(self).__name__} shares no budgets out")
 
     def warm_up_rounds(self, sequences: int) -> None:
         """The same for rounds, once they are prepared."""

@@ -7,7 +7,6 @@ rounds fell. Each position is decided once, with its own uniforms: that keeps sp
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
@@ -26,20 +25,12 @@ class Sampling:
         return self.temperature == 0.0
 
 
-def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
-    """softmax(logits / temperature) cut to the smallest set of mass >= top_p and renormalised.
+@dataclass(frozen=True)
+class Support:
+    """A truncated distribution: ids [n] int64 distinct, probs [n] float32 summing to 1."""
 
-    logits [rows, vocab]; temperature (> 0), top_p [rows]. Returns [rows, vocab] float32.
-    """
-    probs = (logits.float() / temperature[:, None]).softmax(-1)
-    if bool((top_p < 1).any()):
-        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        before = ordered.double().cumsum(-1) - ordered
-        kept = ordered.where(before < top_p[:, None], 0.0)
-        kept[:, 0] = ordered[:, 0]
-        cut = torch.zeros_like(probs).scatter_(-1, order, kept)
-        probs = cut.where(top_p[:, None] < 1, probs)
-    return probs / probs.sum(-1, keepdim=True)
+    ids: np.ndarray
+    probs: np.ndarray
 
 
 def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ WORD = 64  # bits
 def score_blocks(
     words: Tensor,
     memory: Tensor,
+    places: Tensor,
     importance: Tensor,
     first: Tensor,
     last: Tensor,
@@ -21,25 +22,28 @@ def score_blocks(
     """Which blocks are read whatever they score, and the scores of the others.
 
     words: [groups, rows, words] int64, a bit a block, lowest first: chosen already
-    memory: [groups, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
+    memory: [places, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
+    places: [groups] int32, where in `memory` each group's are; negative for a group without blocks
     first, last, blocks: [groups] int32; of `blocks` those before `first` and from `last` on are read everywhere
     Returns forced [groups, rows, n] uint8 and scores [groups, rows, n] float32, 0 where forced and beyond `blocks`.
     """
     check_backend("score_blocks", backend, ("torch", "triton"))
-    groups, rows, n = memory.shape
+    groups, (rows, n) = len(places), memory.shape[1:]
     if backend == "torch":
         column = torch.arange(n, device=memory.device)
         bits = words[..., column // WORD] >> (column % WORD) & 1
         outside = (column < first[:, None, None]) | (column >= last[:, None, None])
         inside = column < blocks[:, None, None]
         forced = (bits.bool() | outside) & inside
-        scores = (memory * importance[:, None]).masked_fill(forced | ~inside, 0)
+        own = memory[places.clamp(min=0).long()]
+        scores = (own * importance[:, None]).masked_fill(forced | ~inside, 0)
         return forced.to(torch.uint8), scores
     forced = torch.empty(groups, rows, n, dtype=torch.uint8, device=memory.device)
-    scores = torch.empty_like(memory)
+    scores = torch.empty(groups, rows, n, dtype=torch.float32, device=memory.device)
     _score_blocks_kernel[(groups * rows, -(-n // 1024))](
         words,
         memory,
+        places,
         importance,
         first,
         last,
@@ -56,6 +60,7 @@ def score_blocks(
 
 def remember_weights(
     memory: Tensor,
+    places: Tensor,
     lists: Tensor,
     counts: Tensor,
     weights: Tensor,
@@ -63,13 +68,14 @@ def remember_weights(
     decay: float,
     backend: str = "torch",
 ) -> None:
-    """Fade `memory` [groups, rows, n] and raise it to the weights that were read, in place; 0 from `blocks` on.
+    """Fade `memory` [places, rows, n] and raise it to the weights that were read, in place; 0 from `blocks` on.
 
+    places: [groups] int32, all different, where each group's memory is; nothing is remembered at a negative one
     lists: [outer, groups, inner, width] int32 blocks, where rows are outer * inner; counts: [outer, groups, inner]
     int32; weights: as lists, float32; blocks: [groups] int32
     """
     check_backend("remember_weights", backend, ("torch", "triton"))
-    groups, rows, n = memory.shape
+    groups, (rows, n) = len(places), memory.shape[1:]
     inner, width = lists.shape[2:]
     if backend == "torch":
         lists, counts, weights = (x.transpose(0, 1).flatten(1, 2) for x in (lists, counts, weights))
@@ -77,10 +83,12 @@ def remember_weights(
         read = torch.zeros(groups, rows, n + 1, device=memory.device)
         read.scatter_(2, lists.long().where(listed, n), weights.where(listed, 0.0))
         inside = torch.arange(n, device=memory.device) < blocks[:, None, None]
-        memory.copy_(torch.maximum(memory * decay, read[..., :n]).where(inside, 0.0))
+        there = places >= 0
+        at = places[there].long()
+        memory[at] = torch.maximum(memory[at] * decay, read[there, :, :n]).where(inside[there], 0.0)
         return
     _remember_weights_kernel[(groups * rows,)](
-        memory, lists, counts, weights, blocks, n, width, rows, decay, INNER=inner, CHUNK=1024
+        memory, places, lists, counts, weights, blocks, n, width, rows, decay, INNER=inner, CHUNK=1024
     )
 
 
@@ -88,6 +96,7 @@ def remember_weights(
 def _score_blocks_kernel(
     words_ptr,
     memory_ptr,
+    places_ptr,
     importance_ptr,
     first_ptr,
     last_ptr,
@@ -109,7 +118,8 @@ def _score_blocks_kernel(
     outside = (column < tl.load(first_ptr + group)) | (column >= tl.load(last_ptr + group))
     forced = ((bit != 0) | outside) & there
     at = row.to(tl.int64) * n + column
-    score = tl.load(memory_ptr + at, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
+    own = (tl.load(places_ptr + group).to(tl.int64) * rows + row % rows) * n + column
+    score = tl.load(memory_ptr + own, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
     tl.store(forced_ptr + at, forced.to(tl.uint8), mask=inside)
     tl.store(
         scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside
@@ -119,6 +129,7 @@ def _score_blocks_kernel(
 @jit
 def _remember_weights_kernel(
     memory_ptr,
+    places_ptr,
     lists_ptr,
     counts_ptr,
     weights_ptr,
@@ -136,17 +147,21 @@ def _remember_weights_kernel(
     listed_row = (row % rows // INNER * groups + row // rows) * INNER + row % INNER
     blocks = tl.load(blocks_ptr + row // rows)
     count = tl.load(counts_ptr + listed_row)
+    place = tl.load(places_ptr + row // rows).to(tl.int64)
+    if place < 0:
+        return
+    memory_ptr += (place * rows + row % rows) * n
     for start in tl.range(0, n, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        at = memory_ptr + row * n + column
+        at = memory_ptr + column
         faded = tl.load(at, mask=column < n, other=0.0) * decay
         tl.store(at, tl.where(column < blocks, faded, 0.0), mask=column < n)
     tl.debug_barrier()
     for start in tl.range(0, count, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        listed = place < count
-        block = tl.load(lists_ptr + listed_row * width + place, mask=listed, other=0)
-        weight = tl.load(weights_ptr + listed_row * width + place, mask=listed, other=0.0)
-        at = memory_ptr + row * n + block
+        entry = start + tl.arange(0, CHUNK)
+        listed = entry < count
+        block = tl.load(lists_ptr + listed_row * width + entry, mask=listed, other=0)
+        weight = tl.load(weights_ptr + listed_row * width + entry, mask=listed, other=0.0)
+        at = memory_ptr + block
         listed = listed & (block < blocks)
         tl.store(at, tl.maximum(tl.load(at, mask=listed, other=0.0), weight), mask=listed)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.batch import SequenceInput, SparseRead
+from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
@@ -18,7 +19,6 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
-from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
 from target_service.session import Announced, TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted, ServiceError
@@ -114,6 +114,8 @@ class Verifier:
         self._drafts: list[DraftPeer] = []
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._methods = methods_of(plan)
+        if runner.shares_budgets:
+            runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
 
@@ -422,7 +424,11 @@ class Verifier:
             selections = [] if announced is None else [announced.selection]
             read = session.reader.read(selections, len(session.tokens), length)
         waited = 0.0 if session.stats.waiting_since is None else now - session.stats.waiting_since
-        return Round(session, proposal, SequenceInput(session.kv, tokens, "all", read), length, waited)
+        drafted = Drafted(
+            tokens[1:], proposal.supports if proposal else [], session.sampling, len(session.tokens)
+        )
+        run = SequenceInput(session.kv, tokens, "all", read, drafted=drafted)
+        return Round(session, proposal, run, length, waited)
 
     def execute(self, step: Step) -> StepResult:
         """Runs in the model thread; touches no session but through the inputs' KV."""
@@ -430,18 +436,16 @@ class Verifier:
         outputs = self.runner.forward(
             [item.input for item in step.rounds] + [item for _, item in step.prefills]
         )
-        rounds = [
-            RoundInput(
-                logits=output.logits,  # type: ignore[arg-type]
-                tokens=item.proposal.tokens if item.proposal else [],
-                supports=item.proposal.supports if item.proposal else [],
-                sampling=item.session.sampling,
-                base=len(item.session.tokens),
-            )
-            for item, output in zip(step.rounds, outputs, strict=False)
-        ]
-        kept = [replace(output, logits=None) for _, output in zip(step.rounds, outputs, strict=False)]
-        return StepResult(judge_rounds(rounds), kept, time.perf_counter() - started)
+        of_rounds = outputs[: len(step.rounds)]
+        outcomes = [output.verdict for output in of_rounds]
+        if None in outcomes:  # not every runner judges
+            open_ones = [i for i, outcome in enumerate(outcomes) if outcome is None]
+            logits = [of_rounds[i].logits for i in open_ones]
+            drafted = [step.rounds[i].input.drafted for i in open_ones]
+            for i, outcome in zip(open_ones, judge_rounds(logits, drafted), strict=True):  # type: ignore[arg-type]
+                outcomes[i] = outcome
+        kept = [replace(output, logits=None) for output in of_rounds]
+        return StepResult(outcomes, kept, time.perf_counter() - started)  # type: ignore[arg-type]
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for session, _ in step.prefills:
@@ -529,7 +533,7 @@ class Verifier:
         dense = session.reader is None or session.reader.method.name == "dense"
         if session.unread == 0 and not dense and session.round > 0:
             return
-        self.runner.kv.index_prefix(session.kv, session.tokens[: session.kv.length])
+        self.runner.kv.index_prefix(session.kv, session.tokens)
 
 
 def cut_at_end(

@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 
 PROTOCOL_VERSION = 1
 
@@ -55,14 +53,6 @@ class Hello:
             if getattr(self, name) != getattr(other, name)
         ]
         return "; ".join(differing) or None
-
-
-@dataclass(frozen=True)
-class Support:
-    """A truncated distribution: ids [n] int64 distinct, probs [n] float32 summing to 1."""
-
-    ids: np.ndarray
-    probs: np.ndarray
 
 
 @dataclass(frozen=True)

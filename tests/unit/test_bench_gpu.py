@@ -26,10 +26,10 @@ def test_a_row_is_set_against_its_floor_and_its_rival(tmp_path: Path) -> None:
     rows = [Row("dense", 2.0, 1.0, None), Row("sparse", 0.5, 0.4, None).against(2.0).named("target: ")]
     lines = report(head, rows, "a note").splitlines()
     assert "4.00 TB/s" in lines[3]
-    assert lines[5].split() == ["dense", "2.0000", "ms", "1.0000", "ms", "2.00", "2.00"]
+    assert lines[5].split() == ["dense", "2.0000", "ms", "1.0000", "ms", "2.00", "2.000"]
     assert lines[6].split() == [
         *("target:", "sparse", "0.5000", "ms", "0.4000", "ms"),
-        *("1.25", "3.20", "2.0000", "ms", "4.00"),
+        *("1.25", "3.200", "2.0000", "ms", "4.00"),
     ]
     assert lines[-1] == "a note"
     head.write(str(tmp_path / "out.json"), rows)
@@ -40,6 +40,7 @@ def test_a_row_is_set_against_its_floor_and_its_rival(tmp_path: Path) -> None:
         "milliseconds": 0.5,
         "floor": 0.4,
         "rival": 2.0,
+        "bandwidth": None,
     }
 
 

@@ -6,6 +6,7 @@ Without a GPU its passes run eagerly through the torch kernels; on a GPU they ar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,9 +14,11 @@ import transformers
 from engine.batch import SequenceInput, SparseRead
 from engine.decoder import is_supported, read_decoder
 from engine.graphs import GraphRunner
+from engine.judging import Drafted, judge_rounds
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from engine.runner import SequenceOutput
+from engine.sampling import Sampling, Support
 from kernels.selection import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,6 +76,15 @@ class Pair:
         for runner, sequences in zip(self.runners, self.sequences, strict=True):
             results.append(runner.forward([SequenceInput(sequences[i], **rest) for i, rest in items]))
         return tuple(results)
+
+    def peek(self, sequence: int, after: list[int]) -> int:
+        """The likeliest token after these; nothing stays."""
+        kv = self.sequences[0][sequence]
+        length = kv.length
+        (output,) = self.plain.forward([SequenceInput(kv, after, "last")])
+        self.plain.kv.truncate(kv, length)
+        assert output.logits is not None
+        return int(output.logits.argmax())
 
     def check(self, items: list[tuple[int, dict[str, Any]]]) -> None:
         for wanted, got in zip(*self.forward(items), strict=True):
@@ -135,6 +147,46 @@ def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: boo
             read = SparseRead(block_size, lists, None, group_means, emit)
             items.append((i, {"tokens": tokens(5, 20 + i), "logits": "all", "read": read}))
         pair.check(items)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> None:
+    """Of ragged rounds, one of them plain, dense and over lists, greedy ones beside sampled ones."""
+    pair = Pair(folder, 4)
+    pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate((130, 17, 40, 60))])
+    verdicts = []
+    for step in range(4):
+        items = []
+        for i, count in enumerate((4, 0, 2, 3)):
+            base = pair.sequences[1][i].length + 1
+            sampling = Sampling(temperature if i else 0.0, 0.9, seed=i)
+            # What the target itself would draw, now and then: so that some are kept.
+            first = tokens(1, 30 + step)
+            chosen = first
+            for _ in range(count):
+                best = pair.peek(i, chosen)
+                chosen = [*chosen, best if (step + i) % 3 else (best + 1) % VOCAB]
+            supports = []
+            if step % 2 and not sampling.greedy:
+                supports = [
+                    Support(np.array([t, (t + 1) % VOCAB]), np.array([0.75, 0.25], np.float32))
+                    for t in chosen[1:]
+                ]
+            read = None
+            if step >= 2:
+                blocks = -(-(base - 1 + len(chosen)) // 16)
+                lists: list[Any] = [compact(torch.ones(2, blocks, dtype=torch.bool))] * 3
+                read = SparseRead(16, lists)
+            drafted = Drafted(chosen[1:], supports, sampling, base)
+            items.append((i, {"tokens": chosen, "logits": "all", "read": read, "drafted": drafted}))
+        plain, judged = pair.forward(items)
+        drafted_all = [rest["drafted"] for _, rest in items]
+        wanted = judge_rounds([output.logits for output in plain], drafted_all)  # type: ignore[misc]
+        assert [output.verdict for output in judged] == wanted
+        assert all(output.logits is None for output in judged)
+        verdicts += wanted
+    assert len({accepted for accepted, _ in verdicts}) > 1
 
 
 def test_which_models_have_a_fused_decoder() -> None:

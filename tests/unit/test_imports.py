@@ -38,7 +38,6 @@ RAY_FILES = {"orchestrator/cluster.py"}
 WITHOUT_GRPC = {
     "draft_service/drafter.py",
     "draft_service/session.py",
-    "target_service/judging.py",
     "target_service/residency.py",
     "target_service/session.py",
     "target_service/verifier.py",

@@ -215,6 +215,7 @@ class Sessions(RuleBasedStateMachine):
             assert kv.indexed * PAGE_SIZE <= min(kv.length, len(session.tokens))
             assert kv.length <= len(session.tokens) + len(session.drafted)
             assert len(set(kv.pages)) == len(kv.pages)
+            assert kv.table().tolist() == kv.pages
 
     @invariant()
     def contents_are_each_sessions_own(self) -> None:

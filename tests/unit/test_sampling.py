@@ -11,9 +11,9 @@ from engine.sampling import (
     USE_TARGET,
     Sampling,
     limit_support,
-    truncated_probs,
     uniforms,
 )
+from kernels.rejection import truncated_probs
 
 
 def plain_truncated(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:

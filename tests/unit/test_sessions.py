@@ -21,6 +21,7 @@ from torch import Tensor
 import target_service.verifier
 from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
+from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
@@ -31,7 +32,6 @@ from sparsity.announce import announce, draft_heads
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
-from target_service.judging import RoundInput, judge_rounds
 from target_service.residency import Residency
 from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
 from wire import convert
@@ -1599,9 +1599,9 @@ def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
 # Pieces
 
 
-def judged_by_hand(item: RoundInput) -> tuple[int, int]:
+def judged_by_hand(logits: Tensor, item: Drafted) -> tuple[int, int]:
     """One round, token by token in float64: each position with its own uniforms, whatever round it falls in."""
-    for i, row in enumerate(item.logits.numpy()):
+    for i, row in enumerate(logits.numpy()):
         if item.sampling.greedy:
             following = int(row.argmax())
             if i == len(item.tokens) or item.tokens[i] != following:
@@ -1629,7 +1629,7 @@ def test_rounds_are_judged_as_each_by_hand() -> None:
     """Greedy and sampled ones together, of different lengths, with and without distributions."""
     generator = torch.Generator().manual_seed(0)
     rng = np.random.default_rng(0)
-    rounds = []
+    rounds, all_logits = [], []
     for i in range(300):
         count = i % 4
         logits = 1.5 * torch.randn(count + 1, VOCAB, generator=generator)
@@ -1640,9 +1640,10 @@ def test_rounds_are_judged_as_each_by_hand() -> None:
         if not sampling.greedy and rng.random() < 0.7:
             others = [[token, (token + 1) % VOCAB, (token + 5) % VOCAB] for token in tokens]
             supports = [m.Support(np.array(ids), np.array([0.5, 0.25, 0.25], np.float32)) for ids in others]
-        rounds.append(RoundInput(logits, tokens, supports, sampling, base=i))
-    outcomes = judge_rounds(rounds)
-    assert outcomes == [judged_by_hand(item) for item in rounds]
+        all_logits.append(logits)
+        rounds.append(Drafted(tokens, supports, sampling, base=i))
+    outcomes = judge_rounds(all_logits, rounds)
+    assert outcomes == [judged_by_hand(*item) for item in zip(all_logits, rounds, strict=True)]
     assert {accepted for accepted, _ in outcomes} == {0, 1, 2, 3}
 
 

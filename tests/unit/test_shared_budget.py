@@ -22,19 +22,27 @@ def ragged(groups: int, n: int, generator: torch.Generator) -> tuple[Tensor, Ten
     return first, last, blocks
 
 
+def places_of(groups: int, blocks: Tensor, generator: torch.Generator) -> Tensor:
+    """Among two more than there are groups; none for empty groups."""
+    places = torch.randperm(groups + 2, generator=generator)[:groups].int()
+    return places.where(blocks > 0, -1)
+
+
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
 def test_scores(groups: int, rows: int, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     words = torch.randint(-(2**63), 2**63 - 1, (groups, rows, -(-n // 64)), generator=generator)
-    memory = torch.rand(groups, rows, n, generator=generator)
+    memory = torch.rand(groups + 2, rows, n, generator=generator)
     importance = torch.rand(rows, generator=generator)
-    arguments = (words, memory, importance, *ragged(groups, n, generator))
+    first, last, blocks = ragged(groups, n, generator)
+    places = places_of(groups, blocks, generator)
+    arguments = (words, memory, places, importance, first, last, blocks)
     forced, scores = score_blocks(*arguments)
     got_forced, got = score_blocks(*(x.to(DEVICE) for x in arguments), backend="triton")
     assert torch.equal(got_forced.cpu(), forced)
     torch.testing.assert_close(got.cpu(), scores)
-    first, last, blocks = arguments[3:]
     for group in range(groups):  # the reference itself, bit by bit
+        own = memory[places[group]] * importance[:, None]
         for row in range(rows):
             for column in range(min(n, 130)):
                 bit = (int(words[group, row, column // 64]) >> (column % 64)) & 1
@@ -42,13 +50,15 @@ def test_scores(groups: int, rows: int, n: int) -> None:
                 assert bool(forced[group, row, column]) == bool(wanted)
                 if wanted or column >= blocks[group]:
                     assert scores[group, row, column] == 0
+                else:
+                    assert scores[group, row, column] == own[row, column]
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
 def test_memory(groups: int, rows: int, n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     width = n + 3
-    memory = torch.rand(groups, rows, n, generator=generator)
+    memory = torch.rand(groups + 2, rows, n, generator=generator)
     counts = torch.randint(0, n + 1, (groups, rows), generator=generator).int()
     lists = torch.zeros(groups, rows, width, dtype=torch.int32)
     for group in range(groups):
@@ -57,18 +67,22 @@ def test_memory(groups: int, rows: int, n: int) -> None:
             lists[group, row, :count] = torch.randperm(n, generator=generator)[:count].sort().values
     weights = torch.rand(groups, rows, width, generator=generator)
     _, _, blocks = ragged(groups, n, generator)
+    places = places_of(groups, blocks, generator)
     wanted, got = memory.clone(), memory.clone().to(DEVICE)
     inner = rows if rows % 2 else 2
     laid_out = [x.unflatten(1, (-1, inner)).transpose(0, 1).contiguous() for x in (lists, counts, weights)]
-    remember_weights(wanted, *laid_out, blocks, 0.8)
-    moved = (x.to(DEVICE) for x in (*laid_out, blocks))
+    remember_weights(wanted, places, *laid_out, blocks, 0.8)
+    moved = (x.to(DEVICE) for x in (places, *laid_out, blocks))
     remember_weights(got, *moved, 0.8, backend="triton")
     torch.testing.assert_close(got.cpu(), wanted)
-    dense = torch.zeros(groups, rows, n)
+    expected = memory.clone()  # what no group has stays as it is
     for group in range(groups):
+        if places[group] < 0:
+            continue
+        own = expected[places[group]]
+        own *= 0.8
         for row in range(rows):
             at = lists[group, row, : counts[group, row]].long()
-            dense[group, row, at] = weights[group, row, : counts[group, row]]
-            dense[group, row, blocks[group] :] = 0
-    inside = torch.arange(n) < blocks[:, None, None]
-    torch.testing.assert_close(wanted, torch.maximum(dense, (memory * 0.8).where(inside, 0.0)))
+            own[row, at] = torch.maximum(own[row, at], weights[group, row, : counts[group, row]])
+            own[row, blocks[group] :] = 0
+    torch.testing.assert_close(wanted, expected)

@@ -1,0 +1,76 @@
+"""Rows of `specahead bench kernels` that are not attention: selection, verdicts, gathering from the host."""
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_timing import Row, copy_milliseconds, graph_milliseconds
+from kernels.kv_gather import gather_blocks
+from kernels.rejection import judge_greedy, judge_sampled
+from kernels.shared_top_k import select_top_k_over_all
+
+GATHER_PROGRAMS = (4, 8, 16, 32, 64)
+HOST_BYTES = 2 << 30  # of pinned memory that is gathered from
+
+
+def selection_rows(bandwidth: float, repeats: int) -> list[Row]:
+    """A budget shared out over 256 rows of a sequence, against torch.sort of as many scores; and single rows."""
+    table = []
+    for groups, rows, n in ((8, 256, 6400), (1, 256, 6400), (128, 1, 8192), (128, 1, 131072)):
+        scores = torch.rand(groups, rows, n, device="cuda")
+        counts = torch.full((groups,), rows * n // 10, dtype=torch.int32, device="cuda")
+        ms = graph_milliseconds(partial(select_top_k_over_all, scores, counts, backend="triton"), repeats)
+        theirs = graph_milliseconds(partial(torch.sort, scores.flatten(1), descending=True), repeats)
+        name = f"top tenth of {groups} x {rows} x {n}"
+        table.append(Row(name, ms, 1e3 * scores.nbytes / bandwidth, theirs))
+    return table
+
+
+def verdict_rows(bandwidth: float, repeats: int, vocab: int, gamma: int) -> list[Row]:
+    """Greedy and sampled verdicts on bf16 logits; sampled at temperature 0.8 and top_p 0.9, of 64 draft entries."""
+    table = []
+    for rows in (1, 8):
+        logits = torch.randn(rows, gamma + 1, vocab, device="cuda", dtype=torch.bfloat16)
+        floor = 1e3 * logits.nbytes / bandwidth
+        probs, ids = logits[:, :gamma].float().softmax(-1).topk(64)
+        tokens, counts = ids[..., 0].int(), torch.full((rows,), gamma, device="cuda", dtype=torch.int32)
+        greedy = partial(judge_greedy, logits, tokens, counts, "triton")
+        table.append(
+            Row(f"verdicts greedy, {rows} x {gamma + 1}", graph_milliseconds(greedy, repeats), floor, None)
+        )
+        sampled = partial(
+            judge_sampled,
+            logits,
+            tokens,
+            counts,
+            ids.int(),
+            probs / probs.sum(-1, keepdim=True),
+            torch.full((rows,), 0.8, device="cuda"),
+            torch.full((rows,), 0.9, device="cuda"),
+            torch.rand(rows, gamma, device="cuda", dtype=torch.float64),
+            torch.rand(rows, gamma + 1, device="cuda", dtype=torch.float64),
+            "triton",
+        )
+        table.append(
+            Row(f"verdicts sampled, {rows} x {gamma + 1}", graph_milliseconds(sampled, repeats), floor, None)
+        )
+    return table
+
+
+def gather_rows(repeats: int) -> list[Row]:
+    """Scattered blocks of 4 KB from pinned host memory, by how many programs; floor: one bulk copy of as much."""
+    size = 4096
+    host = torch.empty(HOST_BYTES // size, size, dtype=torch.uint8, pin_memory=True)
+    count = len(host) // 8
+    device = torch.empty(count, size, dtype=torch.uint8, device="cuda")
+    chosen = torch.randperm(len(host), device="cuda")[:count].int()
+    places = torch.arange(count, device="cuda", dtype=torch.int32)
+    counts = torch.tensor([count], device="cuda", dtype=torch.int32)
+    bulk = copy_milliseconds(host[:count], device, repeats)
+    table = []
+    for programs in GATHER_PROGRAMS:
+        work = partial(gather_blocks, host, device, chosen, places, counts, programs, "triton")
+        ms = graph_milliseconds(work, repeats)
+        link = device.nbytes / bulk * 1e3
+        table.append(Row(f"gather {count} x 4 KB from the host, {programs} programs", ms, bulk, None, link))
+    return table

@@ -1,0 +1,57 @@
+"""What a captured step takes from the host and gives back to it: named arrays side by side, moved by one copy.
+
+Each launch or copy costs the host tens of microseconds; a step has a dozen small inputs.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 256  # bytes: what kernels may assume of a tensor's start
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Staging:
+    """Arrays of fixed shapes in host memory (`host`, numpy) and on the device (`device`, torch), zero at first.
+
+    Write `host` after `begin`, then `send`; or let the device write `device`, then `fetch`. On a CPU both are the
+    same memory.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        offsets, size = {}, 0
+        for name, (shape, dtype) in layout.items():
+            offsets[name] = size
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=cuda)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if cuda else self._host
+        self._sent = torch.cuda.Event() if cuda else None
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Tensor] = {}
+        for name, (shape, dtype) in layout.items():
+            part = slice(offsets[name], offsets[name] + math.prod(shape) * dtype.itemsize)
+            self.host[name] = self._host[part].view(dtype).view(shape).numpy()
+            self.device[name] = self._device[part].view(dtype).view(shape)
+
+    def begin(self) -> None:
+        """Wait until the last `send` has read `host`."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        """Copy `host` to the device, in the order of its stream, without waiting."""
+        if self._sent is not None:
+            self._device.copy_(self._host, non_blocking=True)
+            self._sent.record()
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """Copy what the device has written, once it has; `host`, which the next `fetch` overwrites."""
+        if self._sent is not None:
+            self._host.copy_(self._device, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return self.host
