@@ -71,18 +71,20 @@ def run_serve_benchmark(
     gamma: int,
     acceptance: float,
     budget: float,
-    read_share: float,
-    ahead: bool,
+    drafting: tuple[str, ...],
     gpus: tuple[int, int] | None,
     json_file: str | None,
 ) -> list[Row]:
-    """Measure, print the table, and write it to `json_file` if given. Raises ChildProcessError if a service fails."""
+    """Measure, print the table, and write it to `json_file` if given. Raises ChildProcessError if a service fails.
+
+    drafting: more flags for the draft service.
+    """
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {target}, draft {draft}, random weights, imposed acceptance {acceptance} a token",
         "command": f"specahead bench serve --target-shape {target} --draft-shape {draft} --sessions {sessions} "
         f"--context {context} --tokens {tokens} --gamma {gamma} --acceptance {acceptance} --budget {budget} "
-        f"--read-share {read_share}" + ("" if ahead else " --no-ahead"),
+        + " ".join(drafting),
     }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, children() as start:
@@ -112,8 +114,7 @@ def run_serve_benchmark(
         alone = start_endpoints(start, *clients)
         _measure(alone, "reading the prompts", sessions, context, 2, "exact")
         rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
-        waits = () if ahead else ("--no-ahead",)
-        service("draft", "--target", addresses["target"], "--read-share", str(read_share), *waits)
+        service("draft", "--target", addresses["target"], *drafting)
         both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
         for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
             for _ in range(60):  # until the draft has read the prompts

@@ -17,12 +17,16 @@ def main() -> None:
     )
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
+        "--waves", type=int, default=DrafterSettings.waves, help="parts that sessions are drafted in"
+    )
+    parser.add_argument(
         "--read-share", type=float, default=1.0, help="of the KV that a round's later steps read (GPU only)"
     )
     flags = parser.parse_args()
     drafter = DrafterSettings(
         flags.gamma,
         ahead=not flags.no_ahead,
+        waves=flags.waves,
         read_share=flags.read_share,
         prefill_chunk=flags.prefill_chunk,
         warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),

@@ -40,6 +40,7 @@ from wire.messages import (
 )
 from wire.selection_codec import MAX_REFERENCES, encode_selection
 
+_FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
 
 
@@ -47,15 +48,19 @@ Send = Callable[[DraftEvent], None]
 class DrafterSettings:
     """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
 
-    ahead: draft the next round while one is judged. early: also announce after a round's first step what its first
-    query says, as a hint; it takes more bytes than the selection itself. read_share: of the KV blocks that the later
-    steps of a round read, where the runner drafts whole rounds; the first step reads everything. prefill_chunk:
-    prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made ready before the first.
+    ahead: draft the next round while one is judged, for sessions whose verdicts are mostly foreseen; others would
+    take the time of those that wait. waves: parts that sessions with rounds to draft are taken in, so that a target
+    verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. early: also
+    announce after a round's first step what its first query says, as a hint; it takes more bytes than the selection
+    itself. read_share: of the KV blocks that the later steps of a round read, where the runner drafts whole rounds;
+    the first step reads everything. prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up
+    to this size are made ready before the first.
     """
 
     gamma: int = 4
     support: int = 64
     ahead: bool = True
+    waves: int = 0
     early: bool = False
     read_share: float = 1.0
     prefill_chunk: int = 512
@@ -122,6 +127,8 @@ class Drafter:
         self._inbox: list[tuple[Peer, TargetEvent | None]] = []
         self._waiting: deque[tuple[Peer, Begin]] = deque()  # sessions without room
         self._reserved = 0
+        self._steps = 1
+        self._waves = settings.waves or (2 if runner.drafts_rounds else 1)
         if runner.drafts_rounds:
             runner.prepare_rounds(round_settings(plan, settings))
 
@@ -234,7 +241,7 @@ class Drafter:
         if session.apply(verdict):
             if session.epoch != epoch:
                 self._send_again(peer, session)
-            if self.settings.ahead:
+            if self._goes_ahead(session):
                 session.go_ahead()
         else:
             common = verdict.at.base + common_prefix(before, verdict.tokens)
@@ -258,14 +265,21 @@ class Drafter:
         self._apply_inbox()
         ready: list[tuple[Peer, DraftSession]] = []
         reading: list[tuple[Peer, DraftSession]] = []
+        drafting = 0
         for peer in self._peers:
             for session in peer.sessions.values():
-                if session.wants_step(self.settings.ahead):
-                    # A few tokens behind is catching up, not reading a prompt.
-                    short = len(session.tokens) - session.kv.length <= 2 * (self.settings.gamma + 1)
-                    (ready if short else reading).append((peer, session))
+                # A few tokens behind is catching up, not reading a prompt.
+                short = len(session.tokens) - session.kv.length <= 2 * (self.settings.gamma + 1)
+                drafting += short
+                if not session.wants_step(self._goes_ahead(session)):
+                    continue
+                session.waiting = session.waiting or self._steps
+                (ready if short else reading).append((peer, session))
         if not ready and not reading:
             return None
+        self._steps += 1
+        ready.sort(key=lambda item: item[1].waiting)
+        del ready[max(1, -(-drafting // self._waves)) :]
         step = Step()
         for peer, session in ready:
             if session.ready_due:
@@ -292,6 +306,10 @@ class Drafter:
                 step.queries.append(None)
                 step.inputs.append(SequenceInput(session.kv, session.pending[:share]))
         return step
+
+    def _goes_ahead(self, session: DraftSession) -> bool:
+        """A draft with one session has nothing else to do."""
+        return self.settings.ahead and session.foresees(0.0 if self.session_count == 1 else _FORESIGHT)
 
     def _drafts_whole(self, session: DraftSession) -> bool:
         """Whether the runner drafts a session's whole round: none of it is drafted yet, and it can choose for it."""
@@ -370,7 +388,7 @@ class Drafter:
                 self._take_evidence(peer, session, drafted.weights, drafted.selection)
             if session.proposal is not None:
                 session.guess = drafted.token
-                if self.settings.ahead:
+                if self._goes_ahead(session):
                     session.go_ahead()
                 continue
             session.tokens.append(drafted.token)
@@ -396,7 +414,7 @@ class Drafter:
             self._announce(peer, session, session.selection, self._last_part)
         self._propose(peer, session)
         session.guess = output.tokens[count]
-        if self.settings.ahead:
+        if self._goes_ahead(session):
             session.go_ahead()
 
     def _take_evidence(

@@ -16,6 +16,9 @@ from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Verdict
 from wire.selection_codec import MAX_REFERENCES, Reference
 
+_RETRY = 16  # rounds
+_NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
+
 Named = tuple[
     Reference, BlockSelection
 ]  # a selection that the target is known to hold, and its name on the wire
@@ -46,6 +49,10 @@ class DraftSession:
     proposal: Proposal | None = None  # sent for this round
     guess: int | None = None  # at the token that the target will add to it, once its last token has been run
     draft_seconds: float = 0.0
+    waiting: int = 0  # since which of the drafter's steps it could have been drafted
+    foresight: float = (
+        1.0  # how often, of late, a verdict was the one guessed: all accepted, and `guess` behind it
+    )
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
     references: list[Named] = field(default_factory=list)  # of the last rounds judged, the newest first
@@ -106,6 +113,10 @@ class DraftSession:
             ahead and self.guess is None and self.round == self.judged and len(self.tokens) < self.max_length
         )
 
+    def foresees(self, least: float) -> bool:
+        """Whether guesses come true often enough; every _RETRY-th round is tried whatever they did."""
+        return self.foresight >= least or self.round % _RETRY == 0
+
     def go_ahead(self) -> None:
         """Start the next round on the guess, if there is one and no other round is drafted ahead already."""
         if self.guess is not None and self.round == self.judged and len(self.tokens) < self.max_length:
@@ -114,7 +125,7 @@ class DraftSession:
             self.start_round(self.round + 1, len(self.tokens))
 
     def start_round(self, round_: int, base: int) -> None:
-        self.round, self.base = round_, base
+        self.round, self.base, self.waiting = round_, base, 0
         self.supports, self.proposal, self.guess, self.draft_seconds = [], None, None, 0.0
         self.evidence, self.hint, self.selection = [], None, None
 
@@ -126,6 +137,7 @@ class DraftSession:
         base, tokens = verdict.at.base, verdict.tokens
         if base != self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
+        self._take_foresight(verdict)
         judged_selection = self.judging if self.round > self.judged else self.selection
         if judged_selection is not None and not verdict.plain:
             self.references.insert(0, ((self.epoch, self.judged), judged_selection))
@@ -143,6 +155,15 @@ class DraftSession:
         if verdict.plain:
             self.ready_due = True
         return ahead_holds
+
+    def _take_foresight(self, verdict: Verdict) -> None:
+        """Whether the verdict is the guess, whether or not a round was drafted on it."""
+        guess = self.tokens[self.base - 1] if self.round > self.judged else self.guess
+        if guess is None or verdict.plain:
+            return
+        last = self.base - 1 if self.round > self.judged else len(self.tokens)
+        true = [*self.tokens[verdict.at.base : last], guess] == verdict.tokens
+        self.foresight += _NEWEST * (true - self.foresight)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -302,6 +302,7 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", type=float, default=0.8, help="imposed, a token")
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
+    parser.add_argument("--waves", type=int, default=0, help="parts that sessions are drafted in; 0: 2")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
         "--gpus",
@@ -317,6 +318,7 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
 def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
+    drafting = ("--read-share", str(flags.read_share), "--waves", str(flags.waves))
     run_serve_benchmark(
         flags.target_shape,
         flags.draft_shape,
@@ -326,8 +328,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         flags.gamma,
         flags.acceptance,
         flags.budget,
-        flags.read_share,
-        not flags.no_ahead,
+        (*drafting, *(("--no-ahead",) if flags.no_ahead else ())),
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
     )

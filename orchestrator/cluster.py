@@ -186,6 +186,7 @@ def start_services(settings: Settings) -> Cluster:
             DrafterSettings(
                 gamma=settings.gamma,
                 ahead=settings.ahead,
+                waves=settings.draft_waves,
                 read_share=settings.draft_read_share,
                 warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
                 prefill_chunk=settings.prefill_chunk,

@@ -40,7 +40,13 @@ class Settings:
     service_host: str = _setting("127.0.0.1", "address that draft and target services bind")
     target_port: int = _setting(0, "port of the target service; 0: any free one")
     gamma: int = _setting(4, "tokens drafted a round")
-    ahead: bool = _setting(True, "draft the next round while one is verified")
+    ahead: bool = _setting(
+        True, "draft the next round while one is verified, where verdicts are mostly foreseen"
+    )
+    draft_waves: int = _setting(
+        0,
+        "parts that sessions are drafted in, so one is verified while the next is drafted; 0: 2 on a GPU, else 1",
+    )
     draft_read_share: float = _setting(
         1.0, "share of the KV that the later draft steps of a round read (GPU only)"
     )
@@ -166,6 +172,7 @@ def _check(settings: Settings) -> None:
         (settings.load_format in ("auto", "dummy"), "load_format must be auto or dummy"),
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
         (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
+        (settings.draft_waves >= 0, "draft_waves must not be negative"),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),

@@ -17,7 +17,7 @@ from engine.runner import Runner
 from engine.sampling import Sampling
 from sparsity.announce import BY_DRAFT_HEAD, BY_TARGET_HEAD
 from sparsity.plan import load_plan
-from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
+from wire.messages import Announcement, At, Begin, DraftEvent, End, Proposal, Verdict
 from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,3 +153,58 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round() -> None:
     assert sent[0] == sent[1]
     (proposal,) = [event for event in sent[1] if event[1] == "proposal"]
     assert proposal[0].base == 306
+
+
+def step(side: Side) -> list[str]:
+    """One step; the sessions that it proposed for."""
+    side.sent.clear()
+    planned = side.drafter.plan_step()
+    assert planned is not None
+    side.drafter.finish_step(planned, side.drafter.execute(planned))
+    return [e.at.session for e in side.sent if isinstance(e, Proposal)]
+
+
+@pytest.mark.parametrize(("waves", "sizes"), [(1, [5]), (2, [3, 3]), (9, [1, 1, 1, 1, 1])])
+def test_sessions_are_drafted_in_waves(waves: int, sizes: list[int]) -> None:
+    """Who waited longest comes first, so that a wave that comes back does not pass the other by."""
+    side = Side(runners()[1], ahead=False, waves=waves)
+    side.run(*(begin(name, 100, "", GREEDY) for name in "abcde"))
+    bases = dict.fromkeys("abcde", 100)
+
+    def judge(name: str) -> None:
+        bases[name] += 1
+        place = At(name, bases[name] - 100, bases[name] - 100, bases[name] - 1)
+        side.drafter.receive(side.peer, Verdict(place, 0, [7], plain=False))
+
+    for name in "abcde":
+        judge(name)
+    waves_drafted = [step(side)]
+    for name in waves_drafted[0]:  # they come back while others still wait
+        judge(name)
+    drafted = waves_drafted[0]
+    while len(drafted) < 5:
+        waves_drafted.append(step(side))
+        drafted = drafted + waves_drafted[-1]
+    assert [len(wave) for wave in waves_drafted] == sizes
+    assert set(drafted) == set("abcde")
+
+
+def test_drafting_ahead_stops_where_guesses_fail() -> None:
+    """Not for the only session of a draft, and every 16th round is tried."""
+    side = Side(runners()[1])
+
+    def goes_ahead(name: str, turn: int) -> bool:
+        session = side.peer.sessions[name]
+        went = session.round == session.judged + 1
+        base = 100 + turn
+        side.run(Verdict(At(name, turn + 1, turn + 1, base), 0, [7], plain=False))
+        return went
+
+    side.run(begin("a", 100, "", GREEDY), begin("b", 100, "", GREEDY))
+    tried = [goes_ahead("a", turn) for turn in range(40)]
+    assert tried[:5] == [True] * 5
+    assert [turn for turn in range(10, 40) if tried[turn]] == [16, 32]
+    assert side.peer.sessions["b"].round == 1
+    side.run(End("b"))
+    goes_ahead("a", 40)  # drafted before
+    assert all(goes_ahead("a", turn) for turn in range(41, 44))
