@@ -108,11 +108,15 @@ class StepResult:
 
 
 class Peer:
-    """A target at the other end of a stream: its sessions, and how to send to it."""
+    """A target at the other end of a stream: its sessions, and how to send to it.
 
-    def __init__(self, name: str, send: Send) -> None:
+    near: on the same machine, where announcements need not be small.
+    """
+
+    def __init__(self, name: str, send: Send, near: bool = False) -> None:
         self.name = name
         self.send = send
+        self.near = near
         self.sessions: dict[str, DraftSession] = {}
         self.ended: deque[str] = deque(maxlen=1024)  # their late verdicts are of no interest
 
@@ -433,7 +437,9 @@ class Drafter:
 
     def _announce(self, peer: Peer, session: DraftSession, selection: BlockSelection, part: int) -> None:
         known = session.known_selections[:MAX_REFERENCES]
-        if known:
+        if peer.near:
+            data = encode_selection(selection, compact=False)
+        elif known:
             (name, newest), *earlier = known
             data = encode_selection(selection, newest, name, earlier)
         else:

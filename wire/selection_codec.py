@@ -12,7 +12,9 @@
 A set is some of n things in a row, here blocks in the order of their bits in BlockSelection.words (the last set
 counts all bits of these words):
 
-    byte     1: gaps, 0: bitmap; plus 2 if the content is a zstd frame, which states its content's size
+    byte     1: gaps, 0: bitmap; plus 2 if the content is a zstd frame, which states its content's size;
+             4, for a last set without references: the selection's words as they are, for links where time counts
+             more than bytes (a tenth of the time, three to nine times the bytes)
     varint   bytes of the content, then bytes as sent
     content  gaps: how many things lie before each member since the last; 255 means 255 and more to come
              bitmap: one bit a thing, least significant first
@@ -38,7 +40,7 @@ from wire.errors import InvalidArgument
 VERSION = 2
 MAX_PAIRS = 1 << 24  # heads * blocks, each row filled up to whole words; as bits 2 MiB
 MAX_REFERENCES = 4
-_GAPS, _COMPRESSED = 1, 2
+_GAPS, _COMPRESSED, _WORDS = 1, 2, 4
 _SPARSE = 16  # sets of less than one in so many are sent as gaps
 _LEVEL = 1  # of zstd: higher ones search longer for repeats, and find few
 _MAX_VARINT = 5  # bytes of a 32-bit number
@@ -56,15 +58,24 @@ def encode_selection(
     reference: BlockSelection | None = None,
     name: Reference = (0, 0),
     earlier: Sequence[tuple[Reference, BlockSelection]] = (),
+    compact: bool = True,
 ) -> bytes:
     """`reference`, if any, is a selection that the receiver is known to hold under `name`.
 
     earlier: others that it holds, the newest first. Up to MAX_REFERENCES of the same heads are used.
+    compact: in few bytes; otherwise in little time, and references are not used.
     """
     heads, blocks = selection.num_heads, selection.num_blocks
     if heads * row_words(blocks) * WORD > MAX_PAIRS:
         raise InvalidArgument(
             f"a selection of {heads} heads over {blocks} blocks; at most {MAX_PAIRS} pairs can be sent"
+        )
+    if not compact:
+        head = bytes([VERSION, 0]) + _varint(heads) + _varint(blocks)
+        size = _varint(selection.words.nbytes)
+        content = np.ascontiguousarray(selection.words, dtype="<u8").tobytes()
+        return b"".join(
+            (head, bytes([_WORDS]), size, size, content, _checksum(heads, blocks, selection.words.ravel()))
         )
     given = [] if reference is None else [(name, reference), *earlier]
     held = [item for item in given if item[1].num_heads == heads][:MAX_REFERENCES]
@@ -93,6 +104,8 @@ def decode_selection(
     blocks, names = _read_head(source, heads, blocks)
     classes = _classes([_held(references, name, heads) for name in names], blocks)
     width = row_words(blocks)
+    if not names and source.next == _WORDS:
+        return _read_words(source, heads, blocks)
     changed = np.zeros(heads * width * WORD, dtype=bool)
     for members in classes:
         filled = _filled_bits(members)
@@ -106,11 +119,24 @@ def decode_selection(
     words = np.packbits(changed, bitorder="little").view("<u8")
     if classes:
         words ^= classes[0]
+    return _checked(source, heads, blocks, words)
+
+
+def _read_words(source: "_Bytes", heads: int, blocks: int) -> BlockSelection:
+    source.byte()
+    length, stored = source.varint(), source.varint()
+    if not length == stored == heads * row_words(blocks) * WORD // 8:
+        raise InvalidArgument(f"announcement: {length} bytes of words for {heads} heads over {blocks} blocks")
+    return _checked(source, heads, blocks, np.frombuffer(source.take(length), "<u8"))
+
+
+def _checked(source: "_Bytes", heads: int, blocks: int, words: np.ndarray) -> BlockSelection:
+    """What ends an announcement, and no bit beyond the last block."""
     if source.take(_CHECKSUM) != _checksum(heads, blocks, words):
         raise InvalidArgument("announcement: checksum mismatch")
     if source.left:
         raise InvalidArgument(f"announcement: {source.left} bytes too many")
-    rows = words.reshape(heads, width)
+    rows = words.reshape(heads, row_words(blocks))
     if rows.size and (rows[:, -1] & ~last_word_mask(blocks)).any():
         raise InvalidArgument("announcement: bits set beyond the last block")
     return BlockSelection.from_words(heads, blocks, rows)
@@ -320,6 +346,11 @@ class _Bytes:
     @property
     def left(self) -> int:
         return len(self.data) - self.at
+
+    @property
+    def next(self) -> int | None:
+        """The byte that `byte` would give."""
+        return self.data[self.at] if self.left else None
 
     def take(self, count: int) -> bytes:
         if count > self.left:

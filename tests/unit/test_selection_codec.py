@@ -21,7 +21,7 @@ from wire.selection_codec import (
     encode_selection,
 )
 
-BITMAP, GAPS, COMPRESSED = 0, 1, 2
+BITMAP, GAPS, COMPRESSED, WORDS = 0, 1, 2, 4
 NAMES: list[Reference] = [(3, 200), (3, 199), (2, 198), (2, 70), (0, 1)]
 DENSITIES = [0.0, 0.01, 0.1, 0.5, 1.0]
 
@@ -52,7 +52,11 @@ def sessions(draw: st.DrawFn) -> tuple[BlockSelection, list[tuple[Reference, Blo
     return selection(blocks), held
 
 
-def encode(selection: BlockSelection, held: list[tuple[Reference, BlockSelection]]) -> bytes:
+def encode(
+    selection: BlockSelection, held: list[tuple[Reference, BlockSelection]], compact: bool = True
+) -> bytes:
+    if not compact:
+        return encode_selection(selection, compact=False)
     if not held:
         return encode_selection(selection)
     (name, newest), *earlier = held
@@ -125,11 +129,13 @@ def packet(
 # What encoders send
 
 
-@given(sessions())
-def test_round_trip(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]]) -> None:
+@given(sessions(), st.booleans())
+def test_round_trip(
+    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool
+) -> None:
     """References may be of shorter or longer contexts."""
     selection, held = session
-    data = encode(selection, held)
+    data = encode(selection, held, compact)
     for blocks in (None, selection.num_blocks):
         decoded = decode_selection(data, dict(held), selection.num_heads, blocks)
         assert same(decoded, selection)
@@ -143,8 +149,9 @@ def test_round_trip_of_large_ones(heads: int, blocks: int, density: float) -> No
     held = [(name, random_selection(heads, blocks - 1, density, i, 0.2)) for i, name in enumerate(NAMES[:3])]
     selection = random_selection(heads, blocks, density, 9, 0.2)
     for references in ([], held[:1], held):
-        decoded = decode_selection(encode(selection, references), dict(held), heads)
-        assert same(decoded, selection)
+        for compact in (True, False):
+            decoded = decode_selection(encode(selection, references, compact), dict(held), heads)
+            assert same(decoded, selection)
 
 
 @given(
@@ -184,6 +191,8 @@ def test_what_an_encoder_sends_is_as_described() -> None:
     selection = BlockSelection.from_lists([[3, 70], [199], []], 200)
     placed = [3, 70, 256 + 199]
     assert encode_selection(selection) == packet(3, 200, one_set(GAPS, gaps(placed)), {3, 70, 399})
+    words = np.array(words_of({3, 70, 399}, 3, 200), dtype="<u8").tobytes()
+    assert encode_selection(selection, compact=False) == packet(3, 200, one_set(WORDS, words), {3, 70, 399})
     newest = BlockSelection.from_lists([[3, 5], [199], []], 200)
     sets = one_set(BITMAP, bitmap([1], 3)) + one_set(GAPS, gaps([70]))
     assert encode_selection(selection, newest, NAMES[0]) == packet(3, 200, sets, {3, 70, 399}, NAMES[:1])
@@ -278,13 +287,13 @@ def test_any_sets_under_a_valid_head(
     decodes_or_refuses(data[:-8] + end, held, 2)
 
 
-@given(sessions(), st.data())
+@given(sessions(), st.booleans(), st.data())
 def test_any_changed_byte(
-    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], data: st.DataObject
+    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool, data: st.DataObject
 ) -> None:
     """What is let in is what was sent, but for a name or a form that says the same."""
     selection, held = session
-    changed = bytearray(encode(selection, held))
+    changed = bytearray(encode(selection, held, compact))
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     try:
         decoded = decode_selection(bytes(changed), dict(held), selection.num_heads)
@@ -293,10 +302,12 @@ def test_any_changed_byte(
     assert same(decoded, selection)
 
 
-@given(sessions())
-def test_any_truncation(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]]) -> None:
+@given(sessions(), st.booleans())
+def test_any_truncation(
+    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool
+) -> None:
     selection, held = session
-    data = encode(selection, held)
+    data = encode(selection, held, compact)
     sizes = (
         range(len(data)) if len(data) < 60 else (*range(12), 40, len(data) - 9, len(data) - 8, len(data) - 1)
     )
@@ -319,7 +330,14 @@ def frame(content: bytes, stated: int, **options: bool) -> bytes:
         (packet(3, 9, one_set(GAPS, gaps([1, 67])), {1, 12}), "3 heads, the plan announces 2"),
         (packet(2, 10, one_set(GAPS, gaps([1, 67])), {1, 12}), "10 blocks, the context has 9"),
         (packet(2, 9, b"", set(), [(0, 0)] * 5), "5 references"),
-        (packet(2, 9, one_set(4, b"\1"), {1}), "unknown kind 4"),
+        (packet(2, 9, one_set(8, b"\1"), {1}), "unknown kind 8"),
+        (packet(2, 9, one_set(4, b"\1"), {1}), "1 bytes of words for 2 heads"),
+        (packet(2, 9, one_set(4, bytes(16), 15), set()), "15 bytes of words"),
+        (packet(2, 9, one_set(4, bytes(15)), set()), "15 bytes of words"),
+        (
+            bytes([2, 0, 2, 9]) + one_set(4, b"\0\2" + bytes(14)) + checksum(2, 9, [512, 0]),
+            "beyond the last block",
+        ),
         (packet(2, 9, one_set(GAPS, gaps([1, 128])), {1}), "index 128 in a set of 128"),
         (packet(2, 9, one_set(GAPS, b"\1\xff"), {1}), "gap is cut off"),
         (packet(2, 9, one_set(GAPS, bytes(10)), set(range(10))), "10 bytes for 128"),
@@ -362,7 +380,7 @@ def decodes_or_refuses_unchecked(
         return
 
 
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize(
     ("heads", "blocks"), [(2**31, 1), (2**31, 2**31), (2, 2**31), (2, MAX_PAIRS // 2 + 1), (MAX_PAIRS, 1)]
 )
