@@ -91,7 +91,8 @@ class Reader:
             self._read_memory = ReadMemory(importance.flatten(), plan.memory_decay)
         first, last = plan.middle(plan.num_blocks(base), self.method.window)
         room = shared_room(plan, base, blocks) - announced.count(first, last)
-        dense = tuple(layer for layer in range(plan.target_layers) if layer not in plan.sparse_layers)
+        sparse = set(plan.sparse_layers)
+        dense = tuple(layer for layer in range(plan.target_layers) if layer not in sparse)
         words = announced.resized(blocks).words
         budget = SharedBudget(words, first, last, room, self._read_memory, dense)
         return SparseRead(plan.block_size, group_means=self.method.uses_means(plan), emit=True, budget=budget)

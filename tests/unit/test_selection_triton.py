@@ -1,0 +1,108 @@
+"""Top-k and nucleus of rows in Triton (on a GPU, or interpreted) against the torch reference and by definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.selection as selection
+from kernels.selection import select_nucleus, select_top_k
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = ["uniform", "peaked", "ties", "equal", "zeros", "tiny", "ramp"]
+SIZES = [1, 100, 128, 300]
+
+
+@pytest.fixture(params=[128, 8192])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A small one so that rows of a few hundred entries take the way of long ones."""
+    monkeypatch.setattr(selection, "_CHUNK", request.param)
+    return int(request.param)
+
+
+def weights_of(kind: str, rows: int, n: int, seed: int) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    values = torch.rand(rows, n, generator=random)
+    return {
+        "uniform": values,
+        "peaked": (values * 40).exp() / 1e12,  # as attention is: a few hold it all
+        "ties": (values * 4).round() / 4,
+        "equal": torch.full((rows, n), 0.25),
+        "zeros": torch.zeros(rows, n),
+        "tiny": values * torch.where(values < 0.5, 1e-41, 1e-3),  # denormal and ordinary ones
+        "ramp": torch.arange(n).float().expand(rows, n) + values,  # a sample sees it evenly, a part would not
+    }[kind].contiguous()
+
+
+def lists_of(result: tuple[Tensor, Tensor]) -> list[list[int]]:
+    lists, counts = (part.cpu() for part in result)
+    assert lists.dtype == counts.dtype == torch.int32
+    return [row[:count].tolist() for row, count in zip(lists, counts.tolist(), strict=True)]
+
+
+def lengths_of(rows: int, n: int, seed: int) -> Tensor:
+    valid = torch.randint(0, n + 1, (rows,), generator=torch.Generator().manual_seed(seed))
+    valid[0] = n
+    return valid
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", SIZES)
+def test_top_k(n: int, kind: str, chunk: int) -> None:
+    rows = 5
+    weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
+    k = torch.tensor([n // 10, n, n // 2, 0, n // 3 + 1])
+    wanted = lists_of(select_top_k(weights, valid, k))
+    got = select_top_k(weights.to(DEVICE), valid.to(DEVICE), k.to(DEVICE), "triton")
+    assert got[0].shape == (rows, n)
+    assert lists_of(got) == wanted
+
+
+def test_top_k_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_CHUNK", 256)
+    weights, one = weights_of("peaked", 1, 3000, 7), torch.ones(1, dtype=torch.int32)
+    wanted = lists_of(select_top_k(weights, 3000 * one, 300 * one))
+    got = select_top_k(weights.to(DEVICE), (3000 * one).to(DEVICE), (300 * one).to(DEVICE), "triton")
+    assert lists_of(got) == wanted
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [100, 300])
+def test_nucleus(n: int, kind: str, mass: float, chunk: int) -> None:
+    """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
+    rows = 3
+    weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
+    got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))
+    for row, size, chosen in zip(weights.double(), valid.tolist(), got, strict=True):
+        total = float(row[:size].sum())
+        assert chosen == sorted(set(chosen)) and all(0 <= i < size for i in chosen)
+        if not total:
+            assert len(chosen) == size
+            continue
+        held = row[chosen]
+        others = torch.ones(size, dtype=torch.bool)
+        others[chosen] = False
+        assert float(held.sum()) >= mass * total * (1 - 1e-5)
+        assert not others.any() or float(row[:size][others].max()) < float(held.min())
+        assert float(held[held > held.min()].sum()) < mass * total * (1 + 1e-5)
+
+
+def test_infinity_is_always_taken_and_lists_are_cut_to_their_width() -> None:
+    weights = torch.rand(2, 300, generator=torch.Generator().manual_seed(0))
+    weights[:, 250:260] = torch.inf
+    full, k = torch.tensor([300, 300]), torch.tensor([10, 12])
+    arguments = (weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton")
+    chosen = lists_of(select_top_k(*arguments, 12))
+    assert all(set(range(250, 260)) <= set(row) for row in chosen)
+    assert [len(row) for row in chosen] == [10, 12]
+    lists, counts = select_top_k(*arguments, 4)
+    assert lists.shape == (2, 4) and counts.tolist() == [4, 4]
+
+
+def test_what_triton_takes() -> None:
+    one = torch.tensor([1], device=DEVICE)
+    with pytest.raises(ValueError, match="float32"):
+        select_top_k(torch.rand(1, 4, dtype=torch.float64, device=DEVICE), one, one, "triton")
+    with pytest.raises(ValueError, match="mass"):
+        select_nucleus(torch.rand(1, 4, device=DEVICE), one, 1.5, backend="triton")
