@@ -188,6 +188,7 @@ def start_services(settings: Settings) -> Cluster:
                 ahead=settings.ahead,
                 waves=settings.draft_waves,
                 read_share=settings.draft_read_share,
+                refresh_every=settings.draft_refresh,
                 warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
                 prefill_chunk=settings.prefill_chunk,
                 max_context=max_context,
