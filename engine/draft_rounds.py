@@ -206,11 +206,14 @@ def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
     host = buffers.inputs.host
     lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    if buffers.known is not None:
+        host["known"][:] = 0
     for i, item in enumerate(requests):
         host["temperature"][i], host["top_p"][i] = item.temperature, item.top_p
         host["uniforms"][:, i] = item.uniforms
-        if buffers.known is not None:
-            host["known"][i] = 0 if item.refresh or item.memory is None else item.memory.length
+        if buffers.known is not None and not item.refresh:
+            assert item.memory is not None
+            host["known"][i] = item.memory.length
         if item.announce is None:
             continue
         host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
