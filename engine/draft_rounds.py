@@ -4,8 +4,8 @@ The first pass runs the tokens that are pending and attends densely; later passe
 only what the first one weighed most. The evidence is the mean over the passes of each head's weights on each block.
 
 With `refresh_every` k > 1 only every kth round of a session is refreshed by a dense first pass. In the others the first
-pass too reads lists, those that the weights of the last dense one give; what it does not read keeps these weights.
-One graph serves both: a session that refreshes has lists of everything.
+pass too reads lists, those that the weights of the last dense one give. What it does not read keeps these weights, by
+which later passes may still list it. One graph serves both: a session that refreshes has lists of everything.
 """
 
 from dataclasses import dataclass

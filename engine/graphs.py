@@ -325,9 +325,8 @@ class GraphRunner(Runner):
             (False, True), (False, True) if settings.projection is not None else (False,)
         )
         sizes = range(_bucket(sequences).bit_length())
-        counts = [
-            (*kind, 1 << i) for kind in kinds for i in reversed(sizes)
-        ]  # what they share fits the largest
+        # The largest first: what all shapes share is made to fit it.
+        counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
         for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
             self._round_of(RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces), settings)
 

@@ -274,9 +274,9 @@ class DraftStudy:
     """passages of each text are continued by `generated` tokens; so many cases of each kind of recall are answered."""
 
     context: int = 3000
-    passages: int = 6
+    passages: int = 4
     generated: int = 64
-    recalled: int = 8
+    recalled: int = 12
     gamma: int = GAMMA
 
     def run(

@@ -193,11 +193,9 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
         "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
     )
     parser.add_argument(
-        "--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 6)"
+        "--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 4)"
     )
-    parser.add_argument(
-        "--cases", type=int, help="recall, copy, drafts: cases (of each kind) (default: 12, drafts 8)"
-    )
+    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
     parser.add_argument(
         "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
     )
@@ -238,7 +236,7 @@ def _evaluate(flags: argparse.Namespace) -> None:
     if flags.task == "drafts":
         _evaluate_drafts(flags, plan, texts)
         return
-    for name, default in (("context", 4096), ("passages", 1), ("cases", 12), ("gamma", 3)):
+    for name, default in (("context", 4096), ("passages", 1), ("gamma", 3)):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     tokenizer = load_tokenizer(flags.target)
