@@ -294,11 +294,8 @@ class DraftStudy:
             TEXT: perplexity_cases(texts, tokenizer, self.context, self.context, self.passages),
             ANSWERS: recall_cases(list(kinds), texts, tokenizer, self.context, self.recalled),
         }
-        return {
-            name: measure(pair, plan, cases, readings, self.generated, self.gamma, workers, name)
-            for name, cases in tasks.items()
-            if cases
-        }
+        tasks = {name: cases for name, cases in tasks.items() if cases}
+        return measure(pair, plan, tasks, readings, self.generated, self.gamma, workers)
 
 
 # The models of a worker process: draft, target.
@@ -308,24 +305,29 @@ _loaded: tuple[GraphRunner, Runner] | None = None
 def measure(
     pair: Pair,
     plan: Plan,
-    cases: list[Case],
+    tasks: dict[str, list[Case]],
     readings: list[Reading],
     generated: int,
     gamma: int = GAMMA,
     workers: int = 0,
-    description: str = "drafts",
-) -> list[DraftRow]:
-    """workers 0: one a core; results do not depend on it. Raises PlanError where the plan has no `ahead`."""
+) -> dict[str, list[DraftRow]]:
+    """A table of each task. workers 0: one a core; results do not depend on it.
+
+    Raises PlanError where the plan has no `ahead`.
+    """
     check_method(method_named("ahead"), plan)
-    room = max(len(case.tokens) for case in cases) + generated + 2 * (gamma + 1)
+    cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
+    room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
     count = min(workers or os.cpu_count() or 1, len(cases))
-    totals = [DraftSums() for _ in readings]
+    totals = {name: [DraftSums() for _ in readings] for name in tasks}
     with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, room)) as pool:
-        pending = [pool.submit(_measure, plan, case, readings, generated, gamma) for case in cases]
-        for future in tqdm(pending, desc=description, unit="case"):
-            for total, part in zip(totals, future.result(), strict=True):
+        pending = [
+            (name, pool.submit(_measure, plan, case, readings, generated, gamma)) for name, case in cases
+        ]
+        for name, future in tqdm(pending, desc="drafts", unit="case"):
+            for total, part in zip(totals[name], future.result(), strict=True):
                 total.add(part)
-    return to_rows(readings, totals)
+    return {name: to_rows(readings, sums) for name, sums in totals.items()}
 
 
 def load_pair(pair: Pair, context: int) -> tuple[GraphRunner, Runner]:

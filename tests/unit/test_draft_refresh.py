@@ -311,5 +311,5 @@ def test_a_round_without_anything_kept_is_refused() -> None:
 def test_buffers_hold_what_is_kept_only_where_it_is_used() -> None:
     shape = RoundShape(1, 2, 4, False, False)
     for every in (1, 2):
-        buffers = make_round_buffers(shape, settings(0.5, every), torch.device("cpu"))
+        buffers = make_round_buffers(shape, settings(0.5, every), 4096, torch.device("cpu"))
         assert (buffers.known is None) == (every == 1)
