@@ -22,8 +22,26 @@ def main() -> None:
     parser.add_argument(
         "--read-share", type=float, default=1.0, help="of the KV that a round's later steps read (GPU only)"
     )
+    parser.add_argument(
+        "--refresh-every",
+        type=int,
+        default=1,
+        metavar="ROUNDS",
+        help="from one dense first step to the next; above 1 with --read-share below 1 (GPU only)",
+    )
     flags = parser.parse_args()
-    drafter = DrafterSettings(
+    try:
+        drafter = drafter_settings(flags)
+    except ValueError as error:
+        parser.error(str(error))
+    service = DraftServiceSettings(flags.target, flags.host, flags.port, drafter)
+    process = DraftProcess(side_settings("draft", flags), service)
+    asyncio.run(serve_until_signal("draft", lambda on_ready: run(process, on_ready)))
+
+
+def drafter_settings(flags: argparse.Namespace) -> DrafterSettings:
+    """Raises ValueError for flags that do not fit together."""
+    return DrafterSettings(
         flags.gamma,
         ahead=not flags.no_ahead,
         waves=flags.waves,
@@ -31,10 +49,8 @@ def main() -> None:
         prefill_chunk=flags.prefill_chunk,
         warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),
         max_context=flags.max_context,
+        refresh_every=flags.refresh_every,
     )
-    service = DraftServiceSettings(flags.target, flags.host, flags.port, drafter)
-    process = DraftProcess(side_settings("draft", flags), service)
-    asyncio.run(serve_until_signal("draft", lambda on_ready: run(process, on_ready)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
-from engine.draft_rounds import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.draft_rounds import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings, check_refresh
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
@@ -53,8 +53,9 @@ class DrafterSettings:
     verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. early: also
     announce after a round's first step what its first query says, as a hint; it takes more bytes than the selection
     itself. read_share: of the KV blocks that the later steps of a round read, where the runner drafts whole rounds;
-    the first step reads everything. prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up
-    to this size are made ready before the first.
+    the first step reads everything. refresh_every: of a session's rounds only every so many have such a first step,
+    where read_share < 1. prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up to this
+    size are made ready before the first.
     """
 
     gamma: int = 4
@@ -66,6 +67,10 @@ class DrafterSettings:
     prefill_chunk: int = 512
     warm_sessions: int = 16
     max_context: int = 32768
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_refresh(self.refresh_every, self.read_share)
 
 
 @dataclass
@@ -251,6 +256,7 @@ class Drafter:
             common = verdict.at.base + common_prefix(before, verdict.tokens)
             # The last token is always run again: its logits start the next round.
             self.runner.kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
+            session.round_memory.cut(session.kv.length)
         kv = self.runner.kv
         kv.index_prefix(session.kv, session.tokens, session.committed)
 
@@ -333,8 +339,16 @@ class Drafter:
             before = None if last is None else last.resized(self.plan.num_blocks(session.base)).words
             announce = AnnouncementRequest(*shared_limits(self.plan, session.base), before)
         drawn = uniforms(sampling.seed, session.base, self.settings.gamma + 1, USE_DRAFT)
+        memory = session.round_memory
         return RoundRequest(
-            session.kv, session.pending, sampling.temperature, sampling.top_p, drawn, announce
+            session.kv,
+            session.pending,
+            sampling.temperature,
+            sampling.top_p,
+            drawn,
+            announce,
+            memory,
+            memory.refresh_due(self.settings.refresh_every),
         )
 
     def _query(self, session: DraftSession) -> Query | None:
@@ -351,7 +365,7 @@ class Drafter:
         return int(self.settings.early)
 
     def execute(self, step: Step) -> StepResult:
-        """Runs in the model thread; touches no session but through the inputs' KV."""
+        """Runs in the model thread; touches no session but through the inputs' KV and memory."""
         started = time.perf_counter()
         rounds = self.runner.draft_rounds(step.requests) if step.requests else []
         outputs = self.runner.forward(step.inputs) if step.inputs else []
@@ -475,6 +489,7 @@ def round_settings(plan: Plan, settings: DrafterSettings) -> RoundSettings:
         window_blocks=plan.window_blocks,
         projection=projection,
         stickiness=plan.stickiness,
+        refresh_every=settings.refresh_every,
     )
 
 

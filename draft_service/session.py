@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.draft_rounds import RoundMemory
 from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling, Support
 from sparsity.methods import Method, method_named
@@ -39,6 +40,7 @@ class DraftSession:
     gamma: int
     ready_due: bool = True  # the target does not wait for this draft until it says Ready
     kv: SequenceKV = field(default_factory=SequenceKV)
+    round_memory: RoundMemory = field(default_factory=RoundMemory)  # filled where rounds are drafted whole
     # The round being drafted.
     round: int = 0
     base: int = 0

@@ -2,6 +2,10 @@
 
 The first pass runs the tokens that are pending and attends densely; later passes run one token each, and may read
 only what the first one weighed most. The evidence is the mean over the passes of each head's weights on each block.
+
+With `refresh_every` k > 1 only every kth round of a session is refreshed by a dense first pass. In the others the first
+pass too reads lists, those that the weights of the last dense one give. What it does not read keeps these weights, by
+which later passes may still list it. One graph serves both: a session that refreshes has lists of everything.
 """
 
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ class RoundSettings:
     read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: they
     always read. projection: [rows, layers * heads] float32, from the draft's heads to an announcement's rows, in
     whose order it chooses; None: rounds announce nothing. stickiness: factor for what was announced last.
+    refresh_every: rounds from one dense first pass of a session to its next; 1: every round has one.
     """
 
     gamma: int
@@ -38,6 +43,44 @@ class RoundSettings:
     window_blocks: int = 4
     projection: Tensor | None = None
     stickiness: float = 1.0
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_refresh(self.refresh_every, self.read_share)
+
+
+def check_refresh(refresh_every: int, read_share: float) -> None:
+    """Raises ValueError for an interval of dense first passes that cannot be drafted with."""
+    if refresh_every < 1:
+        raise ValueError(
+            f"refresh_every is {refresh_every}, expected at least 1 (1: every round is refreshed)"
+        )
+    if refresh_every > 1 and read_share >= 1:
+        raise ValueError(
+            f"refresh_every is {refresh_every} and read_share {read_share}: rounds without a dense first pass read "
+            "lists; give a read_share below 1, or refresh_every 1"
+        )
+
+
+@dataclass
+class RoundMemory:
+    """Of one session, where not every round refreshes: what its last dense first pass weighed. Filled by the runner.
+
+    weights: [layers, heads, blocks] float32 where the model lives, over γ + 1 as they count in evidence. length:
+    tokens that they are of and that still stand. rounds: drafted since that one.
+    """
+
+    weights: Tensor | None = None
+    length: int = 0
+    rounds: int = 0
+
+    def refresh_due(self, every: int) -> bool:
+        """Whether the next round is one of those, `every` rounds apart, that refresh."""
+        return self.weights is None or self.rounds + 1 >= every
+
+    def cut(self, length: int) -> None:
+        """The tokens from `length` on were taken back: what comes in their place was never weighed."""
+        self.length = min(self.length, length)
 
 
 @dataclass(frozen=True)
@@ -52,7 +95,11 @@ class AnnouncementRequest:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """tokens: pending ones, the last of them committed or guessed. uniforms: [γ + 1]. temperature 0: greedy."""
+    """tokens: pending ones, the last of them committed or guessed. uniforms: [γ + 1]. temperature 0: greedy.
+
+    refresh: let the first pass be dense, and `memory` hold what it weighed; otherwise the pass reads by what `memory`
+    holds. Both only count where settings.refresh_every > 1; no memory: nothing is held.
+    """
 
     kv: SequenceKV
     tokens: list[int]
@@ -60,20 +107,29 @@ class RoundRequest:
     top_p: float
     uniforms: np.ndarray
     announce: AnnouncementRequest | None
+    memory: RoundMemory | None = None
+    refresh: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.refresh and (self.memory is None or self.memory.weights is None):
+            raise ValueError(
+                "a round without refresh needs a memory with weights: refresh the session's first round"
+            )
 
 
 @dataclass(frozen=True)
 class RoundOutput:
     """tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy.
 
-    words: uint64 [rows, words] of the blocks to announce, if asked for. The KV holds all pending tokens and γ more;
-    kv.length is left to the caller.
+    words: uint64 [rows, words] of the blocks to announce, if asked for. blocks_read: over passes, layers and KV heads;
+    None where all passes are dense. The KV holds all pending tokens and γ more; kv.length is left to the caller.
     """
 
     tokens: list[int]
     ids: np.ndarray | None
     probs: np.ndarray | None
     words: np.ndarray | None
+    blocks_read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +148,8 @@ class RoundBuffers:
     """Inputs of a shape on the device, all parts of `inputs`, and what its graph leaves in `results`.
 
     results: tokens [γ + 1, sequences] int32; ids, probs [γ + 1, sequences, support] int32 and float32 where some are
-    sampled; words [sequences, rows, words] int64 where rounds announce. γ and settings are those of the runner.
+    sampled; words [sequences, rows, words] int64 where rounds announce; blocks_read [sequences] int64 where passes read
+    lists. γ and settings are those of the runner.
     """
 
     inputs: Staging
@@ -108,6 +165,8 @@ class RoundBuffers:
     uniforms: Tensor  # [gamma + 1, sequences] float64
     limits: Tensor  # [3, sequences] int32: first, last, count of an announcement
     before: Tensor | None = None  # [sequences, rows, words] int64
+    known: Tensor | None = None  # [sequences] int32, tokens that `kept` is of; 0: this round refreshes
+    kept: Tensor | None = None  # [sequences, layers, heads, blocks] float32: RoundMemory's, then this round's
 
 
 def make_round_buffers(
@@ -128,8 +187,12 @@ def make_round_buffers(
         results["probs"] = (passes, count, support), torch.float32
     if shape.announces:
         assert settings.projection is not None
-        words = count, len(settings.projection), -(-_blocks(shape, settings) // WORD)
+        words = count, len(settings.projection), -(-blocks_of(shape, settings) // WORD)
         layout["before"] = results["words"] = words, torch.int64
+    if settings.read_share < 1:
+        results["blocks_read"] = (count,), torch.int64
+    if settings.refresh_every > 1:
+        layout["known"] = (count,), torch.int32
     inputs = Staging(layout, device)
     buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device)
     lay_out_rows(inputs.host, [])
@@ -143,9 +206,14 @@ def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
     host = buffers.inputs.host
     lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    if buffers.known is not None:
+        host["known"][:] = 0
     for i, item in enumerate(requests):
         host["temperature"][i], host["top_p"][i] = item.temperature, item.top_p
         host["uniforms"][:, i] = item.uniforms
+        if buffers.known is not None and not item.refresh:
+            assert item.memory is not None
+            host["known"][i] = item.memory.length
         if item.announce is None:
             continue
         host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
@@ -170,27 +238,57 @@ def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[Roun
                 results["ids"][:, i].copy() if drawn else None,
                 results["probs"][:, i].copy() if drawn else None,
                 None if item.announce is None else results["words"][i].view(np.uint64).copy(),
+                int(results["blocks_read"][i]) if "blocks_read" in results else None,
             )
         )
     return outputs
 
 
-def _blocks(shape: RoundShape, settings: RoundSettings) -> int:
+def bring_kept(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+    """Before a round: what sessions that do not refresh remember."""
+    if buffers.kept is None:
+        return
+    for i, item in enumerate(requests):
+        if not item.refresh:
+            assert item.memory is not None and item.memory.weights is not None
+            weights = item.memory.weights
+            buffers.kept[i, :, :, : weights.shape[2]].copy_(weights)
+
+
+def take_kept(buffers: RoundBuffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
+    """After it, before their KV's lengths move: what sessions that refreshed remember from now on."""
+    if buffers.kept is None:
+        return
+    for i, item in enumerate(requests):
+        memory = item.memory
+        if memory is not None and item.refresh:
+            memory.length, memory.rounds = item.kv.length + len(item.tokens), 0
+            blocks = -(-memory.length // settings.block_size)
+            memory.weights = buffers.kept[i, :, :, :blocks].clone()
+        elif memory is not None:
+            memory.rounds += 1
+
+
+def blocks_of(shape: RoundShape, settings: RoundSettings) -> int:
     return shape.pages * PAGE_SIZE // settings.block_size
 
 
 def run_round(
     decoder: Decoder, kv: PagedKV, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers
 ) -> None:
-    """Launches only, the same for all rounds of a shape."""
+    """Launches only, the same for all rounds of a shape. buffers.kept is given where settings.refresh_every > 1."""
     device = buffers.lengths.device
     sequences = shape.sequences
     present = buffers.lengths > 0
     evidence: Tensor | None = None
     if shape.announces or settings.read_share < 1:
-        heads = len(decoder.layers), decoder.heads, _blocks(shape, settings)
+        heads = len(decoder.layers), decoder.heads, blocks_of(shape, settings)
         evidence = torch.zeros(sequences, *heads, device=device)
     ends = buffers.query_starts[1:].long() - 1
+    first_lists = None
+    if settings.refresh_every > 1:
+        assert evidence is not None
+        first_lists = _first_lists(decoder, settings, shape, buffers, evidence)
     logits = _run_pass(
         decoder,
         kv,
@@ -204,13 +302,17 @@ def run_round(
         buffers.lengths,
         shape.queries,
         evidence,
-        None,
+        first_lists,
         ends.clamp(min=0),
     )
     lists = None
     if settings.read_share < 1:
         assert evidence is not None
+        if buffers.kept is not None:
+            buffers.kept.copy_(evidence)
         lists = _own_lists(decoder, settings, shape, buffers, evidence)
+        read = _count_blocks(decoder, settings, buffers, first_lists, lists)
+        buffers.results.device["blocks_read"].copy_(read)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
     tokens, ids, probs = [], [], []
     for index in range(settings.gamma + 1):
@@ -315,10 +417,59 @@ def _run_pass(
     )
 
 
-def _own_lists(
+Lists = tuple[BlockLists, Work | None]  # of all layers: [layers, sequences, kv_heads, …]
+
+
+def _first_lists(
     decoder: Decoder, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers, evidence: Tensor
-) -> tuple[BlockLists, Work | None]:
-    """What later passes read: of each KV head the blocks that the first pass weighed most, sinks, window, new ones."""
+) -> Lists:
+    """What the first pass reads; `evidence` takes the kept weights of the blocks that it does not read."""
+    assert buffers.kept is not None and buffers.known is not None
+    known = buffers.known // settings.block_size
+    column = torch.arange(evidence.shape[3], device=evidence.device)
+    # What lies beyond may be of tokens that were taken back, or of another session.
+    kept = buffers.kept.masked_fill((column >= known[:, None])[:, None, None], 0)
+    lists, work = _own_lists(decoder, settings, shape, buffers, kept, known, shape.queries)
+    unread = ~_listed(lists).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
+    by_kv_head = kept.unflatten(2, (decoder.kv_heads, -1))
+    evidence.unflatten(2, (decoder.kv_heads, -1)).copy_(by_kv_head * unread)
+    return lists, work
+
+
+def _listed(blocks: BlockLists) -> Tensor:
+    """Lists as bools [layers, sequences, kv_heads, blocks]; entries beyond a list's count may be anything."""
+    valid = torch.arange(blocks.lists.shape[-1], device=blocks.lists.device) < blocks.counts[..., None]
+    times = torch.zeros_like(blocks.lists)
+    times.scatter_add_(-1, blocks.lists.where(valid, 0).long(), valid.to(times.dtype))
+    return times > 0
+
+
+def _count_blocks(
+    decoder: Decoder, settings: RoundSettings, buffers: RoundBuffers, first: Lists | None, later: Lists
+) -> Tensor:
+    """Over a round's passes, layers and KV heads: [sequences] int64."""
+    if first is None:
+        present = -(-buffers.lengths.long() // settings.block_size)
+        dense = present * len(decoder.layers) * decoder.kv_heads
+    else:
+        dense = first[0].counts.sum((0, 2))
+    return dense + settings.gamma * later[0].counts.sum((0, 2))
+
+
+def _own_lists(
+    decoder: Decoder,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: RoundBuffers,
+    evidence: Tensor,
+    known: Tensor | None = None,
+    max_queries: int = 1,
+) -> Lists:
+    """What passes read: of each KV head the blocks that were weighed most, sinks, window, new ones.
+
+    known: [sequences] int32, the blocks from there on were not weighed and are all read; None: all were weighed.
+    max_queries: of a sequence in such a pass.
+    """
     backend = default_backend(evidence.device)
     sequences, layers, _, n = evidence.shape
     kv_heads, group = decoder.kv_heads, decoder.heads // decoder.kv_heads
@@ -329,6 +480,8 @@ def _own_lists(
     ends = -((-lengths - settings.gamma) // block)  # blocks once the round has run
     recent = -(-lengths // block) - settings.window_blocks
     column = torch.arange(n, device=evidence.device)
+    if known is not None:
+        recent = torch.minimum(recent, known)
     always = (column < settings.sink_blocks) | (column >= recent[:, None])
     inside = (column < ends[:, None]) & (lengths > 0)[:, None]
     rows = layers * sequences * kv_heads
@@ -344,7 +497,7 @@ def _own_lists(
     work = None
     if backend == "triton":
         dim = decoder.cosines.shape[1] * 2
-        work = plan_work(kv_heads, group, dim, 1, buffers.block_tables, lengths, PAGE_SIZE, blocks)
+        work = plan_work(kv_heads, group, dim, max_queries, buffers.block_tables, lengths, PAGE_SIZE, blocks)
     return blocks, work
 
 

@@ -24,10 +24,13 @@ from engine.draft_rounds import (
     RoundRequest,
     RoundSettings,
     RoundShape,
+    blocks_of,
+    bring_kept,
     lay_out_round,
     make_round_buffers,
     read_round,
     run_round,
+    take_kept,
 )
 from engine.judging import Drafted, support_of
 from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
@@ -92,6 +95,7 @@ class GraphRunner(Runner):
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
         self._rounds: dict[RoundShape, _Captured[RoundBuffers]] = {}
         self._round_settings: RoundSettings | None = None
+        self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
@@ -320,17 +324,27 @@ class GraphRunner(Runner):
         kinds = itertools.product(
             (False, True), (False, True) if settings.projection is not None else (False,)
         )
-        counts = [(*kind, 1 << i) for kind in kinds for i in range(_bucket(sequences).bit_length())]
+        sizes = range(_bucket(sequences).bit_length())
+        # The largest first: what all shapes share is made to fit it.
+        counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
         for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
             self._round_of(RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces), settings)
 
     def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
         if shape not in self._rounds:
             buffers = make_round_buffers(shape, settings, self.vocab_size, self.device)
+            if settings.refresh_every > 1:
+                buffers.kept = self._kept_of(shape, settings)
             self._rounds[shape] = self._capture(
                 buffers, lambda: run_round(self.decoder, self.kv, settings, shape, buffers)
             )
         return self._rounds[shape]
+
+    def _kept_of(self, shape: RoundShape, settings: RoundSettings) -> Tensor:
+        if self._kept is None or len(self._kept) < shape.sequences:
+            sizes = shape.sequences, len(self.decoder.layers), self.decoder.heads, blocks_of(shape, settings)
+            self._kept = torch.zeros(sizes, device=self.device)
+        return self._kept[: shape.sequences]
 
     @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
@@ -365,10 +379,12 @@ class GraphRunner(Runner):
         )
         captured = self._round_of(shape, settings)
         lay_out_round(captured.buffers, requests)
+        bring_kept(captured.buffers, requests)
         if captured.graph is None:
             run_round(self.decoder, self.kv, settings, shape, captured.buffers)
         else:
             captured.graph.replay()
+        take_kept(captured.buffers, settings, requests)
         return read_round(captured.buffers, requests)
 
     # Prompts.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsity.plan import Plan
+
 WARM_UP = 16  # tokens of text before the question that are verified sparsely, too
 
 
@@ -37,6 +39,15 @@ def read_texts(sources: list[str]) -> dict[str, str]:
         else:
             texts |= _read_data_set(source)
     return texts
+
+
+def held_out_files(folder: str, plan: Plan) -> list[str]:
+    """The .txt files of a folder that a plan was not calibrated on. Raises ValueError if there is none."""
+    held_in = set(plan.provenance.get("files", ()))
+    files = [str(file) for file in sorted(Path(folder).glob("*.txt")) if file.name not in held_in]
+    if not files:
+        raise ValueError(f"{folder}: no .txt file that the plan was not calibrated on")
+    return files
 
 
 def _read_data_set(source: str) -> dict[str, str]:

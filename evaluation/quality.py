@@ -14,8 +14,9 @@ from pathlib import Path
 
 import models
 from engine.loading import load_tokenizer
-from evaluation import cases, plots, report
+from evaluation import cases, drafts, plots, report
 from evaluation.cases import Case
+from evaluation.drafts import DraftRow, DraftStudy
 from evaluation.report import Row
 from evaluation.rounds import Variant
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
@@ -190,12 +191,12 @@ def main() -> None:
     )
     flags = parser.parse_args()
     plan = load_plan(models.PLAN)
-    held_in = set(plan.provenance["files"])
-    files = [file for file in sorted(Path(flags.books).glob("*.txt")) if file.name not in held_in]
-    if not files:
-        parser.error(f"{flags.books}: no .txt file that the plan was not calibrated on")
+    try:
+        files = cases.held_out_files(flags.books, plan)
+    except ValueError as error:
+        parser.error(str(error))
     pair = Pair(str(models.TARGET), str(models.DRAFT))
-    texts = cases.read_texts([str(file) for file in files])
+    texts = cases.read_texts(files)
     study = Study(pair, plan, texts, load_tokenizer(str(models.TARGET)), {})
     started = time.perf_counter()
     for name, run in STUDIES:
@@ -205,6 +206,24 @@ def main() -> None:
     print(f"\n{seconds:.0f} s")
     if not flags.only:
         write_page(study, Path(flags.out), seconds)
+        study_drafts(study, Path(flags.out) / "quality.md")
+
+
+def study_drafts(study: Study, page: Path) -> None:
+    started = time.perf_counter()
+    tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.readings_of())
+    for name, rows in tables.items():
+        print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
+    write_drafts(tables, page, "make evaluate", time.perf_counter() - started)
+
+
+def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, seconds: float) -> None:
+    """Fill in the tables of how the draft reads."""
+    text = page.read_text(encoding="utf-8")
+    for name, rows in tables.items():
+        text = _fill(text, name, drafts.to_markdown(rows))
+    made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min"
+    page.write_text(_fill(text, "drafts made", f"Made by `{command}`: {made}."), encoding="utf-8")
 
 
 def write_page(study: Study, out: Path, seconds: float) -> None:

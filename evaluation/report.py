@@ -92,20 +92,31 @@ def cells(row: Row) -> list[str]:
 
 
 def to_text(rows: list[Row]) -> str:
-    """Aligned columns."""
-    table = [list(COLUMNS), *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+    return align([list(COLUMNS), *(cells(row) for row in rows)])
+
+
+def to_markdown(rows: list[Row]) -> str:
+    return markdown_table([list(COLUMNS), *(cells(row) for row in rows)])
+
+
+def align(table: list[list[str]], left: int = 2) -> str:
+    """Lines of cells, the first of them the columns' names, of which `left` are flush left."""
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
 
     def aligned(line: list[str]) -> str:
         pairs = list(zip(line, widths, strict=True))
-        return "  ".join([cell.ljust(w) for cell, w in pairs[:2]] + [cell.rjust(w) for cell, w in pairs[2:]])
+        return "  ".join(
+            [cell.ljust(w) for cell, w in pairs[:left]] + [cell.rjust(w) for cell, w in pairs[left:]]
+        )
 
     return "\n".join(aligned(line) for line in table)
 
 
-def to_markdown(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- | --- " + "| ---: " * (len(COLUMNS) - 2) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(cells(row)) + " |" for row in rows])
+def markdown_table(table: list[list[str]], left: int = 2) -> str:
+    """As `align`."""
+    head, *lines = ["| " + " | ".join(line) + " |" for line in table]
+    rule = "| --- " * left + "| ---: " * (len(table[0]) - left) + "|"
+    return "\n".join([head, rule, *lines])
 
 
 def to_json(rows: list[Row]) -> str:

@@ -91,7 +91,7 @@ def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Vari
     results = [Sums() for _ in variants]
     prompt = SequenceKV()
     try:
-        _prefill(target, prompt, case)
+        prefill(target, prompt, case.tokens[: case.start])
         for shape in sorted({(v.gamma, v.plan.block_size) for v in variants}):
             drafted = _run_draft(draft, case, *shape)
             alike = [i for i, v in enumerate(variants) if (v.gamma, v.plan.block_size) == shape]
@@ -107,15 +107,15 @@ def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Vari
     return results
 
 
-def _prefill(runner: Runner, sequence: SequenceKV, case: Case) -> None:
-    for at in range(0, case.start, PREFILL_CHUNK):
-        runner.forward([SequenceInput(sequence, case.tokens[at : min(at + PREFILL_CHUNK, case.start)])])
+def prefill(runner: Runner, sequence: SequenceKV, tokens: list[int]) -> None:
+    for at in range(0, len(tokens), PREFILL_CHUNK):
+        runner.forward([SequenceInput(sequence, tokens[at : at + PREFILL_CHUNK])])
 
 
 def _run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> _Draft:
     sequence, evidence, logits = SequenceKV(), [], []
     try:
-        _prefill(draft, sequence, case)
+        prefill(draft, sequence, case.tokens[: case.start])
         for first, last in rounds_of(case, gamma):
             step = SequenceInput(
                 sequence, case.tokens[first:last], "all", block_size=block_size, emitting=last - first

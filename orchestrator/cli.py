@@ -4,13 +4,18 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 import models
 from orchestrator.client import Generation, generate
+
+if TYPE_CHECKING:
+    from sparsity.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,25 +177,37 @@ def _calibrate(flags: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
-    parser.add_argument(
-        "--text", required=True, nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets")
+    source.add_argument(
+        "--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on"
     )
     parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
     parser.add_argument(
         "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
     )
-    parser.add_argument("--context", type=int, default=4096, help="tokens of each case")
+    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000)")
     parser.add_argument(
         "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
     )
-    parser.add_argument("--passages", type=int, default=1, help="perplexity: passages of each text")
-    parser.add_argument("--cases", type=int, default=12, help="recall, copy: cases (of each kind)")
     parser.add_argument(
-        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall: what is hidden"
+        "--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 4)"
     )
-    parser.add_argument("--gamma", type=int, default=3, help="drafted tokens a round; γ + 1 are verified")
+    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
+    parser.add_argument(
+        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
+    )
+    parser.add_argument(
+        "--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4)"
+    )
+    parser.add_argument("--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts: of sparse steps")
+    parser.add_argument(
+        "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
+    )
+    parser.add_argument("--generated", type=int, default=64, help="drafts: tokens after each passage")
+    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
     parser.add_argument(
         "--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries"
     )
@@ -215,7 +232,14 @@ def _evaluate(flags: argparse.Namespace) -> None:
     if flags.dense_layers is not None:
         changes["dense_layers"] = tuple(flags.dense_layers)
     plan = dataclasses.replace(load_plan(flags.plan), **changes)
-    texts, tokenizer = cases.read_texts(flags.text), load_tokenizer(flags.target)
+    texts = cases.read_texts(flags.text or cases.held_out_files(flags.books, plan))
+    if flags.task == "drafts":
+        _evaluate_drafts(flags, plan, texts)
+        return
+    for name, default in (("context", 4096), ("passages", 1), ("gamma", 3)):
+        if getattr(flags, name) is None:
+            setattr(flags, name, default)
+    tokenizer = load_tokenizer(flags.target)
     if flags.task == "perplexity":
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
         chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
@@ -235,6 +259,35 @@ def _evaluate(flags: argparse.Namespace) -> None:
             plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
         ):
             print(path, file=sys.stderr)
+
+
+def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, str]) -> None:
+    from evaluation import drafts, quality
+    from evaluation.run import Pair
+
+    numbers = {
+        "context": flags.context,
+        "passages": flags.passages,
+        "generated": flags.generated,
+        "recalled": flags.cases,
+        "gamma": flags.gamma,
+    }
+    study = drafts.DraftStudy(**{name: value for name, value in numbers.items() if value is not None})
+    shares = [float(share) for share in flags.read_shares.split(",")]
+    readings = drafts.readings_of(shares, [int(every) for every in flags.refresh.split(",")])
+    started = time.perf_counter()
+    pair = Pair(flags.target, flags.draft)
+    tables = study.run(pair, plan, texts, readings, flags.kinds.split(","), flags.workers)
+    if flags.json:
+        print(drafts.to_json(tables))
+    else:
+        print("\n\n".join(f"{name}\n{drafts.to_text(rows)}" for name, rows in tables.items()))
+    if flags.markdown:
+        text = "\n\n".join(drafts.to_markdown(rows) for rows in tables.values())
+        Path(flags.markdown).write_text(text + "\n", encoding="utf-8")
+    if flags.page:
+        seconds = time.perf_counter() - started
+        quality.write_drafts(tables, Path(flags.page), "specahead evaluate drafts --books DIR", seconds)
 
 
 def _add_bench_stack(parser: argparse.ArgumentParser) -> None:

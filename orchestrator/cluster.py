@@ -183,15 +183,7 @@ def start_services(settings: Settings) -> Cluster:
             [target_address],
             settings.service_host,
             _free_port(settings.service_host),
-            DrafterSettings(
-                gamma=settings.gamma,
-                ahead=settings.ahead,
-                waves=settings.draft_waves,
-                read_share=settings.draft_read_share,
-                warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
-                prefill_chunk=settings.prefill_chunk,
-                max_context=max_context,
-            ),
+            drafter_settings(settings),
         ),
     )
     # Fractional CPUs: placement asks for room, the models' threads are set above.
@@ -205,6 +197,19 @@ def start_services(settings: Settings) -> Cluster:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
     return Cluster(target, draft, target_info, draft_info)
+
+
+def drafter_settings(settings: Settings) -> DrafterSettings:
+    return DrafterSettings(
+        gamma=settings.gamma,
+        ahead=settings.ahead,
+        waves=settings.draft_waves,
+        read_share=settings.draft_read_share,
+        refresh_every=settings.draft_refresh,
+        warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
+        prefill_chunk=settings.prefill_chunk,
+        max_context=settings.max_context,
+    )
 
 
 def _free_port(host: str) -> int:

@@ -50,6 +50,10 @@ class Settings:
     draft_read_share: float = _setting(
         1.0, "share of the KV that the later draft steps of a round read (GPU only)"
     )
+    draft_refresh: int = _setting(
+        1,
+        "rounds from one dense first draft step to the next; above 1 with draft_read_share below 1 (GPU only)",
+    )
     synthetic_acceptance: float = _setting(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -173,6 +177,12 @@ def _check(settings: Settings) -> None:
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
         (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
         (settings.draft_waves >= 0, "draft_waves must not be negative"),
+        (settings.draft_refresh >= 1, f"draft_refresh is {settings.draft_refresh}, it must be at least 1"),
+        (
+            settings.draft_refresh == 1 or settings.draft_read_share < 1,
+            f"draft_refresh is {settings.draft_refresh} and draft_read_share {settings.draft_read_share}: give a "
+            "draft_read_share below 1, or draft_refresh 1",
+        ),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),

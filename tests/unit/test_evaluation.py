@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,12 +17,14 @@ from engine.batch import SequenceInput
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
-from evaluation import cases, plots, quality, report
+from evaluation import cases, drafts, plots, quality, report
 from evaluation.cases import Case
-from evaluation.rounds import Sums, Variant, evaluate_case, rounds_of
+from evaluation.drafts import DraftStudy, Reading
+from evaluation.rounds import Sums, Variant, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from orchestrator.demo import TEXT
 from sparsity.plan import PlanError, load_plan
+from sparsity.selection import BlockSelection
 
 PLAN = load_plan(models.PLAN)
 
@@ -237,6 +240,82 @@ def test_tables_hold_every_row() -> None:
 def test_plots_are_drawn(tmp_path: Path) -> None:
     for draw in (plots.plot_quality, plots.plot_churn):
         assert draw(some_rows(), tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]) -> None:
+    loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
+    (case,) = cases.perplexity_cases(texts, tokenizer, 400, 400)
+    readings = [Reading(), Reading(1 - 1e-9, 2), *(Reading(0.2, every) for every in (1, 2, 4))]
+    ends = []
+    prompts = [SequenceKV(), SequenceKV()]
+    for runner, prompt in zip(loaded, prompts, strict=True):
+        prefill(runner, prompt, case.tokens[:-1])
+    sums = []
+    for reading in readings:
+        loaded[0].prepare_rounds(drafts.round_settings(PLAN, 4, reading))
+        run = drafts._Continuation(*loaded, PLAN, case, reading, 4)
+        sums.append(run.run(prompts[0], prompts[1], 24))
+        ends.append(run.tokens[:424])
+    for runner, prompt in zip(loaded, prompts, strict=True):
+        runner.kv.release(prompt)
+        assert runner.kv.pool.held == 0
+    assert all(tokens == ends[0] for tokens in ends)
+    dense, listed, *sparse = drafts.to_rows(readings, sums)
+    assert (dense.accepted, dense.drafted, dense.kv_read) == (listed.accepted, listed.drafted, 1.0)
+    assert dense.mass == pytest.approx(listed.mass, abs=0.01)
+    assert 0 < dense.middle < dense.mass < 1
+    assert dense.kv_read > sparse[0].kv_read > sparse[1].kv_read > sparse[2].kv_read > 0.2
+
+
+def test_drafts_of_answers_count_the_answer(tokenizer: Any, texts: dict[str, str]) -> None:
+    loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
+    (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 400, 1)
+    assert case.asked is not None
+    (sums,) = drafts.measure_case(*loaded, PLAN, case, [Reading()], 1)
+    length = case.asked[1] - case.asked[0]
+    assert 0 < sums.accepted <= sums.drafted <= length
+    assert 0 < sums.rounds <= length
+    assert sums.accepted + sums.rounds >= length, "each round gives what is accepted and one token more"
+    assert loaded[0].kv.pool.held == loaded[1].kv.pool.held == 0
+
+
+def test_attention_that_is_announced() -> None:
+    """Everything; the mandatory blocks alone; and one block of one head more."""
+    layers, heads, base, blocks = PLAN.target_layers, 2 * PLAN.target_kv_heads, 160, 11
+    weights = torch.full((layers, 5, heads, blocks), 1 / blocks)
+    rows = len(PLAN.sparse_layers) * PLAN.target_kv_heads
+    every, none = (BlockSelection.from_matrix(np.full((rows, 10), value)) for value in (True, False))
+    always = (PLAN.sink_blocks + 2) / blocks  # a sink, the window of one block, the round's own
+    assert drafts.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
+    assert drafts.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
+    one = BlockSelection(rows, 10, np.array([5]))
+    mass, of_mandatory = drafts.announced_mass(weights, one, PLAN, base)
+    assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
+
+
+def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str]) -> None:
+    study = DraftStudy(context=400, passages=1, generated=6, recalled=1)
+    readings = drafts.readings_of([0.2], [2])
+    assert readings == [Reading(), Reading(0.2, 2)]
+    pair = Pair(str(models.TARGET), str(models.DRAFT))
+    tables = study.run(pair, PLAN, texts, readings, ["pairs"], 1)
+    assert {name: len(rows) for name, rows in tables.items()} == {drafts.TEXT: 2, drafts.ANSWERS: 2}
+    page = tmp_path / "quality.md"
+    page.write_text((Path(quality.__file__).parents[1] / "docs" / "quality.md").read_text(encoding="utf-8"))
+    quality.write_drafts(tables, page, "the command", 60.0)
+    filled = page.read_text(encoding="utf-8")
+    assert "Made by `the command`" in filled
+    for rows in tables.values():
+        assert drafts.to_markdown(rows) in filled
+    assert set(json.loads(drafts.to_json(tables))) == set(tables)
+
+
+def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not calibrated on"):
+        cases.held_out_files(str(tmp_path), PLAN)
+    for name in (PLAN.provenance["files"][0], "b.txt", "a.txt", "notes.md"):
+        (tmp_path / name).write_text("text")
+    assert cases.held_out_files(str(tmp_path), PLAN) == [str(tmp_path / name) for name in ("a.txt", "b.txt")]
 
 
 def test_the_page_has_a_place_for_every_table() -> None:

@@ -139,6 +139,28 @@ def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
         resolve(flag, value)
 
 
+@pytest.mark.parametrize(
+    "flags", [("--draft-refresh", "2"), ("--draft-refresh", "0", "--draft-read-share", "0.1")]
+)
+def test_an_interval_of_dense_draft_steps_that_cannot_be_drafted_with_is_refused(
+    flags: tuple[str, ...],
+) -> None:
+    with pytest.raises(SettingsError, match=rf"draft_refresh is {flags[1]}"):
+        resolve(*flags)
+
+
+def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> None:
+    from orchestrator.cluster import drafter_settings  # imports Ray
+
+    flags = ("--draft-refresh", "4", "--draft-read-share", "0.1")
+    file = config(tmp_path, "draft_refresh: 4\ndraft_read_share: 0.1\n")
+    environment = {"SPECAHEAD_DRAFT_REFRESH": "4", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
+    for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
+        drafter = drafter_settings(settings)
+        assert (drafter.refresh_every, drafter.read_share) == (4, 0.1)
+    assert drafter_settings(resolve()).refresh_every == 1
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
 def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
     assert resolve(flag, value) != Settings()

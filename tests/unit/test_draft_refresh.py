@@ -1,0 +1,315 @@
+"""Rounds of the draft without a dense first pass: what they read, what they keep, and who decides."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import draft_service.__main__
+import engine.draft_rounds
+import models
+from draft_service.drafter import DrafterSettings, round_settings
+from engine.draft_rounds import (
+    AnnouncementRequest,
+    RoundMemory,
+    RoundOutput,
+    RoundRequest,
+    RoundSettings,
+    RoundShape,
+    make_round_buffers,
+)
+from engine.graphs import GraphRunner
+from engine.paged_kv import SequenceKV
+from evaluation.drafts import load_pair
+from evaluation.rounds import prefill
+from evaluation.run import Pair
+from sparsity.announce import shared_limits
+from sparsity.plan import load_plan
+from tests.unit.test_draft_rounds import GREEDY, Side, begin, tokens
+from wire.messages import At, Proposal, Verdict
+
+PLAN = load_plan(models.PLAN)
+ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
+GAMMA = DrafterSettings.gamma
+LENGTH = 500
+
+
+@pytest.fixture(scope="module")
+def loaded() -> GraphRunner:
+    return load_pair(Pair(str(models.DRAFT), str(models.DRAFT)), 2000)[0]
+
+
+@pytest.fixture
+def runner(loaded: GraphRunner) -> Iterator[GraphRunner]:
+    yield loaded
+    assert loaded.kv.pool.held == 0, "a test released what it held"
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """[sequences, layers, heads, blocks] of each round that announces."""
+    seen: list[Tensor] = []
+    choose = engine.draft_rounds._choose_words
+
+    def look(settings: RoundSettings, buffers: Any, weights: Tensor) -> Tensor:
+        seen.append(weights.clone())
+        return choose(settings, buffers, weights)
+
+    monkeypatch.setattr(engine.draft_rounds, "_choose_words", look)
+    return seen
+
+
+class Drafting:
+    """One session at a runner: what a Drafter keeps of it."""
+
+    def __init__(self, runner: GraphRunner, seed: int = 1, length: int = LENGTH) -> None:
+        self.runner, self.kv, self.memory = runner, SequenceKV(), RoundMemory()
+        self.tokens = tokens(length, seed)
+        prefill(runner, self.kv, self.tokens[:-1])
+
+    def request(self, refresh: bool) -> RoundRequest:
+        base = len(self.tokens)
+        announce = AnnouncementRequest(*shared_limits(PLAN, base), None)
+        pending = self.tokens[self.kv.length :]
+        return RoundRequest(self.kv, pending, 0.0, 1.0, np.zeros(GAMMA + 1), announce, self.memory, refresh)
+
+    def take(self, output: RoundOutput) -> None:
+        """All that was drafted is accepted, and the guess with it."""
+        self.kv.length = len(self.tokens) + GAMMA
+        self.tokens += output.tokens
+
+    def round(self, refresh: bool) -> RoundOutput:
+        (output,) = self.runner.draft_rounds([self.request(refresh)])
+        self.take(output)
+        return output
+
+    def release(self) -> None:
+        self.runner.kv.release(self.kv)
+
+
+def settings(read_share: float, refresh_every: int) -> RoundSettings:
+    return round_settings(PLAN, DrafterSettings(read_share=read_share, refresh_every=refresh_every))
+
+
+def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(
+    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unexpected(*_: Any) -> None:
+        raise AssertionError("the first pass is dense")
+
+    monkeypatch.setattr(engine.draft_rounds, "_first_lists", unexpected)
+    runner.prepare_rounds(settings(0.1, 1))
+    session = Drafting(runner)
+    first = session.round(True)
+    assert session.memory == RoundMemory()
+    blocks = PLAN.num_blocks(LENGTH)
+    heads = PLAN.draft_layers * runner.kv.kv_heads
+    assert first.blocks_read is not None
+    assert heads * blocks < first.blocks_read < heads * blocks * 2.5
+    session.release()
+
+
+def test_with_everything_listed_rounds_are_dense_ones(runner: GraphRunner, evidence: list[Tensor]) -> None:
+    drafted, words = [], []
+    for read_share, refresh_every in ((1.0, 1), (ALL_LISTED, 2)):
+        runner.prepare_rounds(settings(read_share, refresh_every))
+        session = Drafting(runner)
+        outputs = [session.round(session.memory.refresh_due(refresh_every)) for _ in range(4)]
+        drafted.append([output.tokens for output in outputs])
+        words.append([output.words for output in outputs])
+        session.release()
+    assert drafted[0] == drafted[1]
+    for dense, listed in zip(evidence[:4], evidence[4:], strict=True):
+        torch.testing.assert_close(listed, dense, rtol=1e-4, atol=1e-6)
+    changed = sum(int(np.bitwise_count(a ^ b).sum()) for a, b in zip(*words, strict=True))  # type: ignore[arg-type]
+    assert changed <= 0.02 * sum(int(np.bitwise_count(a).sum()) for a in words[0])  # type: ignore[arg-type]
+
+
+def test_rounds_between_read_less(runner: GraphRunner) -> None:
+    runner.prepare_rounds(settings(0.2, 2))
+    session = Drafting(runner)
+    read = [session.round(refresh).blocks_read for refresh in (True, False, True, False)]
+    heads = PLAN.draft_layers * runner.kv.kv_heads
+    for i, count in enumerate(read):
+        blocks = PLAN.num_blocks(LENGTH + i * (GAMMA + 1) + GAMMA)
+        listed = int(0.2 * blocks)
+        assert count == heads * ((blocks if i % 2 == 0 else listed) + GAMMA * listed)
+    session.release()
+
+
+def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
+    runner: GraphRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []
+    own = engine.draft_rounds._own_lists
+
+    def look(*arguments: Any) -> Any:
+        lists = own(*arguments)
+        made.append(engine.draft_rounds._listed(lists[0])[:, 0])
+        return lists
+
+    monkeypatch.setattr(engine.draft_rounds, "_own_lists", look)
+    runner.prepare_rounds(settings(0.2, 4))
+    session = Drafting(runner)
+    session.round(True)
+    kept = session.memory.weights
+    assert kept is not None
+    assert kept.shape[-1] == PLAN.num_blocks(LENGTH)
+    before = kept.clone()
+    for round_ in (1, 2):
+        session.round(False)
+        first, later = made[-2:]
+        read = (first | later).repeat_interleave(PLAN.draft_heads // runner.kv.kv_heads, 1)
+        fresh = evidence[-1][0]
+        n = before.shape[-1]
+        unread = ~read[..., :n]
+        assert unread.sum() > 0.5 * unread.numel()
+        assert torch.equal(fresh[..., :n][unread], before[unread])
+        assert not torch.equal(fresh[..., :n][~unread], before[~unread])
+        assert session.memory.rounds == round_
+        assert torch.equal(session.memory.weights, before)  # type: ignore[arg-type]
+    session.release()
+
+
+@torch.inference_mode()
+def test_weights_of_what_was_taken_back_do_not_matter(runner: GraphRunner, evidence: list[Tensor]) -> None:
+    """Neither those behind the tokens that still stand, nor what another session left in the buffers."""
+    runner.prepare_rounds(settings(0.2, 4))
+    outputs = []
+    for stale in (0.0, torch.nan, 1e9):
+        session = Drafting(runner)
+        session.round(True)
+        assert session.memory.weights is not None
+        session.memory.cut(LENGTH - 100)
+        session.memory.weights[..., (LENGTH - 100) // PLAN.block_size :] = stale
+        assert runner._kept is not None
+        runner._kept.fill_(stale)
+        outputs.append(session.round(False))
+        session.release()
+    for evidence_of, output in zip(evidence[3::2], outputs[1:], strict=True):
+        assert torch.equal(evidence_of, evidence[1])
+        assert output.tokens == outputs[0].tokens
+        assert output.blocks_read == outputs[0].blocks_read
+
+
+def test_what_has_come_since_the_refresh_is_read(runner: GraphRunner) -> None:
+    """Also beyond the window: nothing is known of it."""
+    runner.prepare_rounds(settings(0.1, 4))
+    session = Drafting(runner)
+    session.round(True)
+    few = session.round(False).blocks_read
+    session.memory.cut(LENGTH - 300)
+    many = session.round(False).blocks_read
+    blocks = PLAN.num_blocks(len(session.tokens)) - (LENGTH - 300) // PLAN.block_size
+    assert few is not None and many is not None
+    assert many - few > PLAN.draft_layers * runner.kv.kv_heads * (blocks - 10)
+    session.release()
+
+
+def test_a_mixed_batch_is_each_session_alone(runner: GraphRunner) -> None:
+    runner.prepare_rounds(settings(0.2, 2))
+    results: list[list[RoundOutput]] = []
+    memories = []
+    for together in (False, True):
+        sessions = [Drafting(runner, seed, length) for seed, length in ((1, 500), (2, 340), (3, 420))]
+        for session in sessions:
+            session.round(True)
+        requests = [session.request(i == 1) for i, session in enumerate(sessions)]
+        batches = [requests] if together else [[request] for request in requests]
+        results.append([output for batch in batches for output in runner.draft_rounds(batch)])
+        memories.append([session.memory for session in sessions])
+        for session in sessions:
+            session.release()
+    for alone, mixed in zip(*results, strict=True):
+        assert (alone.tokens, alone.blocks_read) == (mixed.tokens, mixed.blocks_read)
+        assert alone.words is not None and mixed.words is not None
+        assert np.array_equal(alone.words, mixed.words)
+    for alone_memory, mixed_memory in zip(*memories, strict=True):
+        assert (alone_memory.length, alone_memory.rounds) == (mixed_memory.length, mixed_memory.rounds)
+        torch.testing.assert_close(alone_memory.weights, mixed_memory.weights, rtol=1e-4, atol=1e-6)
+    assert [memory.rounds for memory in memories[0]] == [1, 0, 1]
+
+
+def refreshes(side: Side) -> list[bool]:
+    """Whether each round refreshes, from now on."""
+    seen: list[bool] = []
+    draft = side.drafter.runner.draft_rounds
+
+    def look(requests: list[RoundRequest]) -> list[RoundOutput]:
+        seen.extend(request.refresh for request in requests)
+        return draft(requests)
+
+    side.drafter.runner.draft_rounds = look  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_sessions_refresh_every_so_many_rounds_and_after_begin(
+    loaded: GraphRunner, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr(loaded, "draft_rounds", loaded.draft_rounds)  # undone after `refreshes`
+    side = Side(loaded, ahead=False, read_share=0.2, refresh_every=every)
+    seen = refreshes(side)
+    at = At("a", 0, 0, 300)
+    sent = side.run(begin("a", 300, "ahead", GREEDY))
+    for round_ in range(1, 6):
+        (proposal,) = [event for event in sent if isinstance(event, Proposal)]
+        base = proposal.at.base
+        at = At("a", round_, round_, base)
+        sent = side.run(Verdict(at, 1, [proposal.tokens[0], 7], plain=False))
+    assert seen == [i % every == 0 for i in range(6)]
+    again = replace(begin("a", 320, "ahead", GREEDY), at=At("a", 9, 9, 320))
+    side.run(again)
+    assert seen[6:] == [True]
+    side.drafter.detach(side.peer)
+    side.run()
+
+
+def test_a_session_knows_what_was_taken_back(loaded: GraphRunner) -> None:
+    side = Side(loaded, ahead=True, read_share=0.2, refresh_every=2)
+    sent = side.run(begin("a", 300, "ahead", GREEDY))
+    (session,) = side.peer.sessions.values()
+    assert (session.round_memory.length, session.round_memory.rounds) == (300, 1)
+    proposal = next(event for event in sent if isinstance(event, Proposal))
+    wrong = (proposal.tokens[0] + 1) % 4096
+    at = proposal.at
+    side.drafter.receive(side.peer, Verdict(At("a", 1, 1, at.base), 0, [wrong], plain=False))
+    side.drafter.plan_step()
+    assert session.kv.length == session.round_memory.length == 300
+    side.run()
+    assert session.round_memory.length == 301, "the next round refreshed"
+    side.drafter.detach(side.peer)
+    side.run()
+
+
+def test_an_interval_that_cannot_be_drafted_with_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refused in ({"refresh_every": 0}, {"refresh_every": 2}, {"refresh_every": 2, "read_share": 1.0}):
+        with pytest.raises(ValueError, match=f"refresh_every is {refused['refresh_every']}"):
+            DrafterSettings(**refused)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="refresh_every"):
+            RoundSettings(4, 64, 16, **refused)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="read_share 1"):
+        DrafterSettings(refresh_every=2)
+    given = ["specahead", "--model", "m", "--plan", "p", "--target", "t:1", "--refresh-every", "2"]
+    monkeypatch.setattr("sys.argv", given)
+    with pytest.raises(SystemExit):
+        draft_service.__main__.main()
+    assert "refresh_every is 2 and read_share 1.0" in capsys.readouterr().err
+
+
+def test_a_round_without_anything_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="refresh the session's first round"):
+        RoundRequest(SequenceKV(), [1], 0.0, 1.0, np.zeros(5), None, RoundMemory(), refresh=False)
+
+
+def test_buffers_hold_what_is_kept_only_where_it_is_used() -> None:
+    shape = RoundShape(1, 2, 4, False, False)
+    for every in (1, 2):
+        buffers = make_round_buffers(shape, settings(0.5, every), 4096, torch.device("cpu"))
+        assert (buffers.known is None) == (every == 1)
