@@ -7,6 +7,7 @@ import torch
 from benchmarks.gpu_timing import Row, copy_milliseconds, graph_milliseconds
 from kernels.kv_gather import gather_blocks
 from kernels.rejection import judge_greedy, judge_sampled
+from kernels.selection import select_nucleus, select_top_k
 from kernels.shared_top_k import select_top_k_over_all
 
 GATHER_PROGRAMS = (4, 8, 16, 32, 64)
@@ -14,15 +15,27 @@ HOST_BYTES = 2 << 30  # of pinned memory that is gathered from
 
 
 def selection_rows(bandwidth: float, repeats: int) -> list[Row]:
-    """A budget shared out over 256 rows of a sequence, against torch.sort of as many scores; and single rows."""
+    """A budget shared out over 256 rows of a sequence, and 128 rows each by itself; against torch.sort of as much."""
     table = []
-    for groups, rows, n in ((8, 256, 6400), (1, 256, 6400), (128, 1, 8192), (128, 1, 131072)):
+    for groups, rows, n in ((8, 256, 6400), (1, 256, 6400)):
         scores = torch.rand(groups, rows, n, device="cuda")
         counts = torch.full((groups,), rows * n // 10, dtype=torch.int32, device="cuda")
         ms = graph_milliseconds(partial(select_top_k_over_all, scores, counts, backend="triton"), repeats)
         theirs = graph_milliseconds(partial(torch.sort, scores.flatten(1), descending=True), repeats)
         name = f"top tenth of {groups} x {rows} x {n}"
         table.append(Row(name, ms, 1e3 * scores.nbytes / bandwidth, theirs))
+    for n in (2048, 8192, 32768, 131072):
+        # As attention is: a few blocks hold most of it.
+        weights = (8 * torch.rand(128, n, device="cuda")).exp()
+        valid = torch.full((128,), n, dtype=torch.int32, device="cuda")
+        theirs = graph_milliseconds(partial(torch.sort, weights, descending=True), repeats)
+        floor = 1e3 * weights.nbytes / bandwidth
+        top = partial(select_top_k, weights, valid, valid // 10, "triton", n // 10)
+        nucleus = partial(select_nucleus, weights, valid, 0.9, backend="triton", width=n)
+        table.append(Row(f"rows' top tenth, 128 x {n}", graph_milliseconds(top, repeats), floor, theirs))
+        table.append(
+            Row(f"rows' nucleus of 0.9, 128 x {n}", graph_milliseconds(nucleus, repeats), floor, theirs)
+        )
     return table
 
 

@@ -21,8 +21,9 @@ from engine.steps import lay_out_rows, rows_layout
 from kernels.backends import default_backend
 from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, Work, paged_attention, plan_work
+from kernels.selection import select_top_k
 from kernels.shared_budget import WORD
-from kernels.shared_top_k import mark_top_k_over_all, select_top_k_over_all
+from kernels.shared_top_k import mark_top_k_over_all
 
 
 @dataclass(frozen=True)
@@ -483,14 +484,15 @@ def _own_lists(
     if known is not None:
         recent = torch.minimum(recent, known)
     always = (column < settings.sink_blocks) | (column >= recent[:, None])
-    inside = (column < ends[:, None]) & (lengths > 0)[:, None]
-    rows = layers * sequences * kv_heads
-    forced = (always & inside)[None, :, None].expand(layers, -1, kv_heads, -1).reshape(rows, 1, n)
-    free = scores.masked_fill((always | ~inside)[:, None], 0).reshape(rows, 1, n)
-    room = (ends * settings.read_share).int() - forced.view(layers, sequences, kv_heads, n)[0, :, 0].sum(1)
-    count = room.clamp(min=0).int()[None, :, None].expand(layers, -1, kv_heads).flatten()
-    # A row is a group of its own: every head has the same budget.
-    lists, counts = select_top_k_over_all(free, count, forced.to(torch.uint8), backend)
+    valid = ends.where(lengths > 0, 0)
+    forced = (always & (column < valid[:, None])).sum(1)
+    weights = scores.masked_fill(always[:, None], torch.inf).reshape(-1, n)
+
+    def of_heads(values: Tensor) -> Tensor:
+        return values.int()[None, :, None].expand(layers, -1, kv_heads).flatten()
+
+    count = torch.maximum((valid * settings.read_share).int(), forced)
+    lists, counts = select_top_k(weights, of_heads(valid), of_heads(count), backend, n)
     blocks = BlockLists(
         lists.view(layers, sequences, kv_heads, n), counts.view(layers, sequences, kv_heads), block
     )

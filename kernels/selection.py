@@ -19,7 +19,7 @@ def select_top_k(
 ) -> tuple[Tensor, Tensor]:
     """The `k` heaviest entries of each row among its first `valid` ones; ties go to the lower index.
 
-    weights: [rows, n] float, finite and not negative; for `triton` float32, and infinity is heaviest
+    weights: [rows, n] float, not negative, infinity the heaviest; for `triton` float32, contiguous
     valid, k: [rows] int32 or int64; a k beyond `valid` selects all
     width: of the lists, at least the greatest count; None: that count, or n for `triton`, which does not wait for it
     Returns lists [rows, width] int32 ascending, and counts [rows] int32; entries past the count say nothing.
@@ -32,7 +32,8 @@ def select_top_k(
 
 def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
     """`select_top_k` as bool [rows, n]."""
-    _check_weights("select_top_k", weights)
+    if weights.device.type == "cpu" and not bool((weights >= 0).all()):
+        raise ValueError("select_top_k: weights must not be negative nor NaN")
     columns = torch.arange(weights.shape[1], device=weights.device)
     ranked = weights.where(columns < valid[:, None], -1.0)
     order = ranked.argsort(dim=1, descending=True, stable=True)
@@ -63,7 +64,8 @@ def select_nucleus(
 
 def nucleus_mask(weights: Tensor, valid: Tensor, mass: float, iterations: int = 24) -> Tensor:
     """`select_nucleus` as bool [rows, n]."""
-    _check_weights("select_nucleus", weights)
+    if weights.device.type == "cpu" and not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("select_nucleus: weights must be finite and not negative")
     _check_mass(mass)
     inside = torch.arange(weights.shape[1], device=weights.device) < valid[:, None]
     masked = weights.double().where(inside, 0)
@@ -92,11 +94,6 @@ def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
 def _check_mass(mass: float) -> None:
     if not 0 < mass <= 1:
         raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")
-
-
-def _check_weights(operation: str, weights: Tensor) -> None:
-    if weights.device.type == "cpu" and not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise ValueError(f"{operation}: weights must be finite and not negative")
 
 
 def _select_rows(
