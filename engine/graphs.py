@@ -46,11 +46,13 @@ from engine.steps import (
     run_step,
 )
 from kernels.backends import default_backend
-from kernels.paged_attention import MAX_ROWS, paged_attention
+from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 ROUND_QUERIES = 2  # tokens that a round begins with: one, or two where the target's own was not foreseen
 SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take another graph
+PINNED_SEQUENCES = 8  # of every step of a deterministic runner
+PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
 
@@ -67,7 +69,10 @@ class _Captured(Generic[Buffers]):
 class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
 
-    step_queries: tokens of a sequence that most steps have, γ + 1 in a target.
+    step_queries: tokens of a sequence that most steps have, γ + 1 in a target. deterministic: what a sequence gives
+    depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
+    prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
+    otherwise in a step than in a prompt.
     """
 
     shares_budgets = True
@@ -80,6 +85,7 @@ class GraphRunner(Runner):
         max_context: int,
         enforce_eager: bool = False,
         step_queries: int = 5,
+        deterministic: bool = False,
     ) -> None:
         self.decoder = decoder
         self.fallback = fallback
@@ -87,6 +93,7 @@ class GraphRunner(Runner):
         self.vocab_size = fallback.vocab_size
         self.device = fallback.device
         self.step_queries = step_queries
+        self.deterministic = deterministic
         self.max_queries = max(step_queries, STEP_QUERIES)
         self.max_pages = pages_for(max_context + MAX_OVERHANG)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
@@ -108,6 +115,9 @@ class GraphRunner(Runner):
             chosen = [inputs[i] for i in places]
             if kind == "fallback":
                 results = self.fallback.forward(chosen)
+            elif self.deterministic:
+                read = self._read_pinned if kind == "prompt" else self._steps_of_one_shape
+                results = read(chosen)
             elif kind == "prompt":
                 results = self._read_prompts(chosen)
             else:
@@ -116,12 +126,18 @@ class GraphRunner(Runner):
                 outputs[i] = result
         return outputs  # type: ignore[return-value]
 
+    def _steps_of_one_shape(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        parts = range(0, len(inputs), PINNED_SEQUENCES)
+        return [output for i in parts for output in self._step(inputs[i : i + PINNED_SEQUENCES])]
+
     def _kind(self, item: SequenceInput) -> object:
         """Inputs of one kind run in one pass."""
         read, judged = item.read, item.drafted is not None
         if read is not None and read.selector is not None:
             return "fallback"
-        if len(item.tokens) > self.max_queries:
+        # A prompt's last part may be short or long, by what else is read: here it must make no difference.
+        prompt = self.deterministic and not judged and not item.emitting and read is None
+        if len(item.tokens) > self.max_queries or prompt:
             return "fallback" if read is not None or item.emitting else "prompt"
         if read is None:
             return (item.block_size, item.emitting) if item.emitting else (judged,)
@@ -203,9 +219,10 @@ class GraphRunner(Runner):
 
     def _shape(self, inputs: list[SequenceInput]) -> StepShape:
         first = inputs[0]
-        sequences = _bucket(len(inputs))
         longest = max(len(item.tokens) for item in inputs)
-        queries = next(n for n in (1, self.step_queries, self.max_queries) if n >= longest)
+        sizes = (1, self.step_queries, self.max_queries)[self.deterministic :]
+        queries = next(n for n in sizes if n >= longest)
+        sequences = PINNED_SEQUENCES if self.deterministic else _bucket(len(inputs))
         read = first.read
         judged, support = False, 0
         if first.drafted is not None and not first.emitting:
@@ -213,7 +230,15 @@ class GraphRunner(Runner):
             support = support and max(SUPPORT, _bucket(support))
         if read is None:
             emits = first.block_size, first.emitting
-            return StepShape(sequences, queries, self.max_pages, *emits, judged=judged, support=support)
+            return StepShape(
+                sequences,
+                queries,
+                self.max_pages,
+                *emits,
+                judged=judged,
+                support=support,
+                pinned=self.deterministic,
+            )
         groups = 0
         if read.group_means:
             assert self.kv.means is not None
@@ -231,6 +256,7 @@ class GraphRunner(Runner):
                 decay=read.budget.memory.decay,
                 judged=judged,
                 support=support,
+                pinned=self.deterministic,
             )
         lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
         width = max((entry[0].shape[1] for entry in lists), default=0)
@@ -246,6 +272,7 @@ class GraphRunner(Runner):
             dense_layers=dense,
             judged=judged,
             support=support,
+            pinned=self.deterministic,
         )
 
     def _capture(self, buffers: Buffers, work: Callable[[], None]) -> _Captured[Buffers]:
@@ -389,9 +416,26 @@ class GraphRunner(Runner):
 
     # Prompts.
 
-    def _read_prompts(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """Chunks of several prompts in one pass, which is large enough to keep the GPU busy without a graph."""
-        longest = max(len(item.tokens) for item in inputs)
+    def _read_pinned(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """Each by itself, in passes of one size."""
+        outputs = []
+        for item in inputs:
+            if item.logits == "all":
+                raise NotImplementedError("a deterministic runner gives a prompt's last logits or none")
+            for start in range(0, len(item.tokens), PINNED_ROWS):
+                tokens = item.tokens[start : start + PINNED_ROWS]
+                last = start + len(tokens) == len(item.tokens)
+                part = replace(item, tokens=tokens, logits=item.logits if last else "none")
+                (output,) = self._read_prompts([part], PINNED_ROWS)
+            outputs.append(output)
+        return outputs
+
+    def _read_prompts(self, inputs: list[SequenceInput], rows: int = 0) -> list[SequenceOutput]:
+        """Chunks of several prompts in one pass, which is large enough to keep the GPU busy without a graph.
+
+        rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
+        """
+        longest = max(rows, *(len(item.tokens) for item in inputs))
         tiled = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
@@ -403,6 +447,7 @@ class GraphRunner(Runner):
         lay_out_rows(host, [(item.kv, item.tokens) for item in inputs])
         count = int(host["query_starts"][-1])
         wanted = np.zeros(count, bool)
+        run = rows or count
         for item, start, end in zip(inputs, host["query_starts"], host["query_starts"][1:], strict=False):
             wanted[{"none": end, "last": end - 1, "all": start}[item.logits] : end] = True
         tables, lengths, starts, token_ids, positions, slots, kept = (
@@ -411,17 +456,22 @@ class GraphRunner(Runner):
                 host["block_tables"],
                 host["lengths"],
                 host["query_starts"],
-                host["token_ids"][:count],
-                host["positions"][:count],
-                host["slots"][:count],
+                host["token_ids"][:run],
+                host["positions"][:run],
+                host["slots"][:run],
                 np.flatnonzero(wanted),
             )
         )
-        backend, scale = default_backend(self.device), self.kv.k_pages[0].shape[3] ** -0.5
+        backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
+        work: Work | None = None
+        if backend == "triton":
+            heads = self.kv.kv_heads, self.decoder.heads // self.kv.kv_heads, dim
+            tuning = pinned_tuning(dim) if rows else None
+            work = plan_work(*heads, tiled, tables, lengths, PAGE_SIZE, tuning=tuning)
 
         def attend(layer: int, queries: Tensor) -> Tensor:
             arguments = (queries, self.kv.k_pages[layer], self.kv.v_pages[layer], tables, lengths, starts)
-            return paged_attention(*arguments, scale, backend=backend, max_queries=tiled)
+            return paged_attention(*arguments, dim**-0.5, backend=backend, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages
         logits = run_decoder(self.decoder, token_ids, positions, slots, *kv, attend, backend, kept)

@@ -152,7 +152,8 @@ class ModelSettings:
     kv_tokens: room in all. 0: kv_memory GiB of it, or if that is 0 too what gpu_memory_utilization (a share of the
     GPU's whole memory) leaves beside the weights, but no more than max_sessions of max_context tokens need; on a CPU
     DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
-    step_queries: tokens of a sequence that most steps run, γ + 1.
+    step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
+    what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner).
     """
 
     model: str
@@ -167,6 +168,7 @@ class ModelSettings:
     load_format: str = "auto"
     enforce_eager: bool = False
     step_queries: int = 5
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,10 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
     dtype = resolve_dtype(settings.dtype, device)
+    if settings.deterministic and device == "cpu":
+        raise NotImplementedError(
+            "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
+        )
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     shape = read_shape(loaded.config)
     runner: Runner = make_runner(loaded, room_for_kv(settings, shape, dtype, device))
@@ -200,7 +206,8 @@ def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape)
         )
     context = settings.max_context or shape.max_position_embeddings
     decoder = read_decoder(plain.model)
-    return GraphRunner(decoder, plain, context, settings.enforce_eager, settings.step_queries)
+    steps = settings.step_queries, settings.deterministic
+    return GraphRunner(decoder, plain, context, settings.enforce_eager, *steps)
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:

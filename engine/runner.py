@@ -36,13 +36,15 @@ class Runner:
     """What the services need of a model. Tests and benchmarks may stand in another.
 
     shares_budgets: whether reads may leave a budget to be shared out in the pass (SharedBudget). drafts_rounds:
-    whether whole rounds of a draft are drafted in one call.
+    whether whole rounds of a draft are drafted in one call. deterministic: whether what a sequence gives depends on
+    nothing that runs beside it.
     """
 
     kv: PagedKV
     vocab_size: int
     shares_budgets = False
     drafts_rounds = False
+    deterministic = False
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs in one pass, write their KV and advance their lengths. Outputs in input order."""

@@ -22,6 +22,7 @@ from kernels.paged_attention import (
     GroupMeans,
     paged_attention,
     paged_attention_with_read_weights,
+    pinned_tuning,
     plan_work,
 )
 from kernels.shared_budget import WORD, remember_weights, score_blocks
@@ -36,7 +37,8 @@ class StepShape:
     of each sequence that give weights over blocks of `block_size`. width: blocks of a list, at most; 0: dense.
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists. judged: whether
     the pass ends in verdicts, each sequence having drafted all its tokens but the first; support: entries of a
-    distribution that they were drawn from, at most; 0: all are greedy.
+    distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
+    the batch.
     """
 
     sequences: int
@@ -51,6 +53,7 @@ class StepShape:
     decay: float | None = None  # of what is remembered, where a budget is shared out in the pass
     judged: bool = False
     support: int = 0
+    pinned: bool = False
 
     @property
     def blocks(self) -> int:
@@ -183,11 +186,12 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
         assert kv.means is not None and buffers.group_tables is not None and buffers.group_counts is not None
         means = kv.means.over(buffers.group_tables, buffers.group_counts)
     if backend == "triton":
-        dense_work = plan_work(*common) if len(place) < len(decoder.layers) else None
+        tuning = pinned_tuning(dim) if shape.pinned else None
+        dense_work = plan_work(*common, tuning=tuning) if len(place) < len(decoder.layers) else None
         if shape.width:
             assert buffers.lists is not None and buffers.counts is not None
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size)
-            sparse_work = plan_work(*common, blocks, None if means is None else means[0])
+            sparse_work = plan_work(*common, blocks, None if means is None else means[0], tuning)
     buffers.weights = [None] * len(decoder.layers)
     read_weights: Tensor | None = None
     if buffers.budget is not None:

@@ -11,7 +11,7 @@ leaves a partial result for each item that it touches, which a second kernel mer
 host: where items begin in the row is a cumulative sum on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -60,13 +60,18 @@ class GroupMeans:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the Triton kernel is cut. tile: tokens; programs: per multiprocessor; at least min_tiles a program."""
+    """How the Triton kernel is cut. tile: tokens; programs: per multiprocessor; at least min_tiles a program.
+
+    segment: tiles of one item that a program takes, so that a result depends on nothing else in the batch; 0: equal
+    stretches of all tiles.
+    """
 
     tile: int = 128
     stages: int = 2
     warps: int = 4
     programs: int = 2
     min_tiles: int = 2
+    segment: int = 0
     overlap: bool = True  # programmatic dependent launch
 
 
@@ -83,6 +88,7 @@ class Work:
     unread: [sequences, kv_heads, max_groups] int32, tokens of a group that are not read; None without means
     """
 
+    tuning: Tuning
     tile_starts: Tensor
     first_items: Tensor
     pieces: Tensor | None = None
@@ -90,7 +96,7 @@ class Work:
 
     def layer(self, index: int) -> "Work":
         every = (self.tile_starts, self.first_items, self.pieces, self.unread)
-        return Work(*(None if tensor is None else tensor[index] for tensor in every))  # type: ignore[arg-type]
+        return Work(self.tuning, *(None if tensor is None else tensor[index] for tensor in every))  # type: ignore[arg-type]
 
 
 def paged_attention(
@@ -679,6 +685,7 @@ def _tile_starts_kernel(
     MEANS: tl.constexpr,
     ITEMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    SEGMENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Where each item's tiles begin, [items + 1], and the item that each program of the attention kernel begins in.
@@ -692,6 +699,7 @@ def _tile_starts_kernel(
     tiles = tl.cdiv(tl.load(tokens_ptr + at, mask=inside, other=0) * UNIT, TILE)
     if MEANS:
         tiles += tl.cdiv(tl.load(groups_ptr + item // per_sequence, mask=inside, other=0), GROUP_TILE)
+    tiles = tl.cdiv(tiles, SEGMENT) * SEGMENT
     tile_starts_ptr += layer * (items + 1)
     tl.store(tile_starts_ptr, 0)
     ends = tl.cumsum(tiles, 0)
@@ -906,7 +914,13 @@ def plan_work(
     items = sequences * kv_heads * row_tiles
     counts = kv_lengths if blocks is None else blocks.counts
     layers = blocks.counts.shape[0] if blocks is not None and blocks.counts.dim() == 3 else 1
+    longest = (
+        block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
+    )
+    tiles = -(-longest // tuning.tile) + (0 if means is None else -(-means.tables.shape[1] // GROUP_TILE))
     programs = tuning.programs * _multiprocessors(kv_lengths.device)
+    if tuning.segment:
+        programs = max(1, items * -(-tiles // tuning.segment))
     starts = torch.empty(layers, items + 1, dtype=torch.int32, device=kv_lengths.device)
     first_items = torch.empty(layers, programs, dtype=torch.int32, device=kv_lengths.device)
     _tile_starts_kernel[(layers,)](
@@ -923,7 +937,8 @@ def plan_work(
         GROUP_TILE=GROUP_TILE,
         MEANS=means is not None,
         ITEMS=_power_of_two(items),
-        MIN_TILES=tuning.min_tiles,
+        MIN_TILES=tuning.segment or tuning.min_tiles,
+        SEGMENT=max(1, tuning.segment),
         PROGRAMS=max(1, 4096 // _power_of_two(items)),
     )
     pieces = unread = None
@@ -960,13 +975,18 @@ def plan_work(
             CHUNK=512,
         )
     if blocks is not None and blocks.counts.dim() == 3:
-        return Work(starts, first_items, pieces, unread)
-    return Work(starts[0], first_items[0], pieces, unread)
+        return Work(tuning, starts, first_items, pieces, unread)
+    return Work(tuning, starts[0], first_items[0], pieces, unread)
 
 
 def default_tuning(dim: int) -> Tuning:
     """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds."""
     return Tuning(stages=3, programs=3) if dim <= 64 else Tuning()
+
+
+def pinned_tuning(dim: int) -> Tuning:
+    """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
+    return replace(default_tuning(dim), segment=32)
 
 
 def _row_tiles(max_queries: int, group: int) -> tuple[int, int]:
@@ -1001,13 +1021,13 @@ def _triton_paged_attention(
     heads, dim = queries.shape[1:]
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
-    tuning = tuning or default_tuning(dim)
     work = work or plan_work(
         kv_heads, group, dim, max_queries, block_tables, kv_lengths, page_size, blocks, means, tuning
     )
+    tuning = work.tuning
     tile_queries, row_tiles = _row_tiles(max_queries, group)
     items = len(kv_lengths) * kv_heads * row_tiles
-    programs = tuning.programs * _multiprocessors(queries.device)
+    programs = len(work.first_items)
     rows = tile_queries * group
     device = queries.device
     out = torch.empty_like(queries)
@@ -1065,7 +1085,7 @@ def _triton_paged_attention(
         PIECE=min(block_size, page_size),
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
-        MIN_TILES=tuning.min_tiles,
+        MIN_TILES=tuning.segment or tuning.min_tiles,
         STAGES=tuning.stages,
         SPARSE=blocks is not None,
         MEANS=means is not None,
@@ -1091,9 +1111,9 @@ def _triton_paged_attention(
         KV_HEADS=kv_heads,
         row_tiles=row_tiles,
         QUERIES=tile_queries,
-        SPLITS=16 if items * 8 > programs else 32,
+        SPLITS=16 if tuning.segment or items * 8 > programs else 32,
         DIM=dim,
-        MIN_TILES=tuning.min_tiles,
+        MIN_TILES=tuning.segment or tuning.min_tiles,
         EMIT=log_sums is not None,
         PDL=pdl,
         num_warps=4,

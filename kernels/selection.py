@@ -134,8 +134,6 @@ def _select_rows(
 # by too little: reached is the number of keys at or above it, or, of a nucleus, their weight. States are tuples
 # (lo, hi, reached at lo, reached at hi, keys at or above lo, keys at or above hi).
 
-_PAST = 0x7F800001  # above infinity
-
 
 @jit
 def _load_keys(values_ptr, at, inside):
@@ -192,9 +190,17 @@ def _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi):
 
 
 @jit
+def _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, NUCLEUS: tl.constexpr):
+    is_open = (hi - lo > 1) & (many_lo - many_hi > 1)
+    if not NUCLEUS:
+        is_open = is_open & (at_lo != wanted)
+    return is_open
+
+
+@jit
 def _narrow(key, base, many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, NUCLEUS: tl.constexpr):
     """Until no more than one weight lies between the bounds. base, many: what keys that are not here reach."""
-    while (hi - lo > 1) & (many_lo - many_hi > 1) & (NUCLEUS | (at_lo != wanted)):
+    while _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, NUCLEUS):
         p0, p1, p2 = _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi)
         c0, c1, c2, s0, s1, s2 = _reach(key, p0, p1, p2, NUCLEUS)
         lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
@@ -252,19 +258,21 @@ def _select_rows_kernel(
         total, most = tl.sum(tl.where(key > 0, key.to(tl.float32, bitcast=True), 0.0), 0), tl.max(key, 0)
     else:
         _, _, _, total, _, _ = _reach_row(weights_ptr, size, zero, zero, zero, NUCLEUS, CHUNK)
-        most = zero + _PAST - 1
+        most = zero + 0x7F800000
     if NUCLEUS:
         wanted = mass * total
+        choosing = wanted > 0
     else:
         total = size.to(tl.float32)
         wanted = tl.minimum(tl.load(k_ptr + row).to(tl.int32), size).to(tl.float32)
+        choosing = (wanted > 0) & (wanted < total)
     lo = zero
     hi = tl.maximum(most, 0) + 1
     at_lo = total
     at_hi = total * 0
     many_lo = size
     many_hi = zero
-    if (wanted > 0) & (NUCLEUS | (wanted < total)):
+    if choosing:
         if ONE:
             lo, hi, at_lo, at_hi, many_lo, many_hi = _narrow(
                 key, total * 0, zero, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, NUCLEUS
@@ -275,7 +283,9 @@ def _select_rows_kernel(
             sample = _load_keys(weights_ptr, inner * stride, inner * stride < size)
             taken, _, _, held, _, _ = _reach(sample, zero, zero, zero, NUCLEUS)
             about = wanted / total * held
-            margin = tl.where(NUCLEUS, 0.03 * held, 3.0 * tl.sqrt(tl.minimum(about, held - about)) + 2)
+            margin = 3.0 * tl.sqrt(tl.minimum(about, held - about)) + 2
+            if NUCLEUS:
+                margin = 0.03 * held
             upper, _, _, _, _, _ = _narrow(
                 sample, total * 0, zero, about + margin, zero, hi, held, at_hi, taken, zero, NUCLEUS
             )
@@ -324,7 +334,8 @@ def _select_rows_kernel(
         if NUCLEUS:
             hi = lo  # with all that tie
     else:  # all, or nothing
-        lo = tl.where((wanted > 0) | NUCLEUS, 0, _PAST)
+        if not NUCLEUS:
+            lo = tl.where(wanted > 0, 0, 0x7F800001)  # past infinity
         hi = lo
     # Of the keys between the bounds, which are equal unless all are wanted, the first ones.
     left = tl.where(hi > lo, wanted.to(tl.int32) - many_hi, 0)

@@ -153,6 +153,7 @@ def start_services(settings: Settings) -> Cluster:
             settings.gpu_memory_utilization,
             settings.load_format,
             settings.enforce_eager,
+            deterministic=settings.deterministic and name == "target",
         )
         return SideSettings(
             name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None

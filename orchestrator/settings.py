@@ -66,6 +66,9 @@ class Settings:
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")
     enforce_eager: bool = _setting(False, "capture no CUDA graphs, for debugging")
+    deterministic: bool = _setting(
+        False, "the target's tokens do not depend on the batch nor on drafting, at some cost (GPU only)"
+    )
     prefill_chunk: int = _setting(512, "prompt tokens that one step may run")
     draft_timeout: float = _setting(
         1.0, "seconds that the target waits for a proposal before decoding plainly"

@@ -531,7 +531,8 @@ class Verifier:
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""
         dense = session.reader is None or session.reader.method.name == "dense"
-        if session.unread == 0 and not dense and session.round > 0:
+        # A deterministic runner's KV is the same for all who read a prompt, not for those who drafted it.
+        if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not dense)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
 

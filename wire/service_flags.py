@@ -24,6 +24,11 @@ def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> No
     )
     parser.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="tokens do not depend on the batch, at some cost (GPU only)",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
@@ -42,5 +47,6 @@ def side_settings(name: str, flags: argparse.Namespace) -> SideSettings:
         flags.gpu_memory_utilization,
         flags.load_format,
         flags.enforce_eager,
+        deterministic=flags.deterministic,
     )
     return SideSettings(name, model, flags.plan, flags.gamma, flags.budget, flags.method)

@@ -189,6 +189,63 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
     assert len({accepted for accepted, _ in verdicts}) > 1
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_a_deterministic_runner_gives_the_same_whatever_runs_beside(folder: str) -> None:
+    """Alone or in a batch, drafted or not, in whatever parts the prompt was read: the same bits on a GPU.
+
+    The torch references on a CPU round by their shapes; there only the way is tested.
+    """
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        return torch.equal(a, b) if DEVICE == "cuda" else torch.allclose(a, b, atol=1e-4)
+
+    other = load_runner(folder, torch.float32, DEVICE, 8192)
+    runner = GraphRunner(read_decoder(other.model), other, 400, step_queries=5, deterministic=True)
+    text = tokens(120, 1)
+
+    def read(parts: list[int], beside: int) -> SequenceKV:
+        kv, others = SequenceKV(), [SequenceKV() for _ in range(beside)]
+        for start, end in zip([0, *parts], [*parts, 100], strict=True):
+            rest = [SequenceInput(item, tokens(30, i)) for i, item in enumerate(others)]
+            runner.forward([*rest, SequenceInput(kv, text[start:end])])
+        for item in others:
+            runner.kv.release(item)
+        return kv
+
+    def logits(kv: SequenceKV, count: int, beside: int) -> torch.Tensor:
+        others = [SequenceKV() for _ in range(beside)]
+        rest = []
+        for i, other_kv in enumerate(others):
+            drafted = Drafted([0] * (i % 5), [], Sampling(0.0), 1)
+            rest.append(SequenceInput(other_kv, tokens(1 + i % 5, i), "all", drafted=drafted))
+        emitting = [SequenceInput(item.kv, item.tokens, "all", None, 16, 1) for item in rest]
+        item = SequenceInput(kv, text[100 : 100 + count], "all", None, 16, 1)
+        output = runner.forward([*emitting, item])[-1]
+        for used in (kv, *others):
+            runner.kv.truncate(used, 100 if used is kv else 0)
+        drafted = Drafted(text[101 : 100 + count], [], Sampling(0.0), 101)
+        item = SequenceInput(kv, text[100 : 100 + count], "all", drafted=drafted)
+        verdict = runner.forward([*rest, item])[-1].verdict
+        assert verdict is not None
+        runner.kv.truncate(kv, 100)
+        for used in others:
+            runner.kv.release(used)
+        assert output.logits is not None
+        return torch.cat([output.logits.flatten().cpu(), torch.tensor(verdict)])
+
+    first = read([], 0)
+    keys = [pages[first.pages].clone() for pages in runner.kv.k_pages]
+    for parts, beside in (([50], 0), ([3, 9, 99], 2), ([40], 9)):
+        kv = read(parts, beside)
+        for wanted, pages in zip(keys, runner.kv.k_pages, strict=True):
+            got = pages[kv.pages]
+            assert same(got.transpose(1, 2).flatten(0, 1)[:100], wanted.transpose(1, 2).flatten(0, 1)[:100])
+        assert same(logits(kv, 5, beside), logits(first, 5, 0))
+    alone = logits(first, 1, 0)
+    many = logits(first, 5, 11)
+    assert same(alone[:VOCAB], many[:VOCAB])
+
+
 def test_which_models_have_a_fused_decoder() -> None:
     assert is_supported(CONFIGS["llama"]())
     assert not is_supported(transformers.Qwen3Config(**SIZES))

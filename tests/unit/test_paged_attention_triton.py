@@ -14,6 +14,7 @@ from kernels.paged_attention import (
     GroupMeans,
     paged_attention,
     paged_attention_with_read_weights,
+    pinned_tuning,
     plan_work,
 )
 from tests.unit.test_paged_attention import (
@@ -207,3 +208,33 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     got = in_triton(case, blocks, sums, 0.25, kernel=add_listed_weights)
     torch.testing.assert_close(got, out, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(sums.cpu(), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_pinned_splits_give_the_same_bits_in_any_batch(sparse: bool) -> None:
+    """Each sequence alone and among others, of tiles and segments so small that all are split."""
+    case = ragged(5, 2, [5, 5, 5, 5], longest=220)
+    tuning = replace(pinned_tuning(16), tile=16, segment=2)
+    blocks = in_blocks(case, 16, 5).packed_lists(16) if sparse else None
+    starts = case.arguments[5]
+
+    def run(chosen: list[int]) -> list[Tensor]:
+        q, k, v, tables, lengths, _ = case.arguments
+        rows = [slice(int(starts[i]), int(starts[i + 1])) for i in chosen]
+        counts = torch.tensor([0, *(row.stop - row.start for row in rows)]).cumsum(0).int()
+        lists = None if blocks is None else BlockLists(blocks.lists[chosen], blocks.counts[chosen], 16)
+        moved = on_device(
+            (torch.cat([q[row] for row in rows]), k, v, tables[chosen], lengths[chosen], counts)
+        )
+        lists = on_device(lists)
+        heads = k.shape[1], q.shape[1] // k.shape[1], q.shape[2], 5
+        work = plan_work(*heads, moved[3], moved[4], 16, lists, tuning=tuning)
+        out = paged_attention(*moved, SCALE, lists, backend="triton", max_queries=5, work=work).cpu()
+        return list(out.split([row.stop - row.start for row in rows]))
+
+    together = run([0, 1, 2, 3])
+    expected = paged_attention(*case.arguments, SCALE, blocks)
+    torch.testing.assert_close(torch.cat(together), expected, atol=2e-5, rtol=1e-4)
+    for order in ([3], [2, 0], [1, 3, 2]):
+        for i, out in zip(order, run(order), strict=True):
+            assert torch.equal(out, together[i])
