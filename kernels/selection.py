@@ -114,8 +114,8 @@ def _select_rows(
     aside = weights if n <= chunk else torch.empty(rows, chunk, dtype=torch.float32, device=weights.device)
     _select_rows_kernel[(rows,)](
         weights,
-        valid,
-        valid if k is None else k,
+        valid.contiguous(),  # they may be one number, expanded
+        (valid if k is None else k).contiguous(),
         aside,
         lists,
         counts,
@@ -257,7 +257,7 @@ def _select_rows_kernel(
     if ONE:
         total, most = tl.sum(tl.where(key > 0, key.to(tl.float32, bitcast=True), 0.0), 0), tl.max(key, 0)
     else:
-        _, _, _, total, _, _ = _reach_row(weights_ptr, size, zero, zero, zero, NUCLEUS, CHUNK)
+        _i0, _i1, _i2, total, _f0, _f1 = _reach_row(weights_ptr, size, zero, zero, zero, NUCLEUS, CHUNK)
         most = zero + 0x7F800000
     if NUCLEUS:
         wanted = mass * total
@@ -281,15 +281,15 @@ def _select_rows_kernel(
             # What a sample says of the threshold is tried first; then the row is probed until a chunk holds the rest.
             stride = size // CHUNK + 1
             sample = _load_keys(weights_ptr, inner * stride, inner * stride < size)
-            taken, _, _, held, _, _ = _reach(sample, zero, zero, zero, NUCLEUS)
+            taken, _i0, _i1, held, _f0, _f1 = _reach(sample, zero, zero, zero, NUCLEUS)
             about = wanted / total * held
             margin = 3.0 * tl.sqrt(tl.minimum(about, held - about)) + 2
             if NUCLEUS:
                 margin = 0.03 * held
-            upper, _, _, _, _, _ = _narrow(
+            upper, _i0, _f0, _f1, _i1, _i2 = _narrow(
                 sample, total * 0, zero, about + margin, zero, hi, held, at_hi, taken, zero, NUCLEUS
             )
-            lower, _, _, _, _, _ = _narrow(
+            lower, _i0, _f0, _f1, _i1, _i2 = _narrow(
                 sample,
                 total * 0,
                 zero,

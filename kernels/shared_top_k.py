@@ -80,6 +80,7 @@ def _launch(
     inner: int = 1,
 ) -> None:
     groups, rows, n = scores.shape
+    counts = counts.contiguous()  # it may be one number, expanded
     device = scores.device
     histogram = torch.zeros(groups, 1 << _BITS, dtype=torch.int32, device=device)
     # The threshold's bits so far, and how many entries are still to be found at or below them.

@@ -100,6 +100,14 @@ def test_infinity_is_always_taken_and_lists_are_cut_to_their_width() -> None:
     assert lists.shape == (2, 4) and counts.tolist() == [4, 4]
 
 
+def test_lengths_and_counts_may_be_expanded() -> None:
+    weights = weights_of("uniform", 3, 60, 1)
+    full, k = (torch.tensor([number], device=DEVICE).expand(3) for number in (50, 7))
+    assert full.stride() == (0,)
+    wanted = select_top_k(weights, full.cpu(), k.cpu())
+    assert lists_of(select_top_k(weights.to(DEVICE), full, k, "triton")) == lists_of(wanted)
+
+
 def test_what_triton_takes() -> None:
     one = torch.tensor([1], device=DEVICE)
     with pytest.raises(ValueError, match="float32"):
