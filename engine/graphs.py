@@ -341,6 +341,10 @@ class GraphRunner(Runner):
             settings = replace(settings, projection=settings.projection.to(self.device))
         self._round_settings = settings
         self._rounds.clear()
+        if not self.enforce_eager and not self._steps:
+            self._pool = (
+                torch.cuda.graph_pool_handle()
+            )  # one that no graph uses any more cannot be used again
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int) -> None:

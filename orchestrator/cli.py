@@ -356,6 +356,7 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument("--waves", type=int, default=0, help="parts that sessions are drafted in; 0: 2")
+    parser.add_argument("--refresh-every", type=int, default=1, help="rounds between dense first draft steps")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
         "--gpus",
@@ -371,7 +372,8 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
 def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
-    drafting = ("--read-share", str(flags.read_share), "--waves", str(flags.waves))
+    numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
+    drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     run_serve_benchmark(
         flags.target_shape,
         flags.draft_shape,

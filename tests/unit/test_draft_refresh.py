@@ -52,6 +52,8 @@ def runner(loaded: GraphRunner) -> Iterator[GraphRunner]:
 @pytest.fixture
 def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """[sequences, layers, heads, blocks] of each round that announces."""
+    if torch.cuda.is_available():
+        pytest.skip("rounds are captured once there, and what they hold is not seen again")
     seen: list[Tensor] = []
     choose = engine.draft_rounds._choose_words
 
