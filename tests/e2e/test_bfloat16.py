@@ -1,0 +1,71 @@
+"""Greedy `exact` in bfloat16: not float32's tokens, but nearly; on a GPU, identical whatever runs beside it."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from engine.loading import load_model
+from models import TARGET
+from tests.client import generate
+from tests.stack import Services, start_gateway, start_services
+
+pytestmark = pytest.mark.books
+NEW_TOKENS = 48
+# Of float32's two highest logits. Between them bfloat16, with 8 bits of precision, may choose otherwise.
+MARGIN = 0.25
+
+
+@pytest.fixture(scope="module")
+def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
+    chosen = random.Random(3)
+    prompts = []
+    for i, length in enumerate((20, 60, 150, 300, 600, 900, 1200, 1600)):
+        book = books[i % len(books)]
+        start = chosen.randrange(len(book) - 20_000)
+        prompts.append(tokenizer.encode(book[start : start + 20_000])[:length])
+    return prompts
+
+
+def run(services: Services, prompts: list[list[int]], at_once: int, drafted: bool = True) -> list[list[int]]:
+    """The services end with it."""
+    try:
+        stack = start_gateway(services)
+        if not drafted:
+            services.processes[1].kill()
+            services.processes[1].wait()
+        stub = stack.stub()
+        with ThreadPoolExecutor(at_once) as pool:
+            results = list(
+                pool.map(lambda p: generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True), prompts)
+            )
+        stack.stop()
+    finally:
+        services.stop()
+    assert drafted == (sum(result.speculation.accepted for result in results) > 0)
+    return [result.tokens for result in results]
+
+
+def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]]) -> None:
+    outputs = run(start_services("--dtype", "bfloat16"), prompts, 8)
+    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    followed = 0
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        for row, token in zip(logits, tokens, strict=True):
+            best = row.topk(2)
+            if token != int(best.indices[0]):  # from here on float32 would have seen other tokens
+                assert float(best.values[0] - best.values[1]) < MARGIN
+                break
+            followed += 1
+    assert followed > NEW_TOKENS * len(prompts) / 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="deterministic is built for the GPU engine")
+def test_deterministic_tokens_do_not_depend_on_the_batch_nor_on_drafting(prompts: list[list[int]]) -> None:
+    flags = ("--dtype", "bfloat16", "--deterministic", "--gpu-memory-utilization", "0.3")
+    wanted = run(start_services(*flags), prompts, 1, drafted=False)
+    assert run(start_services(*flags), prompts[::-1], 8)[::-1] == wanted
