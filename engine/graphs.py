@@ -221,59 +221,36 @@ class GraphRunner(Runner):
         first = inputs[0]
         longest = max(len(item.tokens) for item in inputs)
         sizes = (1, self.step_queries, self.max_queries)[self.deterministic :]
-        queries = next(n for n in sizes if n >= longest)
-        sequences = PINNED_SEQUENCES if self.deterministic else _bucket(len(inputs))
+        shape = StepShape(
+            sequences=PINNED_SEQUENCES if self.deterministic else _bucket(len(inputs)),
+            queries=next(n for n in sizes if n >= longest),
+            pages=self.max_pages,
+            pinned=self.deterministic,
+        )
+        if first.emitting:
+            return replace(shape, block_size=first.block_size, emitting=first.emitting)
+        if first.drafted is not None:
+            support = support_of([item.drafted for item in inputs if item.drafted is not None])
+            shape = replace(shape, judged=True, support=support and max(SUPPORT, _bucket(support)))
         read = first.read
-        judged, support = False, 0
-        if first.drafted is not None and not first.emitting:
-            judged, support = True, support_of([item.drafted for item in inputs if item.drafted is not None])
-            support = support and max(SUPPORT, _bucket(support))
         if read is None:
-            emits = first.block_size, first.emitting
-            return StepShape(
-                sequences,
-                queries,
-                self.max_pages,
-                *emits,
-                judged=judged,
-                support=support,
-                pinned=self.deterministic,
-            )
-        groups = 0
+            return shape
+        shape = replace(shape, block_size=read.block_size)
         if read.group_means:
             assert self.kv.means is not None
-            groups = max(1, self.max_pages * PAGE_SIZE // self.kv.means.group_size)
+            shape = replace(shape, groups=max(1, self.max_pages * PAGE_SIZE // self.kv.means.group_size))
         if read.budget is not None:
-            return StepShape(
-                sequences,
-                queries,
-                self.max_pages,
-                read.block_size,
-                width=self.max_pages * PAGE_SIZE // read.block_size,
-                groups=groups,
+            return replace(
+                shape,
+                width=shape.blocks,
                 read_weights=True,
                 dense_layers=read.budget.dense_layers,
                 decay=read.budget.memory.decay,
-                judged=judged,
-                support=support,
-                pinned=self.deterministic,
             )
         lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
         width = max((entry[0].shape[1] for entry in lists), default=0)
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
-        return StepShape(
-            sequences,
-            queries,
-            self.max_pages,
-            read.block_size,
-            width=max(16, _bucket(width)),
-            groups=groups,
-            read_weights=read.emit,
-            dense_layers=dense,
-            judged=judged,
-            support=support,
-            pinned=self.deterministic,
-        )
+        return replace(shape, width=max(16, _bucket(width)), read_weights=read.emit, dense_layers=dense)
 
     def _capture(self, buffers: Buffers, work: Callable[[], None]) -> _Captured[Buffers]:
         """Raises what the capture raises: there is no quiet way back to eager steps."""
@@ -342,9 +319,8 @@ class GraphRunner(Runner):
         self._round_settings = settings
         self._rounds.clear()
         if not self.enforce_eager and not self._steps:
-            self._pool = (
-                torch.cuda.graph_pool_handle()
-            )  # one that no graph uses any more cannot be used again
+            # A pool whose last graph is gone cannot be used again.
+            self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int) -> None:
