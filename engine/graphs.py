@@ -45,7 +45,7 @@ from engine.steps import (
     rows_layout,
     run_step,
 )
-from kernels.backends import default_backend
+from kernels.backends import default_backend, power_of_two
 from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -98,7 +98,7 @@ class GraphRunner(Runner):
         self.max_pages = pages_for(max_context + MAX_OVERHANG)
         self.enforce_eager = enforce_eager or self.device.type != "cuda"
         self._memories: Tensor | None = None  # [places, rows, blocks] float32
-        self._free_places = list(range(MEMORIES))
+        self.keep_memories(MEMORIES)
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
         self._rounds: dict[RoundShape, _Captured[RoundBuffers]] = {}
         self._round_settings: RoundSettings | None = None
@@ -185,7 +185,7 @@ class GraphRunner(Runner):
         if self.enforce_eager:
             return
         kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
-        counts = [(*kind, 1 << i) for kind in kinds for i in range(_bucket(sequences).bit_length())]
+        counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
         for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps"):
             for queries in (1, self.step_queries) if read is None else (self.step_queries,):
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
@@ -222,7 +222,7 @@ class GraphRunner(Runner):
         longest = max(len(item.tokens) for item in inputs)
         sizes = (1, self.step_queries, self.max_queries)[self.deterministic :]
         shape = StepShape(
-            sequences=PINNED_SEQUENCES if self.deterministic else _bucket(len(inputs)),
+            sequences=PINNED_SEQUENCES if self.deterministic else power_of_two(len(inputs)),
             queries=next(n for n in sizes if n >= longest),
             pages=self.max_pages,
             pinned=self.deterministic,
@@ -231,7 +231,7 @@ class GraphRunner(Runner):
             return replace(shape, block_size=first.block_size, emitting=first.emitting)
         if first.drafted is not None:
             support = support_of([item.drafted for item in inputs if item.drafted is not None])
-            shape = replace(shape, judged=True, support=support and max(SUPPORT, _bucket(support)))
+            shape = replace(shape, judged=True, support=support and max(SUPPORT, power_of_two(support)))
         read = first.read
         if read is None:
             return shape
@@ -250,7 +250,7 @@ class GraphRunner(Runner):
         lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
         width = max((entry[0].shape[1] for entry in lists), default=0)
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
-        return replace(shape, width=max(16, _bucket(width)), read_weights=read.emit, dense_layers=dense)
+        return replace(shape, width=max(16, power_of_two(width)), read_weights=read.emit, dense_layers=dense)
 
     def _capture(self, buffers: Buffers, work: Callable[[], None]) -> _Captured[Buffers]:
         """Raises what the capture raises: there is no quiet way back to eager steps."""
@@ -331,7 +331,7 @@ class GraphRunner(Runner):
         kinds = itertools.product(
             (False, True), (False, True) if settings.projection is not None else (False,)
         )
-        sizes = range(_bucket(sequences).bit_length())
+        sizes = range(power_of_two(sequences).bit_length())
         # The largest first: what all shapes share is made to fit it.
         counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
         for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
@@ -378,7 +378,7 @@ class GraphRunner(Runner):
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
-            _bucket(len(requests)),
+            power_of_two(len(requests)),
             ROUND_QUERIES,
             self.max_pages,
             any(item.temperature > 0 for item in requests),
@@ -462,8 +462,3 @@ class GraphRunner(Runner):
             outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
             row += taken
         return outputs
-
-
-def _bucket(n: int) -> int:
-    """The power of two at or above n."""
-    return 1 << max(0, n - 1).bit_length()

@@ -55,6 +55,11 @@ def check_backend(operation: str, backend: str, built: tuple[str, ...] = ("torch
         )
 
 
+def power_of_two(n: int) -> int:
+    """The one at or above n, at least 1: Triton's tiles have such sizes."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def default_backend(device: torch.device) -> Backend:
     """`triton` for tensors of a GPU, `torch` for a CPU's."""
     return "triton" if device.type == "cuda" else "torch"

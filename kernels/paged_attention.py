@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, power_of_two, tl
 
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
@@ -936,10 +936,10 @@ def plan_work(
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
         MEANS=means is not None,
-        ITEMS=_power_of_two(items),
+        ITEMS=power_of_two(items),
         MIN_TILES=tuning.segment or tuning.min_tiles,
         SEGMENT=max(1, tuning.segment),
-        PROGRAMS=max(1, 4096 // _power_of_two(items)),
+        PROGRAMS=max(1, 4096 // power_of_two(items)),
     )
     pieces = unread = None
     if blocks is not None:
@@ -971,7 +971,7 @@ def plan_work(
             shape[-1],
             PER_GROUP=means.group_size // blocks.block_size,
             BLOCK=blocks.block_size,
-            GROUPS=_power_of_two(shape[-1]),
+            GROUPS=power_of_two(shape[-1]),
             CHUNK=512,
         )
     if blocks is not None and blocks.counts.dim() == 3:
@@ -993,10 +993,6 @@ def _row_tiles(max_queries: int, group: int) -> tuple[int, int]:
     """Queries of one tile of rows, and how many such tiles cover `max_queries`."""
     queries = min(max_queries, max(1, MAX_ROWS // group))
     return queries, -(-max_queries // queries)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _triton_paged_attention(
@@ -1078,7 +1074,7 @@ def _triton_paged_attention(
         KV_HEADS=kv_heads,
         row_tiles=row_tiles,
         QUERIES=tile_queries,
-        ROWS=max(16, _power_of_two(rows)),
+        ROWS=max(16, power_of_two(rows)),
         DIM=dim,
         PAGE=page_size,
         BLOCK=block_size,

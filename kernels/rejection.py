@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl, triton
+from kernels.backends import check_backend, jit, power_of_two, tl, triton
 
 
 def accept_greedy(
@@ -257,11 +257,7 @@ def _cut(logits: Tensor, gamma: int) -> dict[str, int]:
         raise NotImplementedError(f"judging {gamma} drafted tokens; Triton takes up to {MAX_GAMMA}")
     vocab = logits.shape[2]
     splits = -(-vocab // CHUNK)
-    return {"VOCAB": vocab, "CHUNK": CHUNK, "SPLITS": splits, "SPLITS_2": _power_of_2(splits)}
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+    return {"VOCAB": vocab, "CHUNK": CHUNK, "SPLITS": splits, "SPLITS_2": power_of_two(splits)}
 
 
 def _triton_judge_greedy(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +282,7 @@ def _triton_judge_greedy(logits: Tensor, draft_tokens: Tensor, draft_counts: Ten
         gamma,
         SPLITS=cut["SPLITS"],
         SPLITS_2=cut["SPLITS_2"],
-        PLACES=_power_of_2(gamma + 1),
+        PLACES=power_of_two(gamma + 1),
     )
     return accepted, following
 
@@ -373,7 +369,7 @@ def _triton_judge_sampled(
         rows,
         support_ids.shape[2],
         **cut,
-        PLACES=_power_of_2(gamma + 1),
+        PLACES=power_of_two(gamma + 1),
         SUPPORT=SUPPORT,
     )
     _draw_kernel[(rows,)](

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def add_rms_norm(
@@ -33,7 +33,7 @@ def add_rms_norm(
         size,
         epsilon,
         ADD=residual is not None,
-        SIZE=1 << (size - 1).bit_length(),
+        SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,
     )
     return out, total

@@ -9,7 +9,7 @@ Of others a sample says where to probe, and what is left between the probes is p
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, power_of_two, tl
 
 _CHUNK = 8192  # entries of a row that a program holds at a time
 
@@ -110,7 +110,7 @@ def _select_rows(
     counts = torch.empty(rows, dtype=torch.int32, device=weights.device)
     if not rows:
         return lists, counts
-    chunk = min(_CHUNK, max(128, 1 << max(0, n - 1).bit_length()))
+    chunk = min(_CHUNK, max(128, power_of_two(n)))
     aside = weights if n <= chunk else torch.empty(rows, chunk, dtype=torch.float32, device=weights.device)
     _select_rows_kernel[(rows,)](
         weights,

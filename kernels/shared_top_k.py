@@ -8,7 +8,7 @@ histogram takes time in proportion to its bins: digits of 11 bits took six times
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, power_of_two, tl
 
 WORD = 64  # bits
 _BITS = 7  # of a digit
@@ -108,7 +108,7 @@ def _launch(
         FORCED=forced is not None,
         LISTS=lists is not None,
         CHUNK=1024,
-        ROWS=1 << max(0, rows - 1).bit_length(),
+        ROWS=power_of_two(rows),
         INNER=inner,
     )
 
