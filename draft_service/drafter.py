@@ -15,16 +15,17 @@ from torch import Tensor
 
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
-from engine.draft_rounds import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings, check_refresh
+from engine.draft_rounds import RoundOutput, RoundRequest, check_refresh
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
 from engine.step_loop import share_prefill
 from kernels.rejection import draw, truncated_probs
-from sparsity.announce import BY_TARGET_HEAD, announce, blend_matrix, shared_limits
-from sparsity.methods import Method, methods_of
+from sparsity.announce import BY_TARGET_HEAD, announce
+from sparsity.methods import Method
 from sparsity.plan import Plan
-from sparsity.selection import BlockSelection, row_words
+from sparsity.selection import BlockSelection
+from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from wire.messages import (
     Announcement,
     Begin,
@@ -71,6 +72,8 @@ class DrafterSettings:
 
     def __post_init__(self) -> None:
         check_refresh(self.refresh_every, self.read_share)
+        if self.waves < 0:
+            raise ValueError(f"waves is {self.waves}, expected a number of parts, or 0 for the runner's own")
 
 
 @dataclass
@@ -139,7 +142,8 @@ class Drafter:
         self._steps = 1
         self._waves = settings.waves or (2 if runner.drafts_rounds else 1)
         if runner.drafts_rounds:
-            runner.prepare_rounds(round_settings(plan, settings))
+            reads = settings.read_share, settings.refresh_every
+            runner.prepare_rounds(round_settings(plan, settings.gamma, settings.support, *reads))
 
     # Events from targets. They are applied between steps.
 
@@ -336,8 +340,7 @@ class Drafter:
         sampling, announce = session.sampling, None
         if session.method is not None:
             last = session.last_announced[1] if session.last_announced else None
-            before = None if last is None else last.resized(self.plan.num_blocks(session.base)).words
-            announce = AnnouncementRequest(*shared_limits(self.plan, session.base), before)
+            announce = announcement_request(self.plan, session.base, last)
         drawn = uniforms(sampling.seed, session.base, self.settings.gamma + 1, USE_DRAFT)
         memory = session.round_memory
         return RoundRequest(
@@ -426,9 +429,7 @@ class Drafter:
                 held = probs > 0
                 session.supports.append(Support(ids[held], probs[held]))
         if output.words is not None:
-            blocks = self.plan.num_blocks(session.base)
-            words = np.ascontiguousarray(output.words[:, : row_words(blocks)])
-            session.selection = BlockSelection.from_words(len(words), blocks, words)
+            session.selection = announced_selection(output.words, self.plan, session.base)
             self._announce(peer, session, session.selection, self._last_part)
         self._propose(peer, session)
         session.guess = output.tokens[count]
@@ -473,24 +474,6 @@ class Drafter:
             draft_seconds=session.draft_seconds,
         )
         peer.send(session.proposal)
-
-
-def round_settings(plan: Plan, settings: DrafterSettings) -> RoundSettings:
-    """How a runner drafts whole rounds. The projection speaks for `ahead`, if the plan has it."""
-    projection = None
-    if "ahead" in methods_of(plan):
-        projection = blend_matrix(plan).flatten(1)
-    return RoundSettings(
-        gamma=settings.gamma,
-        support=settings.support,
-        block_size=plan.block_size,
-        read_share=settings.read_share,
-        sink_blocks=plan.sink_blocks,
-        window_blocks=plan.window_blocks,
-        projection=projection,
-        stickiness=plan.stickiness,
-        refresh_every=settings.refresh_every,
-    )
 
 
 def draft_tokens(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from engine.batch import SequenceInput
 from engine.decoder import read_decoder
-from engine.draft_rounds import AnnouncementRequest, RoundMemory, RoundRequest, RoundSettings
+from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
 from engine.graphs import GraphRunner
 from engine.loading import default_device, load_runner, load_tokenizer, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, SequenceKV
@@ -29,11 +29,12 @@ from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.report import align, markdown_table
 from evaluation.rounds import prefill
 from evaluation.run import Pair
-from sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW, blend_matrix, shared_limits
+from sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
 from sparsity.choice import mandatory
 from sparsity.methods import check_method, method_named
 from sparsity.plan import Plan
-from sparsity.selection import BlockSelection, row_words
+from sparsity.selection import BlockSelection
+from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 
 GAMMA = 4
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
@@ -77,18 +78,8 @@ class DraftSums:
             setattr(self, name, getattr(self, name) + value)
 
 
-def round_settings(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
-    return RoundSettings(
-        gamma=gamma,
-        support=1,
-        block_size=plan.block_size,
-        read_share=reading.read_share,
-        sink_blocks=plan.sink_blocks,
-        window_blocks=plan.window_blocks,
-        projection=blend_matrix(plan).flatten(1),
-        stickiness=plan.stickiness,
-        refresh_every=reading.refresh_every,
-    )
+def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
+    return round_settings(plan, gamma, 1, reading.read_share, reading.refresh_every)
 
 
 def measure_case(
@@ -107,7 +98,7 @@ def measure_case(
             prefill(runner, prompt, case.tokens[: case.start - 1])
         results = []
         for reading in readings:
-            draft.prepare_rounds(round_settings(plan, gamma, reading))
+            draft.prepare_rounds(settings_of(plan, gamma, reading))
             results.append(_Continuation(draft, target, plan, case, reading, gamma).run(*prompts, generated))
         return results
     finally:
@@ -175,22 +166,20 @@ class _Continuation:
 
     def _draft(self, kv: SequenceKV, base: int) -> list[int]:
         """γ tokens; what the round announces is the `last` selection from now on."""
-        plan, blocks = self.plan, self.plan.num_blocks(base)
-        before = None if self.last is None else self.last.resized(blocks).words
+        plan = self.plan
         request = RoundRequest(
             kv,
             self.tokens[kv.length :],
             temperature=0.0,
             top_p=1.0,
             uniforms=np.zeros(self.gamma + 1),
-            announce=AnnouncementRequest(*shared_limits(plan, base), before),
+            announce=announcement_request(plan, base, self.last),
             memory=self.memory,
             refresh=self.memory.refresh_due(self.reading.refresh_every),
         )
         (output,) = self.draft.draft_rounds([request])
         assert output.words is not None
-        words = np.ascontiguousarray(output.words[:, : row_words(blocks)])
-        self.last = BlockSelection.from_words(len(words), blocks, words)
+        self.last = announced_selection(output.words, plan, base)
         kv.length = base + self.gamma
         heads = plan.draft_layers * self.draft.kv.kv_heads
         dense = heads * sum(plan.num_blocks(base + i) for i in range(self.gamma + 1))

@@ -12,7 +12,7 @@ from torch import Tensor
 import draft_service.__main__
 import engine.draft_rounds
 import models
-from draft_service.drafter import DrafterSettings, round_settings
+from draft_service.drafter import DrafterSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
     RoundMemory,
@@ -29,6 +29,7 @@ from evaluation.rounds import prefill
 from evaluation.run import Pair
 from sparsity.announce import shared_limits
 from sparsity.plan import load_plan
+from sparsity.whole_rounds import round_settings
 from tests.unit.test_draft_rounds import GREEDY, Side, begin, tokens
 from wire.messages import At, Proposal, Verdict
 
@@ -94,7 +95,7 @@ class Drafting:
 
 
 def settings(read_share: float, refresh_every: int) -> RoundSettings:
-    return round_settings(PLAN, DrafterSettings(read_share=read_share, refresh_every=refresh_every))
+    return round_settings(PLAN, DrafterSettings.gamma, DrafterSettings.support, read_share, refresh_every)
 
 
 def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(

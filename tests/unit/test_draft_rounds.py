@@ -208,3 +208,8 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
     side.run(End("b"))
     goes_ahead("a", 40)  # drafted before
     assert all(goes_ahead("a", turn) for turn in range(41, 44))
+
+
+def test_a_negative_number_of_waves_is_refused() -> None:
+    with pytest.raises(ValueError, match="waves is -1"):
+        DrafterSettings(waves=-1)

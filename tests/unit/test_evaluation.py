@@ -252,7 +252,7 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
         prefill(runner, prompt, case.tokens[:-1])
     sums = []
     for reading in readings:
-        loaded[0].prepare_rounds(drafts.round_settings(PLAN, 4, reading))
+        loaded[0].prepare_rounds(drafts.settings_of(PLAN, 4, reading))
         run = drafts._Continuation(*loaded, PLAN, case, reading, 4)
         sums.append(run.run(prompts[0], prompts[1], 24))
         ends.append(run.tokens[:424])
