@@ -15,6 +15,7 @@ from kernels.backends import Backend
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 from kernels.rotary import rotate_and_write_kv
+from kernels.skinny_linear import is_skinny, skinny_linear
 
 # What a layer does with its rotated queries: (layer, queries [tokens, heads, dim]) -> [tokens, heads, dim].
 Attend = Callable[[int, Tensor], Tensor]
@@ -138,10 +139,8 @@ def run_decoder(
 
     token_ids, positions, slots: [tokens] int64; a negative slot is not written
     """
-    hidden, residual = F.embedding(token_ids, decoder.embedding), None
-    for index, layer in enumerate(decoder.layers):
-        normed, residual = add_rms_norm(hidden, residual, layer.input_norm, decoder.epsilon, backend)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+
+    def attention(index: int, qkv: Tensor) -> Tensor:
         queries = rotate_and_write_kv(
             qkv,
             decoder.cosines,
@@ -153,7 +152,15 @@ def run_decoder(
             decoder.heads,
             backend,
         )
-        hidden = F.linear(attend(index, queries).flatten(1), layer.out)
+        return attend(index, queries).flatten(1)
+
+    hidden = F.embedding(token_ids, decoder.embedding)
+    if backend == "triton" and is_skinny(hidden):
+        return _run_skinny(decoder, hidden, attention, logits_rows)
+    residual = None
+    for index, layer in enumerate(decoder.layers):
+        normed, residual = add_rms_norm(hidden, residual, layer.input_norm, decoder.epsilon, backend)
+        hidden = F.linear(attention(index, F.linear(normed, layer.qkv, layer.qkv_bias)), layer.out)
         normed, residual = add_rms_norm(hidden, residual, layer.post_norm, decoder.epsilon, backend)
         hidden = F.linear(silu_and_multiply(F.linear(normed, layer.gate_up), backend), layer.down)
     if logits_rows is not None:
@@ -161,3 +168,21 @@ def run_decoder(
         residual = None if residual is None else residual[logits_rows]
     normed, _ = add_rms_norm(hidden, residual, decoder.norm, decoder.epsilon, backend)
     return F.linear(normed, decoder.lm_head)
+
+
+def _run_skinny(
+    decoder: Decoder, hidden: Tensor, attention: Callable[[int, Tensor], Tensor], logits_rows: Tensor | None
+) -> Tensor:
+    """The layers over one or two rows. attention: (layer, queries, keys, values side by side) -> [rows, heads * dim]"""
+    epsilon = decoder.epsilon
+    for index, layer in enumerate(decoder.layers):
+        qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
+        attended = attention(index, qkv)
+        hidden = skinny_linear(attended, layer.out, residual=hidden, backend="triton")
+        inner = skinny_linear(
+            hidden, layer.gate_up, None, layer.post_norm, epsilon, gated=True, backend="triton"
+        )
+        hidden = skinny_linear(inner, layer.down, residual=hidden, backend="triton")
+    if logits_rows is not None:
+        hidden = hidden[logits_rows]
+    return skinny_linear(hidden, decoder.lm_head, None, decoder.norm, epsilon, backend="triton")

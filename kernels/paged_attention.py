@@ -432,6 +432,59 @@ def _program_of(tile, total, programs, MIN_TILES: tl.constexpr):
 
 
 @jit
+def _kv_places(
+    place,
+    sequence,
+    kv_head,
+    tokens,
+    length,
+    tables_ptr,
+    lists_ptr,
+    pieces_ptr,
+    table_stride,
+    list_width,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    SPARSE: tl.constexpr,
+):
+    """Of the tokens at `place` in what an item reads: where they lie, their positions, and whether they are there."""
+    if SPARSE:
+        # Where a token lies and which it is are two loads side by side: neither waits for the other.
+        list_row = sequence * KV_HEADS + kv_head
+        inside = place < tokens
+        piece_row = list_row * (list_width * (BLOCK // PIECE))
+        piece = tl.load(pieces_ptr + piece_row + place // PIECE, mask=inside, other=0)
+        block = tl.load(lists_ptr + list_row * list_width + place // BLOCK, mask=inside, other=0)
+        at = (piece.to(tl.int64) * PIECE + place % PIECE) * DIM
+        position = tl.where(inside, block * BLOCK + place % BLOCK, length)
+        there = position < length
+    else:
+        position = place
+        there = place < length
+        page = tl.load(tables_ptr + sequence * table_stride + place // PAGE, mask=there, other=0).to(tl.int64)
+        at = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * DIM
+    return at, position, there
+
+
+@jit
+def _ask_for(ptr, at, DIM: tl.constexpr):
+    """Have rows of DIM numbers brought to the second-level cache."""
+    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    lines = ptr + at[:, None] + (tl.arange(0, max(1, DIM // LINE)) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def _partial_attention_kernel(
     q_ptr,
     k_ptr,
@@ -501,6 +554,34 @@ def _partial_attention_kernel(
             + offs_tile % 8
         )
     if PDL:
+        # Of what the launch before makes, the queries and the newest tokens' KV, nothing is read up to the wait.
+        if tile < last:
+            sequence = item // (row_tiles * KV_HEADS)
+            kv_head = (item // row_tiles) % KV_HEADS
+            length = tl.load(lengths_ptr + sequence)
+            tokens = length
+            if SPARSE:
+                tokens = tl.load(counts_ptr + sequence * KV_HEADS + kv_head) * BLOCK
+            at, _position, _there = _kv_places(
+                (tile - tl.load(tile_starts_ptr + item)) * TILE + offs_tile,
+                sequence,
+                kv_head,
+                tokens,
+                length,
+                tables_ptr,
+                lists_ptr,
+                pieces_ptr,
+                table_stride,
+                list_width,
+                KV_HEADS,
+                DIM,
+                PAGE,
+                BLOCK,
+                PIECE,
+                SPARSE,
+            )
+            _ask_for(k_ptr, at, DIM)
+            _ask_for(v_ptr, at, DIM)
         tl.extra.cuda.gdc_wait()
     while tile < last:
         first = tl.load(tile_starts_ptr + item)
@@ -520,28 +601,30 @@ def _partial_attention_kernel(
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
-        table_at = tables_ptr + sequence * table_stride
         list_row = sequence * KV_HEADS + kv_head
         tokens = length
         if SPARSE:
             tokens = tl.load(counts_ptr + list_row) * BLOCK
         token_tiles = tl.cdiv(tokens, TILE)
         for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
-            place = t * TILE + offs_tile
-            if SPARSE:
-                # Where a token lies and which it is are two loads side by side: neither waits for the other.
-                inside = place < tokens
-                piece_row = list_row * (list_width * (BLOCK // PIECE))
-                piece = tl.load(pieces_ptr + piece_row + place // PIECE, mask=inside, other=0)
-                block = tl.load(lists_ptr + list_row * list_width + place // BLOCK, mask=inside, other=0)
-                at = (piece.to(tl.int64) * PIECE + place % PIECE) * DIM
-                position = tl.where(inside, block * BLOCK + place % BLOCK, length)
-                there = position < length
-            else:
-                position = place
-                there = place < length
-                page = tl.load(table_at + place // PAGE, mask=there, other=0).to(tl.int64)
-                at = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * DIM
+            at, position, there = _kv_places(
+                t * TILE + offs_tile,
+                sequence,
+                kv_head,
+                tokens,
+                length,
+                tables_ptr,
+                lists_ptr,
+                pieces_ptr,
+                table_stride,
+                list_width,
+                KV_HEADS,
+                DIM,
+                PAGE,
+                BLOCK,
+                PIECE,
+                SPARSE,
+            )
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
             # `limit` lies below `length`: what is not there is not seen either.
@@ -643,6 +726,7 @@ def _merge_kernel(
     last = tl.where(end > begin, _program_of(end - 1, total, programs, MIN_TILES) + 1, first)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     maximum = -float("inf")
     total_weight = 0.0
     acc = tl.zeros([DIM], tl.float32)
@@ -1107,7 +1191,7 @@ def _triton_paged_attention(
         KV_HEADS=kv_heads,
         row_tiles=row_tiles,
         QUERIES=tile_queries,
-        SPLITS=16 if tuning.segment or items * 8 > programs else 32,
+        SPLITS=16 if tuning.segment else min(64, max(16, power_of_two(programs // items + 1))),
         DIM=dim,
         MIN_TILES=tuning.segment or tuning.min_tiles,
         EMIT=log_sums is not None,

@@ -713,10 +713,12 @@ def _candidates(
 
 
 @jit
-def _mass_to(
+def _masses_to(
     bits,
     weights,
-    cut,
+    p0,
+    p1,
+    p2,
     row_ptr,
     lists_ptr,
     held,
@@ -727,12 +729,17 @@ def _mass_to(
     SPLITS_2: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The weights' sum of candidates up to a depth: of a first tile, given, and of others, read again every time."""
-    mass = _sum(tl.where(bits <= cut, weights, 0.0))
+    """The weights' sums of candidates up to three depths: of a first tile, given, and of others, read every time."""
+    m0 = _sum(tl.where(bits <= p0, weights, 0.0))
+    m1 = _sum(tl.where(bits <= p1, weights, 0.0))
+    m2 = _sum(tl.where(bits <= p2, weights, 0.0))
     for column in tl.range(CANDIDATES, most, CANDIDATES):
         _, more = _candidates(row_ptr, lists_ptr, column, held, peak, scale, CHUNK, SPLITS_2, CANDIDATES)
-        mass += _sum(tl.where((more >= 0) & (more <= cut), _weight_of(more), 0.0))
-    return mass
+        others = tl.where(more >= 0, _weight_of(more), 0.0)
+        m0 += _sum(tl.where(more <= p0, others, 0.0))
+        m1 += _sum(tl.where(more <= p1, others, 0.0))
+        m2 += _sum(tl.where(more <= p2, others, 0.0))
+    return m0, m1, m2
 
 
 @jit
@@ -785,16 +792,21 @@ def _threshold(
         low = tl.minimum(low, tl.min(tl.min(tl.where(more >= 0, more, 2**31 - 1), 1), 0))
         high = tl.maximum(high, tl.max(tl.max(more, 1), 0))
     # The least depth up to which the mass is enough; the largest candidate's if rounding leaves all short of it.
-    # A last step takes the mass above that depth.
+    # Three probes a step, which do not wait for each other. A last step takes the mass above that depth.
     above = before
     searching = most > 0
     while searching:
         searching = low < high
-        middle = tl.where(searching, low + (high - low) // 2, low - 1)
-        above = before + _mass_to(
+        quarter = (high - low) // 4
+        p0 = tl.where(searching, low + quarter, low - 1)
+        p1 = tl.where(searching, low + (high - low) // 2, low - 1)
+        p2 = tl.where(searching, high - 1 - quarter, low - 1)
+        m0, m1, m2 = _masses_to(
             bits,
             weights,
-            middle,
+            p0,
+            p1,
+            p2,
             row_ptr,
             lists_ptr,
             held,
@@ -805,8 +817,12 @@ def _threshold(
             SPLITS_2,
             CANDIDATES,
         )
-        high = tl.where(searching & (above >= wanted), middle, high)
-        low = tl.where(searching & (above < wanted), middle + 1, low)
+        above = before + m0
+        enough0, enough1, enough2 = above >= wanted, before + m1 >= wanted, before + m2 >= wanted
+        floor = tl.where(enough0, low, tl.where(enough1, p0 + 1, tl.where(enough2, p1 + 1, p2 + 1)))
+        roof = tl.where(enough0, p0, tl.where(enough1, p1, tl.where(enough2, p2, high)))
+        low = tl.where(searching, floor, low)
+        high = tl.where(searching, roof, high)
     # Of the entries at this depth the first ones: as many as it takes, and one at least.
     ties = _ties_to(
         index,

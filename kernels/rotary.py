@@ -39,6 +39,7 @@ def rotate_and_write_kv(
         write_kv(k_pages, v_pages, slots[kept], keys, values)
         return rotated[:, :heads].contiguous()
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    pdl = qkv.device.type == "cuda"
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
         qkv,
         cosines,
@@ -52,7 +53,9 @@ def rotate_and_write_kv(
         KV_HEADS=kv_heads,
         PAGE=page_size,
         HALF=dim // 2,
+        PDL=pdl,
         num_warps=1,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return queries
 
@@ -76,11 +79,16 @@ def _rotate_and_write_kv_kernel(
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, HALF)
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * (2 * HALF)
+    if PDL:
+        # In this order: what begins early reads what was there before this launch, and finds it done.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     first, second = tl.load(source + at), tl.load(source + HALF + at)
     slot = tl.load(slots_ptr + token)
     if head < HEADS + KV_HEADS:

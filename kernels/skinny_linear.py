@@ -1,0 +1,222 @@
+"""Linear layers of one or two rows, which are bound by reading their weights: norm, activation and residual included.
+
+Triton: a program computes a few outputs of all rows, on plain lanes: padded to a tile of 16 rows, tensor cores kept
+memory waiting (docs/performance.md). The scale of an RMSNorm is one number a row, so it is applied to the sums; the
+squares are added up beside the products. A launch begins before the one before it has ended (programmatic dependent
+launch) and loads its first weights, which depend on nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backends import check_backend, jit, tl
+from kernels.gated_activation import silu_and_multiply
+from kernels.rms_norm import add_rms_norm
+
+MAX_ROWS = 2  # beyond it, cuBLAS and separate kernels are as fast
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """columns: outputs of a program. depth: inputs that it takes at once, a power of two from 8."""
+
+    columns: int
+    depth: int
+    warps: int = 4
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    backend: str = "torch",
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """A linear layer of x, or of its RMSNorm, with a gated activation or a residual added.
+
+    x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous
+    weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs]
+    norm: [inputs], the weight of an RMSNorm of x with `epsilon`; residual: [rows, outputs], added to the result
+    gated: silu(gate) * up of the two halves
+    Returns [rows, outputs]. Triton adds in float32 and rounds once, where torch rounds after each part.
+    """
+    check_backend("skinny_linear", backend, ("torch", "triton"))
+    if gated and (bias is not None or residual is not None):
+        raise NotImplementedError("skinny_linear: a gated layer with a bias or a residual")
+    if backend == "torch":
+        if norm is not None:
+            x, _ = add_rms_norm(x, None, norm, epsilon)
+        out = F.linear(x, weight, bias)
+        if gated:
+            out = silu_and_multiply(out)
+        return out if residual is None else residual + out
+    if not is_skinny(x) or not x.is_contiguous():
+        raise ValueError(
+            f"skinny_linear: Triton takes up to {MAX_ROWS} contiguous rows of 16-bit numbers, got {list(x.shape)} of "
+            f"{x.dtype} with strides {x.stride()}"
+        )
+    rows, inputs = x.shape
+    outputs = len(weight) // 2 if gated else len(weight)
+    tuning = tuning or default_tuning(outputs, inputs)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    pdl = x.device.type == "cuda"
+    _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        weight if norm is None else norm,
+        weight if residual is None else residual,
+        out,
+        outputs,
+        inputs,
+        epsilon,
+        ROWS=rows,
+        COLUMNS=tuning.columns,
+        DEPTH=tuning.depth,
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        PDL=pdl,
+        num_warps=tuning.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+def is_skinny(x: Tensor) -> bool:
+    """Whether the Triton kernel takes x: [rows, inputs]."""
+    return len(x) <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def default_tuning(outputs: int, inputs: int) -> Tuning:
+    """Measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
+    if outputs > 65536:
+        return Tuning(4, 1024)
+    return Tuning(2, 1024 if inputs < 4096 else 2048)
+
+
+@jit
+def _load(ptrs, inside, inputs: tl.constexpr, DEPTH: tl.constexpr):
+    values = tl.load(ptrs) if inputs % DEPTH == 0 else tl.load(ptrs, mask=inside, other=0.0)
+    return values.to(tl.float32)
+
+
+@jit
+def _add_products(
+    x_ptr,
+    norm_ptr,
+    weights,
+    ups,
+    here,
+    sums,
+    up_sums,
+    squares,
+    inputs: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """The sums of all rows with what one stretch of inputs adds; tuples have an entry for each row.
+
+    Eight neighbours, which one thread holds, are added up at once.
+    """
+    new_sums = ()
+    new_up_sums = ()
+    new_squares = ()
+    for row in tl.static_range(ROWS):
+        x = _load(x_ptr + row * inputs + here, here < inputs, inputs, DEPTH)
+        if NORM:
+            new_squares = new_squares + (squares[row] + tl.sum(tl.reshape(x * x, [DEPTH // 8, 8]), 1),)  # type: ignore[assignment]
+            x = x * _load(norm_ptr + here, here < inputs, inputs, DEPTH)
+        products = tl.reshape(weights * x[None, :], [COLUMNS, DEPTH // 8, 8])
+        new_sums = new_sums + (sums[row] + tl.sum(products, 2),)  # type: ignore[assignment]
+        if GATED:
+            products = tl.reshape(ups * x[None, :], [COLUMNS, DEPTH // 8, 8])
+            new_up_sums = new_up_sums + (up_sums[row] + tl.sum(products, 2),)  # type: ignore[assignment]
+    return new_sums, new_up_sums if GATED else up_sums, new_squares if NORM else squares
+
+
+@jit
+def _skinny_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    outputs: tl.constexpr,
+    inputs: tl.constexpr,
+    epsilon: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    here = tl.arange(0, DEPTH)
+    weight_at = weight_ptr + (tl.minimum(column, outputs - 1).to(tl.int64) * inputs)[:, None] + here[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    weights = _load(weight_at, (here < inputs)[None, :], inputs, DEPTH)
+    ups = weights
+    if GATED:
+        ups = _load(weight_at + outputs * inputs, (here < inputs)[None, :], inputs, DEPTH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
+    up_sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
+    squares = (tl.zeros([DEPTH // 8], tl.float32),) * ROWS
+    sums, up_sums, squares = _add_products(
+        x_ptr, norm_ptr, weights, ups, here, sums, up_sums, squares, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
+    )
+    for start in tl.range(DEPTH, inputs, DEPTH):
+        here = start + tl.arange(0, DEPTH)
+        weights = _load(weight_at + start, (here < inputs)[None, :], inputs, DEPTH)
+        ups = weights
+        if GATED:
+            ups = _load(weight_at + start + outputs * inputs, (here < inputs)[None, :], inputs, DEPTH)
+        sums, up_sums, squares = _add_products(
+            x_ptr,
+            norm_ptr,
+            weights,
+            ups,
+            here,
+            sums,
+            up_sums,
+            squares,
+            inputs,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            NORM,
+            GATED,
+        )
+    there = column < outputs
+    for row in tl.static_range(ROWS):
+        out = tl.sum(sums[row], 1)
+        up = tl.sum(up_sums[row], 1)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(squares[row], 0) / inputs + epsilon)
+            out = out * scale
+            up = up * scale
+        if BIAS:
+            out += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+        if GATED:
+            out = out * tl.sigmoid(out) * up
+        if RESIDUAL:
+            out += tl.load(residual_ptr + row * outputs + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * outputs + column, out.to(out_ptr.dtype.element_ty), mask=there)
