@@ -173,6 +173,10 @@ def _encode_one(selection: BlockSelection, held: Held) -> bytes:
     return _encode(selection, held[:1])
 
 
+def _encode_plain(selection: BlockSelection, held: Held) -> bytes:
+    return encode_selection(selection, compact=False)
+
+
 def _decode(data: bytes, held: Held, shape: BlockSelection) -> BlockSelection:
     return decode_selection(data, dict(held), shape.num_heads, shape.num_blocks)
 
@@ -242,6 +246,7 @@ CODINGS = (
     Coding("announcement", _encode, _decode),
     Coding("announcement, one reference", _encode_one, _decode),
     Coding("announcement, last verdict missing", _encode, _decode, lag=2),
+    Coding("announcement, plain words", _encode_plain, _decode),
     Coding("bitmap", _encode_bitmap, _decode_bitmap),
     Coding("pyroaring", _encode_roaring, _decode_roaring),
     Coding("pyroaring of the difference", _encode_roaring_difference, _decode_roaring_difference),

@@ -24,7 +24,7 @@ ROTATION_BYTES = 24 << 30  # of KV at most
 
 @dataclass
 class Case:
-    """KV of several layers, queries and lists for one batch."""
+    """Queries of one batch, lists of all layers, and the KV of as many as fit; the others read it again."""
 
     queries: Tensor
     k_pages: list[Tensor]
@@ -54,9 +54,9 @@ def make_case(shape: Shape, batch: int, context: int, rows: int, share: float) -
         return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
 
     width = max(1, int(pages * share))
-    scores = torch.rand(layers, batch, kv_heads, pages, device="cuda")
+    scores = torch.rand(shape.num_hidden_layers, batch, kv_heads, pages, device="cuda")
     lists = scores.topk(width, -1).indices.sort(-1).values.int().contiguous()
-    counts = torch.full((layers, batch, kv_heads), width, device="cuda", dtype=torch.int32)
+    counts = torch.full(lists.shape[:3], width, device="cuda", dtype=torch.int32)
     queries = torch.randn(batch * rows, shape.num_attention_heads, dim, device="cuda", dtype=torch.bfloat16)
     return Case(
         queries,
@@ -76,7 +76,7 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
     shape, scale = case.shape, case.shape.head_dim**-0.5
     group = shape.num_attention_heads // shape.num_key_value_heads
     sparse = what in ("sparse", "weighing")
-    layers = len(case.k_pages)
+    layers = shape.num_hidden_layers
 
     def work() -> None:
         blocks = case.lists if sparse else None
@@ -93,8 +93,8 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
         for i in range(layers):
             arguments = (
                 case.queries,
-                case.k_pages[i],
-                case.v_pages[i],
+                case.k_pages[i % len(case.k_pages)],
+                case.v_pages[i % len(case.v_pages)],
                 case.tables,
                 case.lengths,
                 case.starts,

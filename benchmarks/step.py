@@ -3,6 +3,8 @@
 Random weights, and a random selection of the imposed share: what is measured is time, nothing else.
 """
 
+from itertools import product
+
 import torch
 
 from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
@@ -10,9 +12,10 @@ from benchmarks.shapes import Shape, random_decoder, weight_bytes
 from engine.decoder import Decoder
 from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.steps import StepShape, make_buffers, run_step
+from engine.steps import StepBuffers, StepShape, make_buffers, run_step
 
-SHORT, LONG, BATCH = 10240, 102400, 8
+CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
+GROUP = 512  # tokens of a group mean, as in plans unless they say otherwise
 
 
 class Bench:
@@ -21,7 +24,7 @@ class Bench:
     def __init__(self, shape: Shape, bandwidth: float, repeats: int, longest: int) -> None:
         self.shape, self.bandwidth, self.repeats = shape, bandwidth, repeats
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE)
-        pages = BATCH * (longest // PAGE_SIZE)
+        pages = max(BATCHES) * (longest // PAGE_SIZE)
         self.kv = PagedKV(
             shape.num_hidden_layers,
             shape.num_key_value_heads,
@@ -46,7 +49,52 @@ class Bench:
         width = int(pages * share)
         dense = tuple(range(dense_layers))
         shape = StepShape(batch, queries, pages, PAGE_SIZE if share else 0, 0, width, dense_layers=dense)
-        buffers = make_buffers(shape, self.shape.num_hidden_layers, self.shape.num_key_value_heads, _CUDA)
+        buffers = self._buffers(shape, context)
+        if buffers.lists is not None and buffers.counts is not None:
+            scores = torch.rand(*buffers.lists.shape[:3], pages, device=_CUDA)
+            buffers.lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
+            buffers.counts.fill_(width)
+        read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
+        extra = f", {dense_layers} layers dense" if dense_layers else ""
+        what = f"{share:.0%} read{extra}" if share else "dense"
+        return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
+
+    def served(self, batch: int, context: int, queries: int, share: float) -> Row:
+        """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
+        means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
+        pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
+        shape = StepShape(
+            *(batch, queries, pages, PAGE_SIZE),
+            width=pages,
+            groups=context // GROUP,
+            read_weights=True,
+            decay=0.9,
+            judged=True,
+        )
+        if self.kv.means is None:
+            self.kv.keep_group_means(GROUP)
+        memory = torch.rand(batch, rows, pages, device=_CUDA)
+        buffers = self._buffers(shape, context, memory)
+        budget, groups = buffers.budget, buffers.group_tables
+        assert budget is not None and groups is not None and buffers.group_counts is not None
+        budget.places.copy_(torch.arange(batch))
+        budget.importance.fill_(1)
+        for values, value in ((budget.first, 1), (budget.last, pages - 4), (budget.blocks, pages)):
+            values.fill_(value)
+        budget.room.fill_(int(share * rows * pages) - 5 * rows)
+        groups.copy_(torch.arange(groups.numel()).view(batch, -1))
+        buffers.group_counts.fill_(groups.shape[1])
+        assert buffers.judged_rows is not None
+        buffers.judged_rows.copy_(torch.arange(batch * queries))
+        buffers.verdicts["draft_counts"].fill_(queries - 1)
+        what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
+        return self._measure(what, shape, buffers, self.kv_bytes(batch, context, share))
+
+    def _buffers(self, shape: StepShape, context: int, memory: torch.Tensor | None = None) -> StepBuffers:
+        """Sequences that end at `context`, their pages in random order."""
+        batch, queries, pages = shape.sequences, shape.queries, shape.pages
+        layers, kv_heads = self.shape.num_hidden_layers, self.shape.num_key_value_heads
+        buffers = make_buffers(shape, layers, kv_heads, _CUDA, memory)
         buffers.lengths.fill_(context)
         buffers.query_starts.copy_(torch.arange(batch + 1) * queries)
         tables = torch.randperm(batch * pages).view(batch, pages)
@@ -55,15 +103,11 @@ class Bench:
         buffers.positions.copy_(positions.flatten())
         slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
         buffers.slots.copy_(slots.flatten())
-        if buffers.lists is not None and buffers.counts is not None:
-            scores = torch.rand(*buffers.lists.shape[:3], pages, device=_CUDA)
-            buffers.lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
-            buffers.counts.fill_(width)
+        return buffers
+
+    def _measure(self, what: str, shape: StepShape, buffers: StepBuffers, kv_bytes: float) -> Row:
         ms = graph_milliseconds(lambda: run_step(self.decoder, self.kv, shape, buffers), self.repeats)
-        read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
-        extra = f", {dense_layers} layers dense" if dense_layers else ""
-        what = f"{share:.0%} read{extra}" if share else "dense"
-        return Row(f"{queries} queries, {what}, {batch} x {context}", ms, self.floor(read), None)
+        return Row(what, ms, self.floor(kv_bytes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
@@ -101,30 +145,36 @@ def run_step_benchmark(
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
     bandwidth = copy_bandwidth()
+    cases = list(product(BATCHES, CONTEXTS))
     table: list[Row] = []
     with torch.inference_mode():
-        bench = Bench(target_shape, bandwidth, repeats, LONG)
-        table.append(bench.step(1, SHORT, 5))
-        dense = bench.step(BATCH, LONG, 5)
-        table.append(dense)
-        for layers in (0, 2):
-            row = bench.step(BATCH, LONG, 5, 0.1, layers)
-            table.append(row.against(dense.milliseconds))
-        table += [bench.step(1, LONG, 5), bench.step(1, LONG, 5, 0.1)]
-        table = [row.named("target: ") for row in table]
+        bench = Bench(target_shape, bandwidth, repeats, max(CONTEXTS))
+        for batch, context in cases:
+            dense = bench.step(batch, context, 5)
+            sparse = [
+                bench.step(batch, context, 5, 0.1),
+                bench.step(batch, context, 5, 0.1, dense_layers=2),
+                bench.served(batch, context, 5, 0.1),
+            ]
+            rows = [
+                bench.step(batch, context, 1),
+                dense,
+                *(row.against(dense.milliseconds) for row in sparse),
+            ]
+            table += [row.named("target: ") for row in rows]
         del bench
         torch.cuda.empty_cache()
-        bench = Bench(draft_shape, bandwidth, repeats, LONG)
-        rows = [
-            bench.step(1, SHORT, 1),
-            bench.step(BATCH, LONG, 1),
-            bench.step(BATCH, LONG, 1, 0.1),
-            bench.round(BATCH, LONG, 3, 0.1, False),
-            bench.round(BATCH, LONG, 4, 0.1, False),
-            bench.round(BATCH, LONG, 4, 0.1, True),
-            bench.round(BATCH, LONG, 4, 1.0, True),
-        ]
-        table += [row.named("draft: ") for row in rows]
+        bench = Bench(draft_shape, bandwidth, repeats, max(CONTEXTS))
+        for batch, context in cases:
+            rows = [
+                bench.step(batch, context, 1),
+                bench.step(batch, context, 1, 0.1),
+                bench.round(batch, context, 3, 0.1, False),
+                bench.round(batch, context, 4, 0.1, False),
+                bench.round(batch, context, 4, 0.1, True),
+                bench.round(batch, context, 4, 1.0, True),
+            ]
+            table += [row.named("draft: ") for row in rows]
     command = f"specahead bench step --target-shape {target} --draft-shape {draft}"
     head = Head.here(command, bandwidth)
     print(report(head, table, "rival: the dense step of the same run. Random weights, imposed selection"))

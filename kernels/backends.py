@@ -39,6 +39,25 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=plain)
 
 
+def overlapping_launch(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
+
+    The kernel takes PDL as a constexpr, and calls `follow(PDL)` before all else, or gdc_wait where it knows better.
+    """
+    return {"PDL": True, "launch_pdl": True} if device.type == "cuda" else {"PDL": False}
+
+
+@jit
+def follow(PDL: tl.constexpr):
+    """Wait until the launch before has ended; then the next one may begin.
+
+    In this order: what a kernel reads before its own wait, which was there before the launch before it, is there.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 class _Missing:
     def __init__(self, name: str) -> None:
         self.name = name

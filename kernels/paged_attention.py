@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
@@ -72,7 +72,6 @@ class Tuning:
     programs: int = 2
     min_tiles: int = 2
     segment: int = 0
-    overlap: bool = True  # programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -724,9 +723,7 @@ def _merge_kernel(
     begin, end = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
     first = _program_of(begin, total, programs, MIN_TILES)
     last = tl.where(end > begin, _program_of(end - 1, total, programs, MIN_TILES) + 1, first)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     maximum = -float("inf")
     total_weight = 0.0
     acc = tl.zeros([DIM], tl.float32)
@@ -992,7 +989,7 @@ def plan_work(
 
     block_tables, kv_lengths: as for `paged_attention`; group: query heads of a KV head; dim: of a head
     """
-    tuning = tuning or default_tuning(dim)
+    tuning = tuning or default_tuning(dim, blocks is not None)
     _, row_tiles = _row_tiles(max_queries, group)
     sequences = len(kv_lengths)
     items = sequences * kv_heads * row_tiles
@@ -1063,14 +1060,16 @@ def plan_work(
     return Work(tuning, starts[0], first_items[0], pieces, unread)
 
 
-def default_tuning(dim: int) -> Tuning:
+def default_tuning(dim: int, sparse: bool) -> Tuning:
     """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds."""
-    return Tuning(stages=3, programs=3) if dim <= 64 else Tuning()
+    if dim > 64:
+        return Tuning()
+    return Tuning(programs=4) if sparse else Tuning(stages=3, programs=3)
 
 
 def pinned_tuning(dim: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
-    return replace(default_tuning(dim), segment=32)
+    return replace(default_tuning(dim, False), segment=32)
 
 
 def _row_tiles(max_queries: int, group: int) -> tuple[int, int]:
@@ -1124,7 +1123,6 @@ def _triton_paged_attention(
         block_sums = torch.empty(items * rows, max(1, listed), dtype=torch.float32, device=device)
         log_sums = torch.empty(items * rows, dtype=torch.float32, device=device)
     block_size = emit_block_size or (1 if blocks is None else blocks.block_size)
-    pdl = tuning.overlap and device.type == "cuda"
     nothing = kv_lengths  # stands where a pointer is wanted and not used
     _partial_attention_kernel[(programs,)](
         queries,
@@ -1171,12 +1169,12 @@ def _triton_paged_attention(
         MEANS=means is not None,
         EMIT=bool(emit_block_size),
         SPREAD=bool(emit_block_size) and 8 <= block_size <= tuning.tile // 4,
-        PDL=pdl,
         MAX_VARIANCE=MAX_VARIANCE_TERM,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=tuning.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **overlapping_launch(device),
     )
+    splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2)))
     _merge_kernel[(items, rows)](
         partial,
         partial_max,
@@ -1191,13 +1189,12 @@ def _triton_paged_attention(
         KV_HEADS=kv_heads,
         row_tiles=row_tiles,
         QUERIES=tile_queries,
-        SPLITS=16 if tuning.segment else min(64, max(16, power_of_two(programs // items + 1))),
+        SPLITS=splits,
         DIM=dim,
         MIN_TILES=tuning.segment or tuning.min_tiles,
         EMIT=log_sums is not None,
-        PDL=pdl,
-        num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
+        num_warps=1 if splits <= 16 else 4,  # a lane then holds all splits of its columns
+        **overlapping_launch(device),
     )
     return out, block_sums, log_sums
 

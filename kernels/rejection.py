@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl, triton
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl, triton
 
 
 def accept_greedy(
@@ -222,10 +222,8 @@ def _torch_judge_sampled(
 # Triton
 
 CHUNK = 4096  # entries of the vocabulary that a program takes; at most 32768: lists hold int16
-EDGES = 8  # depths at which a round of narrowing sums
-CANDIDATES = (
-    256  # of each chunk, that the bisecting program holds in registers; more are read again each time
-)
+EDGES = 8  # depths at which a round of narrowing sums; _sums_of_eight is written for them
+CANDIDATES = 64  # of each chunk, that the bisecting program holds in registers; more are read again each time
 SUPPORT = 128  # support entries taken at once
 MAX_GAMMA = 31
 
@@ -263,14 +261,14 @@ def _cut(logits: Tensor, gamma: int) -> dict[str, int]:
 def _triton_judge_greedy(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
     (rows, gamma), device = draft_tokens.shape, logits.device
     cut = _cut(logits, gamma)
-    every = rows * (gamma + 1)
+    every, overlap = rows * (gamma + 1), overlapping_launch(device)
     accepted, following = torch.empty(2, rows, dtype=torch.int32, device=device)
     if not rows:
         return accepted, following
     best = torch.empty(every, cut["SPLITS"], dtype=torch.float32, device=device)
     tokens = torch.empty(every, cut["SPLITS"], dtype=torch.int32, device=device)
     _best_kernel[(cut["SPLITS"], every)](
-        logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False
+        logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False, **overlap
     )
     _greedy_verdict_kernel[(rows,)](
         best,
@@ -283,6 +281,7 @@ def _triton_judge_greedy(logits: Tensor, draft_tokens: Tensor, draft_counts: Ten
         SPLITS=cut["SPLITS"],
         SPLITS_2=cut["SPLITS_2"],
         PLACES=power_of_two(gamma + 1),
+        **overlap,
     )
     return accepted, following
 
@@ -300,7 +299,7 @@ def _triton_judge_sampled(
 ) -> tuple[Tensor, Tensor]:
     (rows, gamma), device = draft_tokens.shape, logits.device
     cut = _cut(logits, gamma)
-    splits, every = cut["SPLITS"], rows * (gamma + 1)
+    splits, every, overlap = cut["SPLITS"], rows * (gamma + 1), overlapping_launch(device)
     accepted, following = torch.empty(2, rows, dtype=torch.int32, device=device)
     if not rows:
         return accepted, following
@@ -323,15 +322,37 @@ def _triton_judge_sampled(
     weights, chunk_sums = scratch(rows, splits, CHUNK), scratch(2, rows, splits)
     of_positions, of_rows = (splits, every), (splits, rows)
     common = (logits, draft_counts, temperature)
-    _best_kernel[of_positions](*common, best, tokens, sums, gamma, **cut, SAMPLED=True)
+    _best_kernel[of_positions](*common, best, tokens, sums, gamma, **cut, SAMPLED=True, **overlap)
     _coarse_kernel[of_positions](
-        *common, top_p, best, sums, floats, coarse, coarse_sums, gamma, every, **cut, EDGES=EDGES
+        *common, top_p, best, sums, floats, coarse, coarse_sums, gamma, every, **cut, EDGES=EDGES, **overlap
     )
     _fine_kernel[of_positions](
-        *common, top_p, floats, coarse, coarse_sums, fine, fine_sums, gamma, every, **cut, EDGES=EDGES
+        *common,
+        top_p,
+        floats,
+        coarse,
+        coarse_sums,
+        fine,
+        fine_sums,
+        gamma,
+        every,
+        **cut,
+        EDGES=EDGES,
+        **overlap,
     )
     _list_kernel[of_positions](
-        *common, top_p, floats, fine, fine_sums, listed, listed_counts, gamma, every, **cut, EDGES=EDGES
+        *common,
+        top_p,
+        floats,
+        fine,
+        fine_sums,
+        listed,
+        listed_counts,
+        gamma,
+        every,
+        **cut,
+        EDGES=EDGES,
+        **overlap,
     )
     _verdict_kernel[(every,)](
         *common,
@@ -353,6 +374,7 @@ def _triton_judge_sampled(
         CANDIDATES=min(CANDIDATES, CHUNK),
         SUPPORT=SUPPORT,
         num_warps=8,
+        **overlap,
     )
     _weights_kernel[of_rows](
         *common,
@@ -371,6 +393,7 @@ def _triton_judge_sampled(
         **cut,
         PLACES=power_of_two(gamma + 1),
         SUPPORT=SUPPORT,
+        **overlap,
     )
     _draw_kernel[(rows,)](
         *common,
@@ -386,6 +409,7 @@ def _triton_judge_sampled(
         rows,
         **cut,
         num_warps=8,
+        **overlap,
     )
     return accepted, following
 
@@ -434,8 +458,10 @@ def _best_kernel(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     SAMPLED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of each chunk of each position: the largest logit, its lowest index, the sum of weights relative to it."""
+    follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     row = at // (gamma + 1)
     if at % (gamma + 1) > tl.load(counts_ptr + row):
@@ -475,7 +501,9 @@ def _greedy_verdict_kernel(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row = tl.program_id(0)
     place = tl.arange(0, PLACES)
     count = tl.load(counts_ptr + row).to(tl.int32)
@@ -484,6 +512,20 @@ def _greedy_verdict_kernel(
     accepted = tl.min(tl.where((place < count) & (drafted == likeliest), PLACES, place), 0)
     tl.store(accepted_ptr + row, accepted)
     tl.store(following_ptr + row, tl.sum(tl.where(place == accepted, likeliest, 0), 0))
+
+
+@jit
+def _by_eights(taken, weights, CHUNK: tl.constexpr):
+    """The sums of what is taken over eight neighbours, which one thread holds: [CHUNK / 8]"""
+    return tl.sum(tl.reshape(tl.where(taken, weights, 0.0), [CHUNK // 8, 8]), 1)
+
+
+@jit
+def _sums_of_eight(parts):
+    """The sums of eight vectors, [8], by one reduction across threads."""
+    evens = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+    odds = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+    return tl.reshape(tl.sum(tl.join(evens, odds), 0), [8])
 
 
 @jit
@@ -504,8 +546,10 @@ def _coarse_kernel(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     EDGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A position's peak and mass; a chunk's mass above each of EDGES depths that share out the possible ones."""
+    follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     row = at // (gamma + 1)
     scale = _scale(temperature_ptr, row)
@@ -528,14 +572,13 @@ def _coarse_kernel(
         index = split * CHUNK + tl.arange(0, CHUNK)
         depth = _depth(_logits_at(logits_ptr, at, index, VOCAB), peak, scale)
         weights = tl.exp2(-depth)
+        parts = ()
         for k in tl.static_range(EDGES):
             edge = reach * ((k + 1) / EDGES)
             if split == 0:
                 tl.store(edges_ptr + at * EDGES + k, edge)
-            tl.store(
-                sums_ptr + (at * SPLITS + split) * EDGES + k,
-                tl.sum((depth < edge).to(tl.float32) * weights, 0),
-            )
+            parts = parts + (_by_eights(depth < edge, weights, CHUNK),)  # type: ignore[assignment]
+        tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), _sums_of_eight(parts))
 
 
 @jit
@@ -595,14 +638,17 @@ def _fine_kernel(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     EDGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A chunk's mass above each of EDGES depths in the bracket, ever closer to where the threshold should be."""
+    follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     row = at // (gamma + 1)
     scale = _scale(temperature_ptr, row)
     top_p = tl.load(top_p_ptr + row).to(tl.float32)
     if (at % (gamma + 1) > tl.load(counts_ptr + row)) | (scale == 0) | (top_p >= 1):
         return
+    logits = _logits_at(logits_ptr, at, split * CHUNK + tl.arange(0, CHUNK), VOCAB)  # while other loads wait
     peak = tl.load(floats_ptr + PEAK * every + at)
     wanted = tl.load(floats_ptr + WANTED * every + at)
     lower, upper, below, inside, before, after = _crossing(
@@ -616,9 +662,9 @@ def _fine_kernel(
     here, there = before + inside, inside + after
     both = share * (here + there)
     guess = both / tl.maximum(here + tl.sqrt(tl.maximum(here * here + (there - here) * both, 0.0)), 1e-30)
-    index = split * CHUNK + tl.arange(0, CHUNK)
-    depth = _depth(_logits_at(logits_ptr, at, index, VOCAB), peak, scale)
+    depth = _depth(logits, peak, scale)
     weights = tl.exp2(-depth)
+    parts = ()
     for k in tl.static_range(EDGES):
         # -1/2, -1/8, … and …, 1/16, 1/4; the last edge is the bracket's own.
         part = guess - 2.0 * 0.25 ** (k + 1) if k < EDGES // 2 else guess + 0.25 ** (EDGES - 1 - k)
@@ -627,9 +673,8 @@ def _fine_kernel(
             edge = upper
         if split == 0:
             tl.store(edges_ptr + at * EDGES + k, edge)
-        tl.store(
-            sums_ptr + (at * SPLITS + split) * EDGES + k, tl.sum((depth < edge).to(tl.float32) * weights, 0)
-        )
+        parts = parts + (_by_eights(depth < edge, weights, CHUNK),)  # type: ignore[assignment]
+    tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), _sums_of_eight(parts))
 
 
 @jit
@@ -650,14 +695,17 @@ def _list_kernel(
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     EDGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Which entries of a chunk lie in the second round's bracket, ascending."""
+    follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     row = at // (gamma + 1)
     scale = _scale(temperature_ptr, row)
     top_p = tl.load(top_p_ptr + row).to(tl.float32)
     if (at % (gamma + 1) > tl.load(counts_ptr + row)) | (scale == 0) | (top_p >= 1):
         return
+    logits = _logits_at(logits_ptr, at, split * CHUNK + tl.arange(0, CHUNK), VOCAB)  # while other loads wait
     peak = tl.load(floats_ptr + PEAK * every + at)
     wanted = tl.load(floats_ptr + WANTED * every + at)
     lower = tl.load(floats_ptr + LOWER * every + at)
@@ -670,7 +718,7 @@ def _list_kernel(
         tl.store(floats_ptr + UPTO * every + at, upper)
         tl.store(floats_ptr + BELOW_FROM * every + at, below)
     inner = tl.arange(0, CHUNK)
-    depth = _depth(_logits_at(logits_ptr, at, split * CHUNK + inner, VOCAB), peak, scale)
+    depth = _depth(logits, peak, scale)
     inside = (depth >= lower) & (depth < upper)
     order = tl.cumsum(inside.to(tl.int32), 0)
     place = (at.to(tl.int64) * SPLITS + split) * CHUNK + order - 1
@@ -893,8 +941,10 @@ def _verdict_kernel(
     SPLITS_2: tl.constexpr,
     CANDIDATES: tl.constexpr,
     SUPPORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A position's threshold, and whether its drafted token passes."""
+    follow(PDL)
     at = tl.program_id(0)
     row = at // (gamma + 1)
     place = at % (gamma + 1)
@@ -983,8 +1033,10 @@ def _weights_kernel(
     SPLITS_2: tl.constexpr,
     PLACES: tl.constexpr,
     SUPPORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A row's verdict, and of one chunk the weights that its next token is drawn with; their sum, and that of p."""
+    follow(PDL)
     split, row = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts_ptr + row).to(tl.int32)
     places = tl.arange(0, PLACES)
@@ -1040,8 +1092,10 @@ def _draw_kernel(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The inverse of the cumulative distribution: first over chunks, then inside one."""
+    follow(PDL)
     row = tl.program_id(0)
     scale = _scale(temperature_ptr, row)
     if scale == 0:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.kv_write import write_kv
 
 
@@ -39,7 +39,6 @@ def rotate_and_write_kv(
         write_kv(k_pages, v_pages, slots[kept], keys, values)
         return rotated[:, :heads].contiguous()
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    pdl = qkv.device.type == "cuda"
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
         qkv,
         cosines,
@@ -53,9 +52,8 @@ def rotate_and_write_kv(
         KV_HEADS=kv_heads,
         PAGE=page_size,
         HALF=dim // 2,
-        PDL=pdl,
         num_warps=1,
-        **({"launch_pdl": True} if pdl else {}),
+        **overlapping_launch(qkv.device),
     )
     return queries
 
@@ -85,10 +83,7 @@ def _rotate_and_write_kv_kernel(
     head = tl.program_id(1)
     at = tl.arange(0, HALF)
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * (2 * HALF)
-    if PDL:
-        # In this order: what begins early reads what was there before this launch, and finds it done.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(PDL)
     first, second = tl.load(source + at), tl.load(source + HALF + at)
     slot = tl.load(slots_ptr + token)
     if head < HEADS + KV_HEADS:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, jit, overlapping_launch, tl
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 
@@ -66,7 +66,6 @@ def skinny_linear(
     outputs = len(weight) // 2 if gated else len(weight)
     tuning = tuning or default_tuning(outputs, inputs)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    pdl = x.device.type == "cuda"
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
         x,
         weight,
@@ -84,9 +83,8 @@ def skinny_linear(
         NORM=norm is not None,
         RESIDUAL=residual is not None,
         GATED=gated,
-        PDL=pdl,
         num_warps=tuning.warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **overlapping_launch(x.device),
     )
     return out
 
