@@ -17,6 +17,18 @@ from benchmarks.shapes import Shape
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
+from kernels.flashinfer_attention import (
+    HEAD_DIMS,
+    Planned,
+    Requests,
+    dense_requests,
+    listed_requests,
+    make_planned,
+    make_workspace,
+    plan,
+    run,
+    run_arranged,
+)
 from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights, plan_work
 
 ROTATION_BYTES = 24 << 30  # of KV at most
@@ -53,8 +65,10 @@ def make_case(shape: Shape, batch: int, context: int, rows: int, share: float) -
         size = (count, kv_heads, PAGE_SIZE, dim)
         return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
 
-    width = max(1, int(pages * share))
+    own = (context - rows) // PAGE_SIZE  # the round's own tokens stand from there on, and are always read
+    width = max(pages - own, int(pages * share))
     scores = torch.rand(layers, batch, kv_heads, pages, device="cuda")
+    scores[..., own:] = 1
     lists = scores.topk(width, -1).indices.sort(-1).values.int().contiguous()
     counts = torch.full((layers, batch, kv_heads), width, device="cuda", dtype=torch.int32)
     queries = torch.randn(batch * rows, shape.num_attention_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -117,42 +131,37 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
     return graph_milliseconds(work, repeats) / layers
 
 
-def time_flashinfer(case: Case, repeats: int) -> float:
-    """Dense verification of the same batch by FlashInfer (FA2), planned before the graph is captured."""
-    import flashinfer
+def time_flashinfer(case: Case, sparse: bool, repeats: int) -> float:
+    """Milliseconds of one layer of the same reads by FlashInfer (FA2), dense or a KV head as a request.
 
-    shape, batch, pages = case.shape, len(case.lengths), case.tables.shape[1]
-    ends = torch.arange(0, batch * pages + 1, pages, device="cuda", dtype=torch.int32)
-    last = ((case.lengths - 1) % PAGE_SIZE + 1).int()
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        workspace,
-        "HND",
-        use_cuda_graph=True,
-        qo_indptr_buf=case.starts.clone(),
-        paged_kv_indptr_buf=ends.clone(),
-        paged_kv_indices_buf=case.tables.flatten().clone(),
-        paged_kv_last_page_len_buf=last.clone(),
-        backend="fa2",
-    )
-    wrapper.plan(
-        case.starts,
-        ends,
-        case.tables.flatten(),
-        last,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        shape.head_dim,
-        PAGE_SIZE,
-        causal=True,
-        q_data_type=torch.bfloat16,
-    )
+    As fast as it can be: planned for this very batch before the graph is captured, not for any batch that a captured
+    step may hold, and over lists with queries that stand in its order already.
+    """
+    shape, scale = case.shape, case.shape.head_dim**-0.5
+    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, len(case.k_pages)
+    workspace = make_workspace(case.queries.device)
+    layout = case.tables.cpu(), case.lengths.cpu(), case.starts.cpu(), PAGE_SIZE
+
+    def planned(requests: Requests) -> Planned:
+        made = make_planned(workspace)
+        plan(made, requests, heads, kv_heads, shape.head_dim, PAGE_SIZE, scale, case.queries.dtype)
+        return made
+
+    if not sparse:
+        plans = [planned(dense_requests(*layout))] * layers
+        queries, attend = case.queries, run
+    else:
+        lists, counts = case.lists.lists.cpu(), case.lists.counts.cpu()
+        plans = [planned(listed_requests(*layout, lists[i], counts[i], PAGE_SIZE)) for i in range(layers)]
+        by_head = case.queries.view(len(case.lengths), case.rows, kv_heads, -1, shape.head_dim)
+        queries = by_head.transpose(1, 2).reshape(-1, heads // kv_heads, shape.head_dim)
+        attend = run_arranged
 
     def work() -> None:
-        for k, v in zip(case.k_pages, case.v_pages, strict=True):
-            wrapper.run(case.queries, (k, v))
+        for i, each in enumerate(plans):
+            attend(each, queries, case.k_pages[i], case.v_pages[i])
 
-    return graph_milliseconds(work, repeats) / len(case.k_pages)
+    return graph_milliseconds(work, repeats) / layers
 
 
 def run_kernel_benchmark(
@@ -167,17 +176,25 @@ def run_kernel_benchmark(
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
     bandwidth = copy_bandwidth()
-    rival = importlib.util.find_spec("flashinfer") is not None
+    rival = importlib.util.find_spec("flashinfer") is not None and shape.head_dim in HEAD_DIMS
     table: list[Row] = []
     for batch in batches:
         for context in contexts:
             name = f"{batch} x {context}"
             case = make_case(shape, batch, context, rows, share)
-            theirs = time_flashinfer(case, repeats) if rival else None
+            theirs: dict[str, float] = {}
+            if rival:
+                theirs = {"dense": time_flashinfer(case, False, repeats)}
+                theirs["sparse"] = time_flashinfer(case, True, repeats)
             for what, read in (("dense", 1.0), ("emitting", 1.0), ("sparse", share), ("weighing", share)):
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs))
+                table.append(
+                    Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense"))
+                )
+            for what, ms in theirs.items():
+                size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
+                table.append(Row(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)
@@ -186,7 +203,9 @@ def run_kernel_benchmark(
     command = f"specahead bench kernels --shape {shape_name} --batch {' '.join(map(str, batches))} "
     command += f"--context {' '.join(map(str, contexts))} --queries {rows} --share {share}"
     head = Head.here(command, bandwidth)
-    rivals = "FlashInfer's dense attention (FA2), torch.sort" if rival else "torch.sort (no flashinfer here)"
+    rivals = "torch.sort (no FlashInfer here, or none for this head dimension)"
+    if rival:
+        rivals = "FlashInfer's dense attention (FA2), torch.sort; flashinfer sparse: a KV head as a request"
     print(report(head, table, f"rival: {rivals}"))
     if json_file:
         head.write(json_file, table)
