@@ -244,9 +244,7 @@ class GraphRunner(Runner):
             return
         key = shape.sequences, shape.queries
         if key not in plans.captured:
-            plans.captured[key] = make_captured(
-                plans.workspace, shape.sequences, shape.sequences * shape.pages
-            )
+            plans.captured[key] = make_captured(plans.workspace, *key, shape.sequences * shape.pages)
         buffers.dense_plan = plans.captured[key]
         plan_largest(buffers.dense_plan, shape, self.decoder, self.kv)
 

@@ -17,7 +17,15 @@ from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
-from kernels.flashinfer_attention import Planned, Requests, dense_requests, listed_requests, plan, run
+from kernels.flashinfer_attention import (
+    Planned,
+    Requests,
+    dense_requests,
+    listed_requests,
+    padded_requests,
+    plan,
+    run,
+)
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -326,7 +334,10 @@ def _plan_dense(
 ) -> None:
     pages = kv.k_pages[0]
     dim = pages.shape[3]
-    requests = dense_requests(*layout, PAGE_SIZE)
+    if planned.padded:
+        requests = padded_requests(*layout, PAGE_SIZE, planned.padded)
+    else:
+        requests = dense_requests(*layout, PAGE_SIZE)
     plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
 
 

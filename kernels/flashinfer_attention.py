@@ -5,6 +5,9 @@ seen as pages of a single head, and the query heads of a KV head as the heads of
 listed pages are masked rightly by FlashInfer's causal mask, whose last query stands at the last key, as long as all
 pages that the queries' own tokens lie in are listed.
 
+In a CUDA graph FlashInfer sizes its tiles of queries for the worst batch of so many rows, unless every request has the
+same number of them: so there each sequence's queries are padded to one number.
+
 FlashInfer gives neither the weights of blocks nor takes group means: the Triton kernels do.
 """
 
@@ -28,8 +31,9 @@ class Requests:
 
     query_starts: [requests + 1], first query row of each. page_starts: [requests + 1], where its pages begin in
     `pages`, in which a listed page is page * kv_heads + head. last_lengths: [requests] tokens in the last page; 0
-    without pages. order: of reads over lists, [rows] int64, where FlashInfer's rows stand in queries seen as
-    [tokens * kv_heads, group, dim]; None: dense.
+    without pages. by_head: whether these are reads over lists. order: [rows] int64, where FlashInfer's rows stand in
+    the queries, which are seen as [tokens * kv_heads, group, dim] if by_head; None: as they are. back: [tokens] int64,
+    where each token's row stands in FlashInfer's, of requests that are padded to `padded` queries each.
     """
 
     query_starts: Tensor
@@ -37,6 +41,9 @@ class Requests:
     pages: Tensor
     last_lengths: Tensor
     order: Tensor | None = None
+    by_head: bool = False
+    back: Tensor | None = None
+    padded: int = 0
 
     @property
     def rows(self) -> int:
@@ -52,15 +59,41 @@ def dense_requests(
     `kernels.paged_attention.paged_attention`. Nothing that is returned shares their memory.
     """
     lengths = kv_lengths.where(query_starts.diff() > 0, 0)
+    return Requests(query_starts.clone(), *_all_pages(block_tables, lengths, page_size))
+
+
+def padded_requests(
+    block_tables: Tensor, kv_lengths: Tensor, query_starts: Tensor, page_size: int, queries: int
+) -> Requests:
+    """A request a sequence, of `queries` queries each, the last of them its own; no sequence has more.
+
+    What stands before its own are rows of other sequences, whose results are dropped. A sequence without queries reads
+    one token of page 0. The rest as for `dense_requests`; `back` is [sequences * queries], 0 for rows that are none's.
+    """
+    counts = query_starts.diff()
+    there = counts > 0
+    tables, lengths = block_tables.where(there[:, None], 0), kv_lengths.where(there, 1)
+    places = len(counts)
+    order = query_starts[1:, None].long() - queries + torch.arange(queries)
+    sequence = torch.repeat_interleave(torch.arange(places), counts)
+    row = torch.arange(len(sequence))
+    back = torch.zeros(places * queries, dtype=torch.int64)
+    back[: len(row)] = (sequence + 1) * queries - (query_starts[sequence + 1] - row)
+    return Requests(
+        torch.arange(places + 1, dtype=torch.int32) * queries,
+        *_all_pages(tables, lengths, page_size),
+        order=order.clamp(min=0).flatten(),
+        back=back,
+        padded=queries,
+    )
+
+
+def _all_pages(block_tables: Tensor, lengths: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Requests.page_starts`, pages and last_lengths of whole sequences."""
     counts = -(-lengths // page_size)
     width = int(counts.max()) if len(counts) else 0
     read = torch.arange(width) < counts[:, None]
-    return Requests(
-        query_starts.clone(),
-        _starts(counts),
-        block_tables[:, :width][read],
-        _in_last_page(lengths, page_size),
-    )
+    return _starts(counts), block_tables[:, :width][read], _in_last_page(lengths, page_size)
 
 
 def listed_requests(
@@ -103,6 +136,7 @@ def listed_requests(
         (pages * kv_heads + heads[:, None])[read],
         _in_last_page(lengths, page_size),
         _row_order(query_starts, rows, kv_heads),
+        by_head=True,
     )
 
 
@@ -142,14 +176,21 @@ def _check_own_blocks(
 
 @dataclass
 class Planned:
-    """A wrapper of FlashInfer's and what it was planned for last. `captured`: its launches can be replayed as a graph
-    after another plan, of as many requests and no more rows than the first."""
+    """A wrapper of FlashInfer's and what it was planned for last.
+
+    captured: its launches can be replayed as a graph after another plan, of as many requests and no more rows than the
+    first. padded: what its requests are to be padded to; 0: as they are.
+    """
 
     wrapper: Any
     device: torch.device
     captured: bool = False
+    padded: int = 0
     requests: Requests | None = None
-    order: Tensor | None = None  # of `requests`, on the device
+    order: Tensor | None = (
+        None  # of `requests`, on the device, as is `back`; always the same tensors if captured
+    )
+    back: Tensor | None = None
     copied: torch.cuda.Event | None = None
 
 
@@ -198,9 +239,9 @@ def make_planned(workspace: Tensor) -> Planned:
     return Planned(wrapper, workspace.device)
 
 
-def make_captured(workspace: Tensor, requests: int, pages: int) -> Planned:
-    """For launches in a graph that is replayed after other plans; always so many requests, of `pages` pages in all at
-    most. The first plan, before the capture, has as many rows as any later one may have."""
+def make_captured(workspace: Tensor, sequences: int, queries: int, pages: int) -> Planned:
+    """For dense launches in a graph that is replayed after other plans; always so many sequences, of no more queries
+    each and of no more `pages` in all. The first plan, before the capture, fills all rows."""
 
     def buffer(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=workspace.device)
@@ -209,13 +250,19 @@ def make_captured(workspace: Tensor, requests: int, pages: int) -> Planned:
         workspace,
         "HND",
         use_cuda_graph=True,
-        qo_indptr_buf=buffer(requests + 1),
-        paged_kv_indptr_buf=buffer(requests + 1),
+        qo_indptr_buf=buffer(sequences + 1),
+        paged_kv_indptr_buf=buffer(sequences + 1),
         paged_kv_indices_buf=buffer(pages),
-        paged_kv_last_page_len_buf=buffer(requests),
+        paged_kv_last_page_len_buf=buffer(sequences),
         backend="fa2",
     )
-    return Planned(wrapper, workspace.device, captured=True)
+    planned = Planned(wrapper, workspace.device, captured=True)
+    if sequences > 1 and queries > 1:  # otherwise the worst batch has no longer sequence than others
+        planned.padded = queries
+        planned.order, planned.back = torch.zeros(
+            2, sequences * queries, dtype=torch.int64, device=workspace.device
+        )
+    return planned
 
 
 def plan(
@@ -233,7 +280,8 @@ def plan(
     Compiles FlashInfer's kernels for (dtype, dim) when it is first called for them, unless they come prebuilt
     (flashinfer-jit-cache): that takes ninja, nvcc and a minute or more.
     """
-    per_head = requests.order is not None
+    assert requests.padded == planned.padded
+    by_head = requests.by_head
     planned.requests = requests
     if not requests.rows and not planned.captured:
         return  # FlashInfer divides by what there is; `run` gives zeros
@@ -244,26 +292,38 @@ def plan(
         requests.page_starts,
         requests.pages,
         requests.last_lengths,
-        heads // kv_heads if per_head else heads,
-        1 if per_head else kv_heads,
+        heads // kv_heads if by_head else heads,
+        1 if by_head else kv_heads,
         dim,
         page_size,
         causal=True,
         sm_scale=scale,
         q_data_type=dtype,
         kv_data_type=dtype,
+        **({"uniform_q_len": requests.padded} if requests.padded else {}),
     )
-    planned.order = None if requests.order is None else requests.order.to(planned.device)
+    if not planned.padded:
+        planned.order = None if requests.order is None else requests.order.to(planned.device)
+    else:
+        assert planned.order is not None and planned.back is not None
+        assert requests.order is not None and requests.back is not None
+        planned.order.copy_(requests.order)
+        planned.back.copy_(requests.back)
     planned.copied = torch.cuda.Event()
     planned.copied.record()
 
 
 def run(planned: Planned, queries: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-    """Attend as planned. queries: [tokens, heads, dim], those behind the planned ones get zeros;
+    """Attend as planned. queries: [tokens, heads, dim]; what those behind the planned ones get may be anything.
+
     k_pages, v_pages: [pages, kv_heads, page_size, dim], contiguous. Returns [tokens, heads, dim].
     """
     requests = planned.requests
     assert requests is not None, "run comes after plan"
+    if planned.padded:
+        assert planned.order is not None and planned.back is not None
+        padded = planned.wrapper.run(queries.index_select(0, planned.order), (k_pages, v_pages))
+        return padded.index_select(0, planned.back)
     out = torch.zeros_like(queries)
     rows = requests.rows
     if not rows:

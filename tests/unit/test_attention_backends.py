@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +19,15 @@ import models
 from engine.attention_backends import check_attention_backend
 from engine.batch import SequenceInput, SparseRead
 from engine.decoder import read_decoder
-from engine.graphs import FlashInferPlans, GraphRunner
+from engine.graphs import FlashInferPlans, GraphRunner, _Captured
 from engine.judging import Drafted
 from engine.loading import ModelSettings, load_runner, open_model
 from engine.paged_kv import SequenceKV
 from engine.runner import SequenceOutput
 from engine.sampling import Sampling
+from kernels import flashinfer_attention
 from kernels.backends import AttentionBackend
-from kernels.flashinfer_attention import Planned
+from kernels.flashinfer_attention import make_planned
 from kernels.selection import compact
 from orchestrator.settings import Settings, SettingsError, resolve_settings
 from wire.service_flags import add_side_flags, side_settings
@@ -142,7 +144,15 @@ def folder(tmp_path: Path) -> str:
 class StandIn:
     """FlashInfer's wrapper as far as it is used, by torch: pages laid end to end, the mask aligned to the last key."""
 
+    def __init__(self, *_: Any, **keywords: Any) -> None:
+        self.captured = keywords.get("use_cuda_graph", False)
+        self.rows = 0
+
     def plan(self, *arguments: Any, **keywords: Any) -> None:
+        uniform = keywords.get("uniform_q_len", 0)
+        assert not uniform or arguments[0].diff().eq(uniform).all()
+        self.rows = max(self.rows, int(arguments[0][-1]))
+        assert not self.captured or int(arguments[0].diff().max()) <= (uniform or self.rows)
         self.starts, self.page_starts, self.pages, self.last = (each.tolist() for each in arguments[:4])
         self.heads, self.kv_heads, _, self.page_size = arguments[4:]
         self.scale, self.causal = keywords["sm_scale"], keywords["causal"]
@@ -249,16 +259,27 @@ def runner_of(
     return GraphRunner(read_decoder(plain.model), plain, 400, eager, attention_backend=backend)
 
 
-def test_the_engine_plans_and_runs(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in, on a CPU: the layers' pages, rows and lists reach FlashInfer as they should."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_engine_plans_and_runs(folder: str, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """With a stand-in, on a CPU: the layers' pages, rows and lists reach FlashInfer as they should.
+
+    captured: with the plans that graphs are replayed after, though not with graphs.
+    """
+    there = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandIn)
+    monkeypatch.setattr(flashinfer_attention, "_flashinfer", lambda: there)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
     runner = runner_of(folder, torch.float32, "cpu", "torch")
-    dense, listed = StandIn(), StandIn()
-    cpu = torch.device("cpu")
-    runner._flashinfer = FlashInferPlans(torch.empty(0), Planned(dense, cpu), Planned(listed, cpu))
+    monkeypatch.setattr(runner, "_capture", lambda buffers, _: _Captured(buffers, None))
+    runner.enforce_eager = not captured
+    workspace = torch.empty(0)
+    plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
+    runner._flashinfer = plans
     compare(drive(runner), wanted, 1e-4)
-    assert listed.kv_heads == 1 and listed.heads == 4 and dense.kv_heads == KV_HEADS
+    assert plans.listed.wrapper.kv_heads == 1 and plans.listed.wrapper.heads == 4
+    assert plans.dense.wrapper.kv_heads == KV_HEADS
+    assert bool(plans.captured) == captured
+    assert {planned.padded for planned in plans.captured.values()} == ({0, 5} if captured else set())
 
 
 def test_the_engine_refuses_flashinfer_on_a_cpu(folder: str) -> None:

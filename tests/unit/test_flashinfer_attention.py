@@ -22,6 +22,7 @@ from kernels.flashinfer_attention import (
     make_captured,
     make_planned,
     make_workspace,
+    padded_requests,
     plan,
     run,
     run_arranged,
@@ -75,7 +76,9 @@ def as_flashinfer_would(requests: Requests, case: Case) -> Tensor:
     queries, k_pages, v_pages = case.arguments[:3]
     out = torch.zeros_like(queries)
     target = out
-    if requests.order is not None:
+    if requests.back is not None:
+        queries = queries[requests.order]
+    elif requests.by_head:
         group = queries.shape[1] // KV_HEADS
         k_pages, v_pages = (pages.view(-1, 1, PAGE, DIM) for pages in (k_pages, v_pages))
         target = out.view(-1, group, DIM)
@@ -100,7 +103,9 @@ def as_flashinfer_would(requests: Requests, case: Case) -> Tensor:
         later = torch.ones(len(rows), length, dtype=torch.bool).triu(length - len(rows) + 1)
         probs = scores.masked_fill(later, -torch.inf).softmax(-1)
         result[starts[i] : starts[i + 1]] = torch.einsum("hrn,hnd->rhd", probs, values)
-    if requests.order is None:
+    if requests.back is not None:
+        return result[requests.back[: len(out)]]
+    if not requests.by_head:
         target[: requests.rows] = result[: requests.rows]
     else:
         target[requests.order] = result
@@ -134,6 +139,17 @@ def test_a_plan_over_lists_says_what_the_reference_reads(batch: str, group: int)
     assert requests.pages.dtype == requests.query_starts.dtype == torch.int32
     assert len(requests.last_lengths) == len(case.kv_lengths) * KV_HEADS
     torch.testing.assert_close(as_flashinfer_would(requests, case), case.sparse(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [5, 8])
+@pytest.mark.parametrize("batch", ["decoding", "verification, one place empty", "a sequence without queries"])
+def test_a_padded_plan_says_what_the_reference_reads(batch: str, queries: int) -> None:
+    """Each request has as many rows, those before its own thrown away: also where they outnumber the tokens."""
+    case = ragged(*BATCHES[batch], 4)
+    requests = padded_requests(*case.arguments[3:], PAGE, queries)
+    assert requests.query_starts.diff().eq(queries).all() and (requests.last_lengths > 0).all()
+    assert len(requests.order) == len(requests.back) == queries * len(case.kv_lengths)  # type: ignore[arg-type]
+    torch.testing.assert_close(as_flashinfer_would(requests, case), case.dense(), atol=1e-5, rtol=1e-4)
 
 
 def test_empty_lists_are_left_out_and_blocks_beyond_the_end_are_not_read() -> None:
@@ -315,15 +331,22 @@ def test_queries_that_stand_in_its_order_already() -> None:
 
 @needs_flashinfer
 @pytest.mark.gpu
-def test_a_graph_is_replayed_after_other_plans() -> None:
-    """Of one shape: fewer rows, other lengths, empty places; rows behind the planned ones are zeros."""
-    places, queries, group, pages = 4, 5, 4, 40
+@pytest.mark.parametrize(("places", "queries"), [(4, 5), (4, 1), (1, 5), (2, 16)])
+def test_a_graph_is_replayed_after_other_plans(places: int, queries: int) -> None:
+    """Of one shape: fewer rows, other lengths, empty places."""
+    group, pages = 4, 40
     heads, device = group * KV_HEADS, torch.device("cuda")
     largest = ragged([600] * places, [queries] * places, group)
     there = on_gpu(largest, torch.bfloat16)
-    planned = make_captured(make_workspace(device), places, places * pages)
-    of_model = (heads, KV_HEADS, DIM, PAGE, SCALE, torch.bfloat16)
-    plan(planned, requests_of(largest), *of_model)
+    planned = make_captured(make_workspace(device), places, queries, places * pages)
+    assert bool(planned.padded) == (places > 1 and queries > 1)
+
+    def plan_for(case: Case) -> None:
+        layout = (*case.arguments[3:], PAGE)
+        requests = padded_requests(*layout, queries) if planned.padded else dense_requests(*layout)
+        plan(planned, requests, heads, KV_HEADS, DIM, PAGE, SCALE, torch.bfloat16)
+
+    plan_for(largest)
     rows = there.queries.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -334,18 +357,18 @@ def test_a_graph_is_replayed_after_other_plans() -> None:
     with torch.cuda.graph(graph):
         out = run(planned, rows, there.k_pages, there.v_pages)
     steps = [
-        ([600] * places, [queries] * places),
+        ([600] * 4, [queries] * 4),
         ([599, 0, 16, 300], [1, 0, 5, 2]),
-        ([5, 0, 0, 0], [5, 0, 0, 0]),
+        ([3, 0, 0, 0], [3, 0, 0, 0]),
         ([33, 600, 170, 1], [1, 1, 1, 1]),
-        ([600] * places, [queries] * places),
+        ([600] * 4, [queries] * 4),
     ]
-    for turn, (lengths, counts) in enumerate(steps):
-        case = replace(rounded(largest, torch.bfloat16), kv_lengths=lengths, query_counts=counts)
+    for lengths, counts in steps:
+        counts = [min(count, queries) for count in counts[:places]]
+        case = replace(rounded(largest, torch.bfloat16), kv_lengths=lengths[:places], query_counts=counts)
         case = replace(case, queries=torch.randn(sum(counts), heads, DIM).bfloat16().float())
         rows.normal_()
         rows[: sum(counts)] = case.queries.bfloat16().cuda()
-        plan(planned, requests_of(case), *of_model)
+        plan_for(case)
         graph.replay()
         check(out[: sum(counts)], case.dense())
-        assert not out[sum(counts) :].any(), turn
