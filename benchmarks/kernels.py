@@ -4,7 +4,6 @@ Random keys, values and page lists. The layers of a step are in rotation, as the
 hold one layer's KV.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, flashinfer_attends, graph_milliseconds, report
 from benchmarks.shapes import Shape
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.flashinfer_attention import (
-    HEAD_DIMS,
     Planned,
     Requests,
     dense_requests,
@@ -26,7 +24,6 @@ from kernels.flashinfer_attention import (
     make_planned,
     make_workspace,
     plan,
-    run,
     run_arranged,
 )
 from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights, plan_work
@@ -149,17 +146,20 @@ def time_flashinfer(case: Case, sparse: bool, repeats: int) -> float:
 
     if not sparse:
         plans = [planned(dense_requests(*layout))] * layers
-        queries, attend = case.queries, run
+        queries = case.queries
     else:
         lists, counts = case.lists.lists.cpu(), case.lists.counts.cpu()
         plans = [planned(listed_requests(*layout, lists[i], counts[i], PAGE_SIZE)) for i in range(layers)]
         by_head = case.queries.view(len(case.lengths), case.rows, kv_heads, -1, shape.head_dim)
         queries = by_head.transpose(1, 2).reshape(-1, heads // kv_heads, shape.head_dim)
-        attend = run_arranged
+    out = torch.empty_like(queries)
 
     def work() -> None:
-        for i, each in enumerate(plans):
-            attend(each, queries, case.k_pages[i], case.v_pages[i])
+        for each, k_pages, v_pages in zip(plans, case.k_pages, case.v_pages, strict=True):
+            if sparse:
+                run_arranged(each, queries, k_pages, v_pages, out)
+            else:
+                each.wrapper.run(queries, (k_pages, v_pages), out=out)
 
     return graph_milliseconds(work, repeats) / layers
 
@@ -176,7 +176,7 @@ def run_kernel_benchmark(
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
     bandwidth = copy_bandwidth()
-    rival = importlib.util.find_spec("flashinfer") is not None and shape.head_dim in HEAD_DIMS
+    rival = flashinfer_attends(shape.head_dim)
     table: list[Row] = []
     for batch in batches:
         for context in contexts:

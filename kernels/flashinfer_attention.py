@@ -322,8 +322,9 @@ def run(planned: Planned, queries: Tensor, k_pages: Tensor, v_pages: Tensor) -> 
     assert requests is not None, "run comes after plan"
     if planned.padded:
         assert planned.order is not None and planned.back is not None
-        padded = planned.wrapper.run(queries.index_select(0, planned.order), (k_pages, v_pages))
-        return padded.index_select(0, planned.back)
+        padded = queries.index_select(0, planned.order)
+        out = planned.wrapper.run(padded, (k_pages, v_pages), out=torch.empty_like(padded))
+        return out.index_select(0, planned.back)
     out = torch.zeros_like(queries)
     rows = requests.rows
     if not rows:
@@ -333,15 +334,16 @@ def run(planned: Planned, queries: Tensor, k_pages: Tensor, v_pages: Tensor) -> 
         return out
     kv_heads, dim = k_pages.shape[1], queries.shape[2]
     by_kv_head = queries.reshape(-1, queries.shape[1] // kv_heads, dim)
-    result = run_arranged(planned, by_kv_head.index_select(0, planned.order), k_pages, v_pages)
+    arranged = by_kv_head.index_select(0, planned.order)
+    result = run_arranged(planned, arranged, k_pages, v_pages, torch.empty_like(arranged))
     out.view_as(by_kv_head).index_copy_(0, planned.order, result)
     return out
 
 
-def run_arranged(planned: Planned, queries: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-    """The same over lists, of queries in FlashInfer's order: [rows, group, dim], and so is the result."""
+def run_arranged(planned: Planned, queries: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> Tensor:
+    """The same over lists, of queries in FlashInfer's order: [rows, group, dim], and so is `out`, which it fills."""
     pages = tuple(each.view(-1, 1, *each.shape[2:]) for each in (k_pages, v_pages))
-    return planned.wrapper.run(queries, pages)
+    return planned.wrapper.run(queries, pages, out=out)
 
 
 def attend_planning(

@@ -324,7 +324,7 @@ def test_queries_that_stand_in_its_order_already() -> None:
     plan(planned, requests, 4 * KV_HEADS, KV_HEADS, DIM, PAGE, SCALE, torch.bfloat16)
     wanted = run(planned, there.queries, there.k_pages, there.v_pages)
     arranged = there.queries.view(2, 5, KV_HEADS, 4, DIM).transpose(1, 2).reshape(-1, 4, DIM)
-    got = run_arranged(planned, arranged, there.k_pages, there.v_pages)
+    got = run_arranged(planned, arranged, there.k_pages, there.v_pages, torch.empty_like(arranged))
     by_head = wanted.view(2, 5, KV_HEADS, 4, DIM).transpose(1, 2).reshape(-1, 4, DIM)
     assert torch.equal(got, by_head)
 
