@@ -387,7 +387,7 @@ class GraphRunner(Runner):
             settings = replace(settings, projection=settings.projection.to(self.device))
         self._round_settings = settings
         self._rounds.clear()
-        if not self.enforce_eager and not self._steps:
+        if not self.enforce_eager and not any(step.graph for step in self._steps.values()):
             # A pool whose last graph is gone cannot be used again.
             self._pool = torch.cuda.graph_pool_handle()
 

@@ -309,7 +309,7 @@ def plan(
         assert requests.order is not None and requests.back is not None
         planned.order.copy_(requests.order)
         planned.back.copy_(requests.back)
-    planned.copied = torch.cuda.Event()
+    planned.copied = planned.copied or torch.cuda.Event()
     planned.copied.record()
 
 
