@@ -1,5 +1,6 @@
 """Timing work on a GPU without the cost of launching it: captured once in a CUDA graph, replayed many times."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -8,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+
+from kernels.flashinfer_attention import HEAD_DIMS
 
 
 def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
@@ -101,6 +104,11 @@ class Head:
     def write(self, file: str, rows: list[Row]) -> None:
         content = asdict(self) | {"rows": [asdict(row) for row in rows]}
         Path(file).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def flashinfer_attends(head_dim: int) -> bool:
+    """Whether FlashInfer is here and takes such heads: then it is a rival."""
+    return importlib.util.find_spec("flashinfer") is not None and head_dim in HEAD_DIMS
 
 
 def require_gpu() -> None:

@@ -4,7 +4,6 @@ Random keys, values and page lists. The layers of a step are in rotation, as the
 hold one layer's KV.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
-from benchmarks.shapes import Shape
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, flashinfer_attends, graph_milliseconds, report
+from benchmarks.shapes import GROUP, Shape
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
-from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights, plan_work
+from kernels.flashinfer_attention import (
+    Planned,
+    Requests,
+    dense_requests,
+    listed_requests,
+    make_planned,
+    make_workspace,
+    plan,
+    run_arranged,
+)
+from kernels.paged_attention import (
+    BlockLists,
+    GroupMeans,
+    paged_attention,
+    paged_attention_with_read_weights,
+    plan_work,
+)
 
 ROTATION_BYTES = 24 << 30  # of KV at most
 
@@ -33,6 +48,7 @@ class Case:
     lengths: Tensor
     starts: Tensor
     lists: BlockLists  # [layers, sequences, kv_heads, width]
+    means: GroupMeans
     shape: Shape
     rows: int  # queries of a sequence
 
@@ -53,8 +69,10 @@ def make_case(shape: Shape, batch: int, context: int, rows: int, share: float) -
         size = (count, kv_heads, PAGE_SIZE, dim)
         return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
 
-    width = max(1, int(pages * share))
+    own = (context - rows) // PAGE_SIZE  # the round's own tokens stand from there on, and are always read
+    width = max(pages - own, int(pages * share))
     scores = torch.rand(shape.num_hidden_layers, batch, kv_heads, pages, device="cuda")
+    scores[..., own:] = 1
     lists = scores.topk(width, -1).indices.sort(-1).values.int().contiguous()
     counts = torch.full(lists.shape[:3], width, device="cuda", dtype=torch.int32)
     queries = torch.randn(batch * rows, shape.num_attention_heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -66,16 +84,30 @@ def make_case(shape: Shape, batch: int, context: int, rows: int, share: float) -
         torch.full((batch,), context, device="cuda", dtype=torch.int32),
         torch.arange(0, batch * rows + 1, rows, device="cuda", dtype=torch.int32),
         BlockLists(lists, counts, PAGE_SIZE),
+        random_means(shape, batch, (context - rows) // GROUP),
         shape,
         rows,
     )
 
 
+def random_means(shape: Shape, batch: int, groups: int) -> GroupMeans:
+    size = batch * groups, shape.num_key_value_heads, shape.head_dim
+    k, v, variance = (torch.rand(size, device="cuda") for _ in range(3))
+    tables = torch.arange(batch * groups, device="cuda", dtype=torch.int32).view(batch, groups)
+    counts = torch.full((batch,), groups, device="cuda", dtype=torch.int32)
+    return GroupMeans(k, v, variance, tables, counts, GROUP)
+
+
 def time_attention(case: Case, what: str, repeats: int) -> float:
-    """Milliseconds of one layer; what: dense, sparse, emitting (dense), weighing (sparse)."""
+    """Milliseconds of one layer.
+
+    what: dense, emitting (dense, weights of blocks); sparse, means (they stand in for what is not read), weighing
+    (sparse, weights of listed blocks)
+    """
     shape, scale = case.shape, case.shape.head_dim**-0.5
     group = shape.num_attention_heads // shape.num_key_value_heads
-    sparse = what in ("sparse", "weighing")
+    sparse = what in ("sparse", "means", "weighing")
+    means = case.means if what == "means" else None
     layers = shape.num_hidden_layers
 
     def work() -> None:
@@ -89,6 +121,7 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
             case.lengths,
             PAGE_SIZE,
             blocks,
+            means,
         )
         for i in range(layers):
             arguments = (
@@ -109,50 +142,49 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
                 )
             else:
                 here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
+                weighing = what == "weighing"
                 kernel: Callable[..., object] = (
-                    paged_attention if what == "sparse" else paged_attention_with_read_weights
+                    paged_attention_with_read_weights if weighing else paged_attention
                 )
-                kernel(*arguments, here, **options, work=plan.layer(i))
+                kernel(*arguments, here, means, **options, work=plan.layer(i))
 
     return graph_milliseconds(work, repeats) / layers
 
 
-def time_flashinfer(case: Case, repeats: int) -> float:
-    """Dense verification of the same batch by FlashInfer (FA2), planned before the graph is captured."""
-    import flashinfer
+def time_flashinfer(case: Case, sparse: bool, repeats: int) -> float:
+    """Milliseconds of one layer of the same reads by FlashInfer (FA2), dense or a KV head as a request.
 
-    shape, batch, pages = case.shape, len(case.lengths), case.tables.shape[1]
-    ends = torch.arange(0, batch * pages + 1, pages, device="cuda", dtype=torch.int32)
-    last = ((case.lengths - 1) % PAGE_SIZE + 1).int()
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        workspace,
-        "HND",
-        use_cuda_graph=True,
-        qo_indptr_buf=case.starts.clone(),
-        paged_kv_indptr_buf=ends.clone(),
-        paged_kv_indices_buf=case.tables.flatten().clone(),
-        paged_kv_last_page_len_buf=last.clone(),
-        backend="fa2",
-    )
-    wrapper.plan(
-        case.starts,
-        ends,
-        case.tables.flatten(),
-        last,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        shape.head_dim,
-        PAGE_SIZE,
-        causal=True,
-        q_data_type=torch.bfloat16,
-    )
+    As fast as it can be: planned for this very batch before the graph is captured, not for any batch that a captured
+    step may hold, and over lists with queries that stand in its order already.
+    """
+    shape, scale = case.shape, case.shape.head_dim**-0.5
+    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, len(case.k_pages)
+    workspace = make_workspace(case.queries.device)
+    layout = case.tables.cpu(), case.lengths.cpu(), case.starts.cpu(), PAGE_SIZE
+
+    def planned(requests: Requests) -> Planned:
+        made = make_planned(workspace)
+        plan(made, requests, heads, kv_heads, shape.head_dim, PAGE_SIZE, scale, case.queries.dtype)
+        return made
+
+    if not sparse:
+        plans = [planned(dense_requests(*layout))] * layers
+        queries = case.queries
+    else:
+        lists, counts = case.lists.lists.cpu(), case.lists.counts.cpu()
+        plans = [planned(listed_requests(*layout, lists[i], counts[i], PAGE_SIZE)) for i in range(layers)]
+        by_head = case.queries.view(len(case.lengths), case.rows, kv_heads, -1, shape.head_dim)
+        queries = by_head.transpose(1, 2).reshape(-1, heads // kv_heads, shape.head_dim)
+    out = torch.empty_like(queries)
 
     def work() -> None:
-        for k, v in zip(case.k_pages, case.v_pages, strict=True):
-            wrapper.run(case.queries, (k, v))
+        for each, k_pages, v_pages in zip(plans, case.k_pages, case.v_pages, strict=True):
+            if sparse:
+                run_arranged(each, queries, k_pages, v_pages, out)
+            else:
+                each.wrapper.run(queries, (k_pages, v_pages), out=out)
 
-    return graph_milliseconds(work, repeats) / len(case.k_pages)
+    return graph_milliseconds(work, repeats) / layers
 
 
 def run_kernel_benchmark(
@@ -167,17 +199,26 @@ def run_kernel_benchmark(
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
     bandwidth = copy_bandwidth()
-    rival = importlib.util.find_spec("flashinfer") is not None
+    rival = flashinfer_attends(shape.head_dim)
     table: list[Row] = []
     for batch in batches:
         for context in contexts:
             name = f"{batch} x {context}"
             case = make_case(shape, batch, context, rows, share)
-            theirs = time_flashinfer(case, repeats) if rival else None
-            for what, read in (("dense", 1.0), ("emitting", 1.0), ("sparse", share), ("weighing", share)):
+            theirs: dict[str, float] = {}
+            if rival:
+                theirs = {"dense": time_flashinfer(case, False, repeats)}
+                theirs["sparse"] = time_flashinfer(case, True, repeats)
+            reads = {"dense": 1.0, "emitting": 1.0} | dict.fromkeys(("sparse", "means", "weighing"), share)
+            for what, read in reads.items():
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs))
+                table.append(
+                    Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense"))
+                )
+            for what, ms in theirs.items():
+                size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
+                table.append(Row(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)
@@ -186,7 +227,9 @@ def run_kernel_benchmark(
     command = f"specahead bench kernels --shape {shape_name} --batch {' '.join(map(str, batches))} "
     command += f"--context {' '.join(map(str, contexts))} --queries {rows} --share {share}"
     head = Head.here(command, bandwidth)
-    rivals = "FlashInfer's dense attention (FA2), torch.sort" if rival else "torch.sort (no flashinfer here)"
+    rivals = "torch.sort (no FlashInfer here, or none for this head dimension)"
+    if rival:
+        rivals = "FlashInfer's dense attention (FA2), torch.sort; flashinfer sparse: a KV head as a request"
     print(report(head, table, f"rival: {rivals}"))
     if json_file:
         head.write(json_file, table)

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 
 from engine.decoder import Decoder, DecoderLayer
+from sparsity.plan import Plan
+
+GROUP = Plan.group_size  # tokens of a group mean
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from engine.decoder import Decoder, run_decoder
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Staging
 from engine.steps import lay_out_rows, rows_layout
-from kernels.backends import default_backend
+from kernels.backends import Backend, default_backend
 from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, Work, paged_attention, plan_work
 from kernels.selection import select_top_k
@@ -275,10 +275,19 @@ def blocks_of(shape: RoundShape, settings: RoundSettings) -> int:
 
 
 def run_round(
-    decoder: Decoder, kv: PagedKV, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers
+    decoder: Decoder,
+    kv: PagedKV,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: RoundBuffers,
+    attention: Backend | None = None,
 ) -> None:
-    """Launches only, the same for all rounds of a shape. buffers.kept is given where settings.refresh_every > 1."""
+    """Launches only, the same for all rounds of a shape. buffers.kept is given where settings.refresh_every > 1.
+
+    attention: what attends; the device's default if None.
+    """
     device = buffers.lengths.device
+    attention = attention or default_backend(device)
     sequences = shape.sequences
     present = buffers.lengths > 0
     evidence: Tensor | None = None
@@ -289,7 +298,7 @@ def run_round(
     first_lists = None
     if settings.refresh_every > 1:
         assert evidence is not None
-        first_lists = _first_lists(decoder, settings, shape, buffers, evidence)
+        first_lists = _first_lists(decoder, settings, shape, buffers, evidence, attention)
     logits = _run_pass(
         decoder,
         kv,
@@ -305,13 +314,14 @@ def run_round(
         evidence,
         first_lists,
         ends.clamp(min=0),
+        attention,
     )
     lists = None
     if settings.read_share < 1:
         assert evidence is not None
         if buffers.kept is not None:
             buffers.kept.copy_(evidence)
-        lists = _own_lists(decoder, settings, shape, buffers, evidence)
+        lists = _own_lists(decoder, settings, shape, buffers, evidence, attention)
         read = _count_blocks(decoder, settings, buffers, first_lists, lists)
         buffers.results.device["blocks_read"].copy_(read)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
@@ -343,6 +353,7 @@ def run_round(
             evidence if shape.announces else None,
             lists,
             None,
+            attention,
         )
     results = buffers.results.device
     results["tokens"].copy_(torch.stack(tokens))
@@ -369,6 +380,7 @@ def _run_pass(
     evidence: Tensor | None,
     lists: tuple[BlockLists, Work | None] | None,
     logits_rows: Tensor | None,
+    attention: Backend,
 ) -> Tensor:
     """One pass; adds the weights of each sequence's last query to `evidence` [sequences, layers, heads, blocks]."""
     backend = default_backend(lengths.device)
@@ -376,7 +388,7 @@ def _run_pass(
     scale, share = dim**-0.5, 1 / (settings.gamma + 1)
     tables = buffers.block_tables
     work: Work | None = None
-    if backend == "triton" and lists is None:
+    if attention == "triton" and lists is None:
         work = plan_work(decoder.kv_heads, group, dim, max_queries, tables, lengths, PAGE_SIZE)
 
     def attend(layer: int, queries: Tensor) -> Tensor:
@@ -387,17 +399,17 @@ def _run_pass(
             blocks = BlockLists(every.lists[layer], every.counts[layer], every.block_size)
             of_layer = None if planned is None else planned.layer(layer)
             if evidence is None:
-                return paged_attention(*arguments, blocks, None, backend, max_queries, of_layer)
+                return paged_attention(*arguments, blocks, None, attention, max_queries, of_layer)
             return add_listed_weights(
-                *arguments, blocks, evidence[:, layer], share, backend, max_queries, of_layer
+                *arguments, blocks, evidence[:, layer], share, attention, max_queries, of_layer
             )
         if evidence is None:
-            return paged_attention(*arguments, backend=backend, max_queries=max_queries, work=work)
+            return paged_attention(*arguments, backend=attention, max_queries=max_queries, work=work)
         out, weights = paged_attention_with_block_weights(
             *arguments,
             settings.block_size,
             1,
-            backend=backend,
+            backend=attention,
             max_queries=max_queries,
             width=evidence.shape[3],
             work=work,
@@ -422,7 +434,12 @@ Lists = tuple[BlockLists, Work | None]  # of all layers: [layers, sequences, kv_
 
 
 def _first_lists(
-    decoder: Decoder, settings: RoundSettings, shape: RoundShape, buffers: RoundBuffers, evidence: Tensor
+    decoder: Decoder,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: RoundBuffers,
+    evidence: Tensor,
+    attention: Backend,
 ) -> Lists:
     """What the first pass reads; `evidence` takes the kept weights of the blocks that it does not read."""
     assert buffers.kept is not None and buffers.known is not None
@@ -430,7 +447,7 @@ def _first_lists(
     column = torch.arange(evidence.shape[3], device=evidence.device)
     # What lies beyond may be of tokens that were taken back, or of another session.
     kept = buffers.kept.masked_fill((column >= known[:, None])[:, None, None], 0)
-    lists, work = _own_lists(decoder, settings, shape, buffers, kept, known, shape.queries)
+    lists, work = _own_lists(decoder, settings, shape, buffers, kept, attention, known, shape.queries)
     unread = ~_listed(lists).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
     by_kv_head = kept.unflatten(2, (decoder.kv_heads, -1))
     evidence.unflatten(2, (decoder.kv_heads, -1)).copy_(by_kv_head * unread)
@@ -463,6 +480,7 @@ def _own_lists(
     shape: RoundShape,
     buffers: RoundBuffers,
     evidence: Tensor,
+    attention: Backend,
     known: Tensor | None = None,
     max_queries: int = 1,
 ) -> Lists:
@@ -497,7 +515,7 @@ def _own_lists(
         lists.view(layers, sequences, kv_heads, n), counts.view(layers, sequences, kv_heads), block
     )
     work = None
-    if backend == "triton":
+    if attention == "triton":
         dim = decoder.cosines.shape[1] * 2
         work = plan_work(kv_heads, group, dim, max_queries, buffers.block_tables, lengths, PAGE_SIZE, blocks)
     return blocks, work

@@ -2,13 +2,14 @@
 
 A step's tensors are copied into buffers of fixed shape and the graph of that shape is replayed; nothing else
 happens between kernels. Lengths, tables and lists are read on the device, so one graph serves all steps of a shape.
+Where FlashInfer attends, it is planned on the host before a graph is replayed; over lists it runs without a graph.
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.attention_backends import check_attention_backend
 from engine.batch import ReadMemory, SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (
@@ -42,10 +44,20 @@ from engine.steps import (
     lay_out_rows,
     lay_out_step,
     make_buffers,
+    plan_largest,
+    plan_rows,
     rows_layout,
     run_step,
 )
-from kernels.backends import default_backend, power_of_two
+from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
+from kernels.flashinfer_attention import (
+    Planned,
+    check_flashinfer,
+    make_captured,
+    make_planned,
+    make_workspace,
+)
+from kernels.flashinfer_attention import run as run_flashinfer
 from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -66,6 +78,16 @@ class _Captured(Generic[Buffers]):
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
+@dataclass
+class FlashInferPlans:
+    """Wrappers of FlashInfer's on one workspace: for passes without a graph, and in graphs by (sequences, queries)."""
+
+    workspace: Tensor
+    dense: Planned
+    listed: Planned
+    captured: dict[tuple[int, int], Planned] = field(default_factory=dict)
+
+
 class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
 
@@ -73,6 +95,12 @@ class GraphRunner(Runner):
     depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt.
+
+    attention_backend: None: the device's. "flashinfer": dense attention of prompts and steps, and of steps over
+    lists of pages made on the host, which run without a graph; what emits weights or uses group means stays with
+    Triton, and so do whole rounds and shared budgets. "torch" on a GPU needs enforce_eager.
+
+    Raises ValueError, NotImplementedError or RuntimeError for an attention backend that cannot attend here.
     """
 
     shares_budgets = True
@@ -86,6 +114,7 @@ class GraphRunner(Runner):
         enforce_eager: bool = False,
         step_queries: int = 5,
         deterministic: bool = False,
+        attention_backend: AttentionBackend | None = None,
     ) -> None:
         self.decoder = decoder
         self.fallback = fallback
@@ -104,6 +133,24 @@ class GraphRunner(Runner):
         self._round_settings: RoundSettings | None = None
         self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
+        if attention_backend is not None:
+            check_attention_backend(attention_backend, self.device.type, deterministic, self.enforce_eager)
+        self._flashinfer: FlashInferPlans | None = None
+        # What attends where FlashInfer does not.
+        self._attention: Backend = default_backend(self.device)
+        if attention_backend == "flashinfer":
+            self._flashinfer = self._open_flashinfer()
+        elif attention_backend is not None:
+            self._attention = attention_backend
+
+    def _open_flashinfer(self) -> FlashInferPlans:
+        pages = self.kv.k_pages[0]
+        check_flashinfer(pages.shape[3], pages.dtype, self.device)
+        workspace = make_workspace(self.device)
+        plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
+        # What FlashInfer compiles for this model, and what it lacks for that, shows now.
+        plan_largest(plans.dense, StepShape(1, 1, 1), self.decoder, self.kv)
+        return plans
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -162,8 +209,10 @@ class GraphRunner(Runner):
             self._place_of(item.read.budget.memory) for item in inputs if item.read and item.read.budget
         ]
         lay_out_step(captured.buffers, shape, inputs, places)
+        if captured.buffers.dense_plan is not None:
+            plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         if captured.graph is None:
-            run_step(self.decoder, self.kv, shape, captured.buffers)
+            run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
         for item in inputs:
@@ -174,10 +223,30 @@ class GraphRunner(Runner):
         if shape not in self._steps:
             memory = None if shape.decay is None else self._memory_of(shape)
             buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device, memory)
-            self._steps[shape] = self._capture(
-                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers)
-            )
+            self._give_plans(buffers, shape)
+            if buffers.listed_plan is not None:  # it plans between launches
+                self._steps[shape] = _Captured(buffers, None)
+            else:
+                self._steps[shape] = self._capture(
+                    buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
+                )
         return self._steps[shape]
+
+    def _give_plans(self, buffers: StepBuffers, shape: StepShape) -> None:
+        """Let FlashInfer attend in steps of this shape, if it was chosen and gives what they need."""
+        plans = self._flashinfer
+        weighs = shape.emitting or shape.read_weights or shape.decay is not None
+        if plans is None or weighs or shape.groups or shape.block_size not in (0, PAGE_SIZE):
+            return
+        if shape.width or self.enforce_eager:
+            buffers.dense_plan = plans.dense
+            buffers.listed_plan = plans.listed if shape.width else None
+            return
+        key = shape.sequences, shape.queries
+        if key not in plans.captured:
+            plans.captured[key] = make_captured(plans.workspace, *key, shape.sequences * shape.pages)
+        buffers.dense_plan = plans.captured[key]
+        plan_largest(buffers.dense_plan, shape, self.decoder, self.kv)
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
@@ -318,7 +387,7 @@ class GraphRunner(Runner):
             settings = replace(settings, projection=settings.projection.to(self.device))
         self._round_settings = settings
         self._rounds.clear()
-        if not self.enforce_eager and not self._steps:
+        if not self.enforce_eager and not any(step.graph for step in self._steps.values()):
             # A pool whose last graph is gone cannot be used again.
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -343,7 +412,8 @@ class GraphRunner(Runner):
             if settings.refresh_every > 1:
                 buffers.kept = self._kept_of(shape, settings)
             self._rounds[shape] = self._capture(
-                buffers, lambda: run_round(self.decoder, self.kv, settings, shape, buffers)
+                buffers,
+                lambda: run_round(self.decoder, self.kv, settings, shape, buffers, self._attention),
             )
         return self._rounds[shape]
 
@@ -388,7 +458,7 @@ class GraphRunner(Runner):
         lay_out_round(captured.buffers, requests)
         bring_kept(captured.buffers, requests)
         if captured.graph is None:
-            run_round(self.decoder, self.kv, settings, shape, captured.buffers)
+            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
         take_kept(captured.buffers, settings, requests)
@@ -444,14 +514,20 @@ class GraphRunner(Runner):
         )
         backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
         work: Work | None = None
-        if backend == "triton":
+        planned = None if self._flashinfer is None else self._flashinfer.dense
+        if planned is not None:
+            plan_rows(planned, host, self.decoder, self.kv)
+        elif self._attention == "triton":
             heads = self.kv.kv_heads, self.decoder.heads // self.kv.kv_heads, dim
             tuning = pinned_tuning(dim) if rows else None
             work = plan_work(*heads, tiled, tables, lengths, PAGE_SIZE, tuning=tuning)
 
         def attend(layer: int, queries: Tensor) -> Tensor:
-            arguments = (queries, self.kv.k_pages[layer], self.kv.v_pages[layer], tables, lengths, starts)
-            return paged_attention(*arguments, dim**-0.5, backend=backend, max_queries=tiled, work=work)
+            pages = self.kv.k_pages[layer], self.kv.v_pages[layer]
+            if planned is not None:
+                return run_flashinfer(planned, queries, *pages)
+            arguments = (queries, *pages, tables, lengths, starts, dim**-0.5)
+            return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages
         logits = run_decoder(self.decoder, token_ids, positions, slots, *kv, attend, backend, kept)

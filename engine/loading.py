@@ -12,10 +12,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine import attention
+from engine.attention_backends import check_attention_backend
 from engine.decoder import is_supported, read_decoder
 from engine.graphs import GraphRunner
 from engine.paged_kv import PAGE_SIZE, PagedKV
 from engine.runner import ModelRunner, Runner
+from kernels.backends import AttentionBackend
+from kernels.flashinfer_attention import check_flashinfer
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
@@ -153,7 +156,8 @@ class ModelSettings:
     GPU's whole memory) leaves beside the weights, but no more than max_sessions of max_context tokens need; on a CPU
     DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
     step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
-    what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner).
+    what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner). attention_backend: one of
+    engine.attention_backends.ATTENTION_BACKENDS.
     """
 
     model: str
@@ -169,6 +173,7 @@ class ModelSettings:
     enforce_eager: bool = False
     step_queries: int = 5
     deterministic: bool = False
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,11 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         raise NotImplementedError(
             "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
         )
+    check_attention_backend(
+        settings.attention_backend, device, settings.deterministic, settings.enforce_eager
+    )
+    if settings.attention_backend == "flashinfer":  # before gigabytes are read
+        check_flashinfer(load_shape(settings.model).head_dim, dtype, torch.device(device))
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     shape = read_shape(loaded.config)
     runner: Runner = make_runner(loaded, room_for_kv(settings, shape, dtype, device))
@@ -197,7 +207,13 @@ def open_model(settings: ModelSettings) -> OpenedModel:
 
 def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape) -> Runner:
     config: Any = plain.model.config
+    chosen = settings.attention_backend
     if not is_supported(config):
+        if settings.enforce_eager and chosen in ("triton", "flashinfer"):
+            raise NotImplementedError(
+                f"{settings.model}: {config.model_type} runs through transformers' own modules, whose attention is the "
+                f"torch backend, not {chosen}: choose torch or auto"
+            )
         if settings.enforce_eager:
             return plain
         raise NotImplementedError(
@@ -206,7 +222,8 @@ def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape)
         )
     context = settings.max_context or shape.max_position_embeddings
     decoder = read_decoder(plain.model)
-    steps = settings.step_queries, settings.deterministic
+    backend: AttentionBackend | None = None if chosen == "auto" else chosen  # type: ignore[assignment]
+    steps = settings.step_queries, settings.deterministic, backend
     return GraphRunner(decoder, plain, context, settings.enforce_eager, *steps)
 
 

@@ -15,8 +15,17 @@ from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
-from kernels.backends import default_backend
+from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
+from kernels.flashinfer_attention import (
+    Planned,
+    Requests,
+    dense_requests,
+    listed_requests,
+    padded_requests,
+    plan,
+    run,
+)
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -96,6 +105,9 @@ class StepBuffers:
     group_counts: Tensor | None = None  # [sequences] int32
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
+    # Where FlashInfer attends: in dense layers, planned before each step; over lists, planned layer by layer.
+    dense_plan: Planned | None = None
+    listed_plan: Planned | None = None
     logits: Tensor | None = None  # [rows, vocab]; of judged steps [sequences * queries, vocab]
     weights: list[Tensor | None] = field(default_factory=list)  # a layer each: emitted, or of what was read
 
@@ -168,10 +180,21 @@ def make_buffers(
     return buffers
 
 
-def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffers) -> None:
-    """One pass over what the buffers hold: launches only, the same for all steps of a shape."""
+def run_step(
+    decoder: Decoder,
+    kv: PagedKV,
+    shape: StepShape,
+    buffers: StepBuffers,
+    attention: Backend | None = None,
+) -> None:
+    """One pass over what the buffers hold: launches only, the same for all steps of a shape.
+
+    attention: what attends where no FlashInfer is planned in the buffers; the device's default if None. With
+    buffers.listed_plan the pass plans on the host, and cannot be captured.
+    """
     device = buffers.token_ids.device
     backend = default_backend(device)
+    attention = attention or backend
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
     scale = dim**-0.5
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
@@ -185,10 +208,11 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
     if shape.groups:
         assert kv.means is not None and buffers.group_tables is not None and buffers.group_counts is not None
         means = kv.means.over(buffers.group_tables, buffers.group_counts)
-    if backend == "triton":
+    if attention == "triton":
         tuning = pinned_tuning(dim) if shape.pinned else None
-        dense_work = plan_work(*common, tuning=tuning) if len(place) < len(decoder.layers) else None
-        if shape.width:
+        if buffers.dense_plan is None and len(place) < len(decoder.layers):
+            dense_work = plan_work(*common, tuning=tuning)
+        if shape.width and buffers.listed_plan is None:
             assert buffers.lists is not None and buffers.counts is not None
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size)
             sparse_work = plan_work(*common, blocks, None if means is None else means[0], tuning)
@@ -210,31 +234,38 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
         )
         at = place.get(layer)
         if at is None:
+            if buffers.dense_plan is not None:
+                return run(buffers.dense_plan, *arguments[:3])
             if not shape.emitting:
                 return paged_attention(
-                    *arguments, backend=backend, max_queries=shape.queries, work=dense_work
+                    *arguments, backend=attention, max_queries=shape.queries, work=dense_work
                 )
             out, buffers.weights[layer] = paged_attention_with_block_weights(
                 *arguments,
                 shape.block_size,
                 shape.emitting,
-                backend=backend,
+                backend=attention,
                 max_queries=shape.queries,
                 width=shape.blocks,
                 work=dense_work,
             )
             return out
+        if buffers.listed_plan is not None:
+            requests = _listed_requests(buffers, shape, at)
+            of_model = decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, scale, queries.dtype
+            plan(buffers.listed_plan, requests, *of_model)
+            return run(buffers.listed_plan, *arguments[:3])
         assert buffers.lists is not None and buffers.counts is not None
         blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size)
         work = None if sparse_work is None else sparse_work.layer(at)
         stand_ins = None if means is None else means[layer]
         if not shape.read_weights:
-            return paged_attention(*arguments, blocks, stand_ins, backend, shape.queries, work)
+            return paged_attention(*arguments, blocks, stand_ins, attention, shape.queries, work)
         out, buffers.weights[layer] = paged_attention_with_read_weights(
             *arguments,
             blocks,
             stand_ins,
-            backend,
+            attention,
             shape.queries,
             work,
             None if read_weights is None else read_weights[at],
@@ -273,6 +304,48 @@ def run_step(decoder: Decoder, kv: PagedKV, shape: StepShape, buffers: StepBuffe
             shape.decay,
             backend,
         )
+
+
+# FlashInfer, planned from what was laid out on the host.
+
+
+def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, kv: PagedKV) -> None:
+    """Plan dense attention over sequences that were laid out by `lay_out_rows`."""
+    _plan_dense(planned, _host_layout(host), decoder, kv)
+
+
+def plan_largest(planned: Planned, shape: StepShape, decoder: Decoder, kv: PagedKV) -> None:
+    """Plan a step that fills a shape, which its graph is captured with: all rows, of tokens in the first pages."""
+    tables = torch.zeros(shape.sequences, shape.pages, dtype=torch.int32)
+    lengths = torch.full((shape.sequences,), shape.queries, dtype=torch.int32)
+    starts = torch.arange(shape.sequences + 1, dtype=torch.int32) * shape.queries
+    _plan_dense(planned, (tables, lengths, starts), decoder, kv)
+
+
+def _host_layout(host: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
+    tables, lengths, starts = (
+        torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts")
+    )
+    return tables, lengths, starts
+
+
+def _plan_dense(
+    planned: Planned, layout: tuple[Tensor, Tensor, Tensor], decoder: Decoder, kv: PagedKV
+) -> None:
+    pages = kv.k_pages[0]
+    dim = pages.shape[3]
+    if planned.padded:
+        requests = padded_requests(*layout, PAGE_SIZE, planned.padded)
+    else:
+        requests = dense_requests(*layout, PAGE_SIZE)
+    plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
+
+
+def _listed_requests(buffers: StepBuffers, shape: StepShape, at: int) -> Requests:
+    """Of the sparse layer at place `at`."""
+    host = buffers.inputs.host
+    lists, counts = torch.from_numpy(host["lists"][at]), torch.from_numpy(host["counts"][at])
+    return listed_requests(*_host_layout(host), PAGE_SIZE, lists, counts, shape.block_size)
 
 
 def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:

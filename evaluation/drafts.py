@@ -319,10 +319,10 @@ def measure(
     return {name: to_rows(readings, sums) for name, sums in totals.items()}
 
 
-def load_pair(pair: Pair, context: int) -> tuple[GraphRunner, Runner]:
+def load_pair(pair: Pair, context: int, dtype_name: str = "auto") -> tuple[GraphRunner, Runner]:
     """Draft and target, for one sequence of `context` tokens and a fork of it."""
     device = default_device()
-    dtype = resolve_dtype("auto", device)
+    dtype = resolve_dtype(dtype_name, device)
     room = 2 * context + 2 * PAGE_SIZE
     draft, target = (load_runner(name, dtype, device, room) for name in (pair.draft, pair.target))
     return GraphRunner(read_decoder(draft.model), draft, context), target

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
+from kernels.flashinfer_attention import check_no_flashinfer
 from kernels.paged_attention import (
     BlockLists,
     Work,
@@ -38,6 +39,7 @@ def paged_attention_with_block_weights(
     sum to 1 over a sequence's blocks and are 0 beyond them; `width` blocks if given, which Triton needs, as it does
     max_queries.
     """
+    check_no_flashinfer("paged_attention_with_block_weights", backend)
     check_backend("paged_attention_with_block_weights", backend, ("torch", "triton"))
     if backend == "triton":
         if width is None:
@@ -94,6 +96,7 @@ def add_listed_weights(
 
     Arguments as for `paged_attention`; sums: [sequences, heads, n] float32, its last dimension contiguous.
     """
+    check_no_flashinfer("add_listed_weights", backend)
     check_backend("add_listed_weights", backend, ("torch", "triton"))
     arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks)
     if backend == "triton":
@@ -107,7 +110,8 @@ def add_listed_weights(
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
             listed = blocks.lists[i, kv_head, : blocks.counts[i, kv_head]].long()
-            at = (listed[:, None] * blocks.block_size + torch.arange(blocks.block_size)).flatten()
+            within = torch.arange(blocks.block_size, device=listed.device)
+            at = (listed[:, None] * blocks.block_size + within).flatten()
             there = at < length
             at = at.where(there, 0)
             page_size = k_pages.shape[2]

@@ -154,6 +154,7 @@ def start_services(settings: Settings) -> Cluster:
             settings.load_format,
             settings.enforce_eager,
             deterministic=settings.deterministic and name == "target",
+            attention_backend=settings.attention_backend,
         )
         return SideSettings(
             name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None

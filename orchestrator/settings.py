@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 import models
+from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
@@ -69,6 +70,7 @@ class Settings:
     deterministic: bool = _setting(
         False, "the target's tokens do not depend on the batch nor on drafting, at some cost (GPU only)"
     )
+    attention_backend: str = _setting("auto", f"{', '.join(ATTENTION_BACKENDS)}: {ATTENTION_HELP}")
     prefill_chunk: int = _setting(512, "prompt tokens that one step may run")
     draft_timeout: float = _setting(
         1.0, "seconds that the target waits for a proposal before decoding plainly"
@@ -190,6 +192,12 @@ def _check(settings: Settings) -> None:
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]
+    try:
+        check_attention_backend(
+            settings.attention_backend, settings.device, settings.deterministic, settings.enforce_eager
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     bundled = str(models.TARGET), str(models.DRAFT)
     if (settings.target, settings.draft) != bundled and settings.plan == str(models.PLAN):
         checks.append(

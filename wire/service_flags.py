@@ -2,6 +2,7 @@
 
 import argparse
 
+from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP
 from engine.loading import LOAD_FORMATS, ModelSettings
 from wire.handshake import SideSettings
 
@@ -29,6 +30,9 @@ def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> No
         action="store_true",
         help="tokens do not depend on the batch, at some cost (GPU only)",
     )
+    parser.add_argument(
+        "--attention-backend", choices=ATTENTION_BACKENDS, default="auto", help=ATTENTION_HELP
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
@@ -48,5 +52,6 @@ def side_settings(name: str, flags: argparse.Namespace) -> SideSettings:
         flags.load_format,
         flags.enforce_eager,
         deterministic=flags.deterministic,
+        attention_backend=flags.attention_backend,
     )
     return SideSettings(name, model, flags.plan, flags.gamma, flags.budget, flags.method)

@@ -1,5 +1,6 @@
 """Greedy `exact` in bfloat16: not float32's tokens, but nearly; on a GPU, identical whatever runs beside it."""
 
+import importlib.util
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,8 +49,24 @@ def run(services: Services, prompts: list[list[int]], at_once: int, drafted: boo
     return [result.tokens for result in results]
 
 
-def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]]) -> None:
-    outputs = run(start_services("--dtype", "bfloat16"), prompts, 8)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        pytest.param(
+            ("--attention-backend", "flashinfer", "--gpu-memory-utilization", "0.3"),
+            marks=pytest.mark.skipif(
+                not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
+                reason="needs a CUDA device and FlashInfer (pip install flashinfer-python)",
+            ),
+        ),
+    ],
+    ids=["default", "flashinfer"],
+)
+def test_where_it_differs_from_float32_two_tokens_were_close(
+    prompts: list[list[int]], flags: tuple[str, ...]
+) -> None:
+    outputs = run(start_services("--dtype", "bfloat16", *flags), prompts, 8)
     model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
     followed = 0
     for prompt, tokens in zip(prompts, outputs, strict=True):

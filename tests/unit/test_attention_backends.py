@@ -1,0 +1,319 @@
+"""Choosing what attends: flags, refusals, and the engine with FlashInfer against the engine without.
+
+Without a GPU and FlashInfer a stand-in computes in torch what FlashInfer is told, in passes without graphs.
+"""
+
+import argparse
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import models
+from engine.attention_backends import check_attention_backend
+from engine.batch import SequenceInput, SparseRead
+from engine.decoder import read_decoder
+from engine.graphs import FlashInferPlans, GraphRunner, _Captured
+from engine.judging import Drafted
+from engine.loading import ModelSettings, load_runner, open_model
+from engine.paged_kv import SequenceKV
+from engine.runner import SequenceOutput
+from engine.sampling import Sampling
+from kernels import flashinfer_attention
+from kernels.backends import AttentionBackend
+from kernels.flashinfer_attention import make_planned
+from kernels.selection import compact
+from orchestrator.settings import Settings, SettingsError, resolve_settings
+from wire.service_flags import add_side_flags, side_settings
+
+LAUNCHES = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
+needs_flashinfer = pytest.mark.skipif(
+    not LAUNCHES, reason="needs a CUDA device and FlashInfer (pip install flashinfer-python)"
+)
+VOCAB, LAYERS, KV_HEADS = 97, 3, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": 64,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "deterministic", "enforce_eager", "message"),
+    [
+        ("xformers", "cuda", False, False, "'xformers', expected auto, triton, flashinfer, torch"),
+        ("flashinfer", "cpu", False, False, "'flashinfer' runs on CUDA devices and the device is 'cpu'"),
+        ("triton", "cpu", False, False, "'triton' runs on CUDA devices and the device is 'cpu'"),
+        ("flashinfer", "cuda", True, False, "deterministic rules out: choose triton or auto"),
+        ("torch", "cuda:1", False, False, "pass --enforce-eager, or choose triton"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    chosen: str, device: str, deterministic: bool, enforce_eager: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_attention_backend(chosen, device, deterministic, enforce_eager)
+
+
+def test_what_fits() -> None:
+    for chosen, device, deterministic, enforce_eager in [
+        ("auto", "cpu", False, False),
+        ("torch", "cpu", False, False),
+        ("auto", "cuda", True, False),
+        ("triton", "cuda", True, False),
+        ("flashinfer", "cuda", False, False),
+        ("flashinfer", "auto", False, True),
+        ("torch", "cuda", False, True),
+    ]:
+        check_attention_backend(chosen, device, deterministic, enforce_eager)
+
+
+def side_flags(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_side_flags(parser, 1, 4)
+    return parser.parse_args(["--model", "m", "--plan", "p", *flags])
+
+
+def test_services_take_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert side_settings("target", side_flags()).model.attention_backend == "auto"
+    flags = side_flags("--attention-backend", "flashinfer")
+    assert side_settings("draft", flags).model.attention_backend == "flashinfer"
+    with pytest.raises(SystemExit):
+        side_flags("--attention-backend", "xformers")
+    assert "auto, triton, flashinfer, torch" in capsys.readouterr().err.replace("'", "")
+
+
+def test_a_launch_takes_the_flag() -> None:
+    def resolve(*flags: str) -> Settings:
+        return resolve_settings(flags, {})[0]
+
+    assert resolve().attention_backend == "auto"
+    assert resolve("--attention-backend", "flashinfer").attention_backend == "flashinfer"
+    for flags, message in [
+        (("--attention-backend", "xformers"), "'xformers', expected auto"),
+        (("--attention-backend", "flashinfer", "--device", "cpu"), "runs on CUDA devices"),
+        (("--attention-backend", "flashinfer", "--deterministic"), "deterministic rules out"),
+    ]:
+        with pytest.raises(SettingsError, match=message):
+            resolve(*flags)
+
+
+def test_a_cpu_refuses_flashinfer_at_start_and_takes_torch() -> None:
+    settings = ModelSettings(str(models.DRAFT), "cpu", kv_tokens=64)
+    with pytest.raises(ValueError, match="runs on CUDA devices"):
+        open_model(replace(settings, attention_backend="flashinfer"))
+    assert open_model(replace(settings, attention_backend="torch")).runner.kv.kv_heads == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_refuses_what_flashinfer_cannot_run() -> None:
+    settings = ModelSettings(str(models.DRAFT), "cuda", "float32", kv_tokens=64)
+    with pytest.raises(NotImplementedError, match="float32; it takes bfloat16 and float16"):
+        open_model(replace(settings, attention_backend="flashinfer"))
+
+
+# The engine.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+class StandIn:
+    """FlashInfer's wrapper as far as it is used, by torch: pages laid end to end, the mask aligned to the last key."""
+
+    def __init__(self, *_: Any, **keywords: Any) -> None:
+        self.captured = keywords.get("use_cuda_graph", False)
+        self.rows = 0
+
+    def plan(self, *arguments: Any, **keywords: Any) -> None:
+        uniform = keywords.get("uniform_q_len", 0)
+        assert not uniform or arguments[0].diff().eq(uniform).all()
+        self.rows = max(self.rows, int(arguments[0][-1]))
+        assert not self.captured or int(arguments[0].diff().max()) <= (uniform or self.rows)
+        self.starts, self.page_starts, self.pages, self.last = (each.tolist() for each in arguments[:4])
+        self.heads, self.kv_heads, _, self.page_size = arguments[4:]
+        self.scale, self.causal = keywords["sm_scale"], keywords["causal"]
+
+    def run(self, queries: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+        assert self.causal and queries.shape[:2] == (self.starts[-1], self.heads)
+        assert pages[0].shape[1:3] == (self.kv_heads, self.page_size)
+        out = torch.zeros_like(queries) if out is None else out
+        for i, last in enumerate(self.last):
+            rows = slice(self.starts[i], self.starts[i + 1])
+            read = self.pages[self.page_starts[i] : self.page_starts[i + 1]]
+            if rows.start == rows.stop:
+                continue
+            length, count = (len(read) - 1) * self.page_size + last, rows.stop - rows.start
+            mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+            keys, values = (each[read].transpose(0, 1).flatten(1, 2)[:, :length] for each in pages)
+            out[rows] = torch.nn.functional.scaled_dot_product_attention(
+                queries[rows].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                mask,
+                scale=self.scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+        return out
+
+
+class NoEvent:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def lists_with_own_blocks(length: int, count: int, seed: int, dense_layer: bool) -> SparseRead:
+    blocks = -(-length // 16)
+    generator = torch.Generator().manual_seed(seed)
+    lists: list[Any] = [None] if dense_layer else []
+    while len(lists) < LAYERS:
+        chosen = torch.rand(KV_HEADS, blocks, generator=generator) < 0.5
+        chosen[:, (length - count) // 16 :] = True
+        lists.append(compact(chosen))
+    return SparseRead(16, lists)
+
+
+def drive(runner: GraphRunner) -> list[SequenceOutput]:
+    """Prompts and steps of several shapes, dense and over lists, judged, emitting: all outputs in order."""
+    lengths = [130, 17, 40, 70, 90]
+    sequences = [SequenceKV() for _ in lengths]
+    outputs: list[SequenceOutput] = []
+
+    def step(places: list[int], count: int, ragged: bool = False, **rest: Any) -> None:
+        inputs = []
+        for i in places:
+            kv, n = sequences[i], max(1, count - (i if ragged else 0))
+            of_input = dict(rest)
+            seed = len(outputs) + i
+            if "read" in rest:
+                of_input["read"] = lists_with_own_blocks(kv.length + n, n, seed, rest["read"])
+            if "drafted" in rest:
+                chosen = tokens(n, seed)
+                of_input["drafted"] = Drafted(chosen[1:], [], Sampling(0.0), kv.length + 1)
+            inputs.append(SequenceInput(kv, tokens(n, seed), "all", **of_input))
+        outputs.extend(runner.forward(inputs))
+
+    outputs.extend(
+        runner.forward(
+            [SequenceInput(kv, tokens(n, n), "last") for kv, n in zip(sequences, lengths, strict=True)]
+        )
+    )
+    step([0, 1], 60)  # the rest of a prompt, over KV that is there
+    step([0, 1, 2], 5)
+    step([2], 1)
+    step([0, 1, 2, 3, 4], 5, ragged=True)
+    step([4, 2, 0], 1)
+    step([0, 3], 4, read=True)
+    step([0, 1, 2], 5, ragged=True, read=False)
+    step([3, 4], 5)
+    step([0, 1, 2], 5, drafted=True)
+    step([0, 3], 5, read=True, drafted=True)
+    step([1, 2], 2, block_size=16, emitting=1)
+    step([0, 1, 2], 5)  # after other plans
+    return outputs
+
+
+def compare(ours: list[SequenceOutput], wanted: list[SequenceOutput], tolerance: float) -> None:
+    """tolerance: of the logits' standard deviation."""
+    for turn, (one, other) in enumerate(zip(ours, wanted, strict=True)):
+        for name in ("logits", "block_weights"):
+            a, b = getattr(one, name), getattr(other, name)
+            assert (a is None) == (b is None), (turn, name)
+            if a is not None:
+                assert (a - b).abs().max() < tolerance * (b.std() if name == "logits" else 1), (turn, name)
+        assert (one.verdict is None) == (other.verdict is None)
+
+
+def runner_of(
+    folder: str, dtype: torch.dtype, device: str, backend: AttentionBackend | None, eager: bool = False
+) -> GraphRunner:
+    plain = load_runner(folder, dtype, device, 4096)
+    return GraphRunner(read_decoder(plain.model), plain, 400, eager, attention_backend=backend)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_engine_plans_and_runs(folder: str, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """With a stand-in, on a CPU: the layers' pages, rows and lists reach FlashInfer as they should.
+
+    captured: with the plans that graphs are replayed after, though not with graphs.
+    """
+    there = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandIn)
+    monkeypatch.setattr(flashinfer_attention, "_flashinfer", lambda: there)
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    wanted = drive(runner_of(folder, torch.float32, "cpu", None))
+    runner = runner_of(folder, torch.float32, "cpu", "torch")
+    monkeypatch.setattr(runner, "_capture", lambda buffers, _: _Captured(buffers, None))
+    runner.enforce_eager = not captured
+    workspace = torch.empty(0)
+    plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
+    runner._flashinfer = plans
+    compare(drive(runner), wanted, 1e-4)
+    assert plans.listed.wrapper.kv_heads == 1 and plans.listed.wrapper.heads == 4
+    assert plans.dense.wrapper.kv_heads == KV_HEADS
+    assert bool(plans.captured) == captured
+    assert {planned.padded for planned in plans.captured.values()} == ({0, 5} if captured else set())
+
+
+def test_the_engine_refuses_flashinfer_on_a_cpu(folder: str) -> None:
+    with pytest.raises(ValueError, match="runs on CUDA devices"):
+        runner_of(folder, torch.float32, "cpu", "flashinfer")
+
+
+@needs_flashinfer
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_engine_gives_what_triton_gives(folder: str, eager: bool) -> None:
+    """Captured steps and eager ones; lists run eagerly either way."""
+    wanted = drive(runner_of(folder, torch.bfloat16, "cuda", None))
+    runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer", eager)
+    compare(drive(runner), wanted, 0.1)
+    assert runner._flashinfer is not None and bool(runner._flashinfer.captured) != eager
+    graphs = {shape: captured.graph for shape, captured in runner._steps.items()}
+    assert all((graph is None) == (eager or bool(shape.width)) for shape, graph in graphs.items())
+
+
+@needs_flashinfer
+@pytest.mark.gpu
+def test_captured_steps_are_ready_before_the_first_request(folder: str) -> None:
+    runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer")
+    runner.warm_up([None], 5)
+    ready = set(runner._steps)
+    compare(drive(runner), drive(runner_of(folder, torch.bfloat16, "cuda", None)), 0.1)
+    assert {shape for shape in ready if shape.judged} == ready
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_torch_attends_on_a_gpu_in_eager_steps(folder: str) -> None:
+    wanted = drive(runner_of(folder, torch.float32, "cuda", None))
+    compare(drive(runner_of(folder, torch.float32, "cuda", "torch", True)), wanted, 1e-2)
+    with pytest.raises(ValueError, match="--enforce-eager"):
+        runner_of(folder, torch.float32, "cuda", "torch")
