@@ -40,6 +40,14 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=plain)
 
 
+class _Missing:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: object) -> Any:
+        raise RuntimeError(f"{self.name}: Triton is not installed; install it or use backend='torch'")
+
+
 def overlapping_launch(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch that may begin before the one before it has ended (programmatic dependent launch).
 
@@ -57,14 +65,6 @@ def follow(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-class _Missing:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getitem__(self, grid: object) -> Any:
-        raise RuntimeError(f"{self.name}: Triton is not installed; install it or use backend='torch'")
 
 
 def check_backend(operation: str, backend: str, built: tuple[str, ...] = ("torch",)) -> None:
