@@ -21,7 +21,9 @@ _SPREAD = 3.5  # standard deviations of the sample between the threshold and its
 _BINS = 4096  # between the bounds
 _SLOTS = 64  # entries of a bin that are kept
 _TALLY_CHUNK = 2048
-_EMIT_CHUNK = 4096
+_EMIT_CHUNK = 2048
+_EMIT_WHOLE = 8192  # a row at once, where there are few
+_FEW_ROWS = 512
 _SLOW_CHUNK = 8192
 _TALLY_PROGRAMS = 1024  # that a GPU of 132 multiprocessors holds at once
 
@@ -153,7 +155,7 @@ def _launch(
         SLOTS=_SLOTS,
         num_warps=16,
     )
-    chunk = min(_EMIT_CHUNK, max(64, power_of_two(n)))
+    chunk = min(_EMIT_WHOLE if groups * rows <= _FEW_ROWS else _EMIT_CHUNK, max(64, power_of_two(n)))
     _emit_kernel[(groups * rows,)](
         scores,
         scores if forced is None else forced.contiguous(),
@@ -168,7 +170,7 @@ def _launch(
         LISTS=lists is not None,
         CHUNK=chunk,
         INNER=inner,
-        num_warps=min(8, max(1, chunk // 512)),
+        num_warps=min(16, max(1, chunk // 256)),
     )
 
 
@@ -244,7 +246,9 @@ def _bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
     highest = tl.max(tl.load(bracket_ptr + 3 * PARTS + parts), 0)
     bottom = tl.minimum(tl.where(lo > 0, lo, lowest), hi - 1)
     span = tl.maximum(tl.minimum(hi, highest + 1) - bottom, 1)
-    octave = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # a power of two that is not below span
+    octave = (
+        span.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    ) - 126  # a power of two that is not below span
     shift = tl.maximum(octave - LOG_BINS, 0)
     return lo, hi, bottom, shift
 
@@ -279,24 +283,24 @@ def _tally_kernel(
     lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
     tallies_ptr += group * (BINS + 3)
     slots_ptr += group * (BINS * SLOTS)
-    above = tl.zeros([CHUNK], tl.int32)
-    equal = tl.zeros([CHUNK], tl.int32)
-    positive = tl.zeros([CHUNK], tl.int32)
+    tl.static_assert(n < 1023 * CHUNK)
+    seen = tl.zeros(
+        [CHUNK], tl.int32
+    )  # three counts: registers are what limits how much is on its way from memory
     for start in tl.range(first, n, step):
         bits = following
         ahead = start + step + inner
         following = _load_bits(scores_ptr, ahead, ahead < n)  # while this chunk is sorted
-        above += (bits >= hi).to(tl.int32)
-        equal += (bits == bottom).to(tl.int32)
-        positive += (bits > 0).to(tl.int32)
+        positive = tl.where(bits > 0, 1 << 20, 0)
+        seen += tl.where(bits >= hi, positive + 1, tl.where(bits == bottom, positive + (1 << 10), positive))
         between = (bits > lo) & (bits < hi) & (bits != bottom)
         place = tl.where(bits > bottom, 1 + tl.minimum((bits - bottom) >> shift, BINS - 2), 0)
         slot = tl.atomic_add(tallies_ptr + place, 1, mask=between, sem="relaxed")
         entry = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - (row % rows * n + start + inner)).to(tl.int64)
         tl.store(slots_ptr + place * SLOTS + slot, entry, mask=between & (slot < SLOTS))
-    tl.atomic_add(tallies_ptr + BINS, tl.sum(above, 0), sem="relaxed")
-    tl.atomic_add(tallies_ptr + BINS + 1, tl.sum(equal, 0), sem="relaxed")
-    tl.atomic_add(tallies_ptr + BINS + 2, tl.sum(positive, 0), sem="relaxed")
+    tl.atomic_add(tallies_ptr + BINS, tl.sum(seen & 1023, 0), sem="relaxed")
+    tl.atomic_add(tallies_ptr + BINS + 1, tl.sum((seen >> 10) & 1023, 0), sem="relaxed")
+    tl.atomic_add(tallies_ptr + BINS + 2, tl.sum(seen >> 20, 0), sem="relaxed")
 
 
 @jit
@@ -323,7 +327,7 @@ def _threshold_kernel(
     equal = tl.load(tallies_ptr + BINS + 1)
     positive = tl.load(tallies_ptr + BINS + 2)
     count = tl.load(counts_ptr + group).to(tl.int32)
-    lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
+    _lo, hi, bottom, shift = _bounds(bracket_ptr + group * 4 * PARTS, PARTS, LOG_BINS)
     zero = above * 0
     wanted = tl.minimum(count, positive)
     upper = tl.where(bins > 0, found, 0)  # the bins above the bins' beginning
@@ -344,7 +348,9 @@ def _threshold_kernel(
         threshold, last = zero + 1, zero + 0x7FFFFFFF
     elif in_bin & (members <= SLOTS):
         entries = bin.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-        entry = tl.load(slots_ptr + group * (BINS * SLOTS) + entries, mask=tl.arange(0, SLOTS) < members, other=0)
+        entry = tl.load(
+            slots_ptr + group * (BINS * SLOTS) + entries, mask=tl.arange(0, SLOTS) < members, other=0
+        )
         rank = tl.sum((entry[None, :] >= entry[:, None]).to(tl.int32), 1)
         chosen = tl.max(tl.where(rank == wanted - greater, entry, 0), 0)
         threshold, last = (chosen >> 32).to(tl.int32), 0x7FFFFFFF - (chosen & 0x7FFFFFFF).to(tl.int32)
