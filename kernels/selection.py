@@ -187,10 +187,9 @@ def _narrow(
         probe = tl.minimum(tl.maximum(probe, lo + 1), hi - 1)
         above = key[None, :] >= probe[:, None]
         count = many + tl.sum(above.to(tl.int32), 1)
+        reached = count.to(tl.float32)
         if NUCLEUS:
             reached = base + tl.sum(tl.where(above, worth[None, :], 0.0), 1)
-        else:
-            reached = count.to(tl.float32)
         # Both fall as probes rise, so that each bound has the most or the least of its side.
         enough = reached >= wanted
         lo = tl.max(tl.where(enough, probe, lo), 0)

@@ -99,9 +99,7 @@ def _launch(
         return
     scores, counts = scores.contiguous(), counts.contiguous()  # counts may be one number, expanded
     size, device = rows * n, scores.device
-    stride = -(-size // _SAMPLE)
-    while math.gcd(stride, n) != 1:  # a sample of all columns
-        stride += 1
+    stride = _stride(size, n)
     sampled = -(-size // stride)
     piece = min(_SAMPLE // 4, max(32, power_of_two(sampled)))
     bracket = torch.empty(groups, 4, _PARTS, dtype=torch.int32, device=device)
@@ -172,6 +170,14 @@ def _launch(
         INNER=inner,
         num_warps=min(16, max(1, chunk // 256)),
     )
+
+
+def _stride(size: int, n: int) -> int:
+    """Between the entries of a sample; it sees all columns evenly."""
+    stride = -(-size // _SAMPLE)
+    while math.gcd(stride, n) != 1:
+        stride += 1
+    return stride
 
 
 @jit
