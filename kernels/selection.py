@@ -238,13 +238,12 @@ def _select_rows_kernel(
     size = tl.minimum(tl.load(valid_ptr + row).to(tl.int32), n)
     inner = tl.arange(0, CHUNK)
     zero = size * 0
+    some = tl.arange(0, SAMPLE) * tl.maximum((size + SAMPLE - 1) // SAMPLE, 1)
+    sample = _load_keys(weights_ptr, some, some < size)
     if ONE:
-        stride = tl.maximum((size + SAMPLE - 1) // SAMPLE, 1)
-        some = tl.arange(0, SAMPLE) * stride
         key = _load_keys(weights_ptr, inner, inner < size)
-        sample = _load_keys(weights_ptr, some, some < size)
         most = tl.maximum(tl.max(key, 0), 0)
-    else:  # a sample, first
+    else:  # a larger sample, first
         stride = tl.maximum((size + CHUNK - 1) // CHUNK, 1)
         key = _load_keys(weights_ptr, inner * stride, inner * stride < size)
         most = zero + 0x7F800000
@@ -275,19 +274,30 @@ def _select_rows_kernel(
         else:
             # What the sample says of the threshold, and how far from it that may be.
             taken = tl.sum((key >= 0).to(tl.int32), 0)
-            fifths = zero + (tl.arange(0, 4) + 1) * (0x7F800000 // 5)
             few = zero + 32
             middle, _i0, _f0, _f1, _i1, _i2 = _narrow(
-                key, fifths, at_hi, zero, share * total, lo, hi, total, at_hi, taken, zero, few, NUCLEUS
+                key,
+                _guess(sample, share, NUCLEUS),
+                at_hi,
+                zero,
+                share * total,
+                lo,
+                hi,
+                total,
+                at_hi,
+                taken,
+                zero,
+                few,
+                NUCLEUS,
             )
             weight = tl.where(key >= middle, 1.0 - share, share) * _worth(key, NUCLEUS)
             margin = 3.5 * tl.sqrt(tl.sum(weight * weight, 0)) + 2.0 * total / tl.maximum(taken, 1).to(
                 tl.float32
             )
-            near = middle + (tl.arange(0, 4) * 2 - 3) * 0x20000
+            off = margin / tl.maximum(total, 1e-30)
             upper, _i0, _f0, _f1, _i1, _i2 = _narrow(
                 key,
-                near,
+                _guess(sample, share + off, NUCLEUS),
                 at_hi,
                 zero,
                 share * total + margin,
@@ -302,7 +312,7 @@ def _select_rows_kernel(
             )
             _i0, lower, _f0, _f1, _i1, _i2 = _narrow(
                 key,
-                near,
+                _guess(sample, tl.maximum(share - off, 0.0), NUCLEUS),
                 at_hi,
                 zero,
                 share * total - margin,

@@ -6,8 +6,6 @@ and sorts what is between into bins; the bin that holds the threshold is small e
 that fails (the sample misled, or a bin ran over), one program a group bisects over everything.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -175,9 +173,14 @@ def _launch(
 def _stride(size: int, n: int) -> int:
     """Between the entries of a sample; it sees all columns evenly."""
     stride = -(-size // _SAMPLE)
-    while math.gcd(stride, n) != 1:
+    while _divisor(stride, n) > 1:
         stride += 1
     return stride
+
+
+def _divisor(a: int, b: int) -> int:
+    """The greatest that both have."""
+    return _divisor(b, a % b) if b else a
 
 
 @jit
