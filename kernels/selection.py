@@ -1,9 +1,9 @@
 """From rows of block weights to compact, ascending block lists: top-k and nucleus.
 
-Triton: one program a row. Weights order as their bit patterns do, since none is negative; a threshold is found by
-bisection on these, sorting nothing: each pass looks how far three probes reach, one in the middle and two about where
-the threshold must be if the weights between are spread evenly. Rows that fit a program's registers are read once.
-Of others a sample says where to probe, and what is left between the probes is put aside.
+Triton: one program a row. Weights order as their bit patterns do, since none is negative; a threshold is searched for
+on these, sorting nothing: each pass looks how far four probes reach, first about where a sample has the threshold, then
+about where it must be if the weights between the bounds are spread evenly. Rows that fit a program's registers are read
+once. Of others a larger sample gives two bounds, and one pass puts aside what lies between them.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.backends import check_backend, jit, power_of_two, tl
 
 _CHUNK = 8192  # entries of a row that a program holds at a time
+_SAMPLE = 128  # of these, compared all with all
 
 
 def select_top_k(
@@ -124,8 +125,9 @@ def _select_rows(
         width,
         NUCLEUS=mass is not None,
         CHUNK=chunk,
+        SAMPLE=min(_SAMPLE, chunk),
         ONE=n <= chunk,
-        num_warps=min(16, max(2, chunk // 512)),
+        num_warps=min(16, max(2, chunk // 256)),
     )
     return lists, counts
 
@@ -142,93 +144,76 @@ def _load_keys(values_ptr, at, inside):
 
 
 @jit
-def _add_3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@jit
-def _reach(key, p0, p1, p2, NUCLEUS: tl.constexpr):
-    """Of the keys at or above each probe their number, and what they reach."""
-    above0, above1, above2 = key >= p0, key >= p1, key >= p2
-    c0, c1, c2 = tl.reduce((above0.to(tl.int32), above1.to(tl.int32), above2.to(tl.int32)), 0, _add_3)
+def _worth(key, NUCLEUS: tl.constexpr):
+    """What a key adds to what is reached."""
+    worth = tl.where(key >= 0, 1.0, 0.0)
     if NUCLEUS:
-        weight = key.to(tl.float32, bitcast=True)
-        s0, s1, s2 = tl.reduce(
-            (tl.where(above0, weight, 0.0), tl.where(above1, weight, 0.0), tl.where(above2, weight, 0.0)),
-            0,
-            _add_3,
-        )
-    else:
-        s0, s1, s2 = c0.to(tl.float32), c1.to(tl.float32), c2.to(tl.float32)
-    return c0, c1, c2, s0, s1, s2
+        worth = tl.where(key > 0, key.to(tl.float32, bitcast=True), 0.0)
+    return worth
 
 
 @jit
-def _enter(probe, reached, count, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi):
-    """Take a probe in as the new lower or upper bound, if it is nearer."""
-    up = (reached >= wanted) & (probe > lo)
-    down = (reached < wanted) & (probe < hi)
-    lo = tl.where(up, probe, lo)
-    at_lo = tl.where(up, reached, at_lo)
-    many_lo = tl.where(up, count, many_lo)
-    hi = tl.where(down, probe, hi)
-    at_hi = tl.where(down, reached, at_hi)
-    many_hi = tl.where(down, count, many_hi)
-    return lo, hi, at_lo, at_hi, many_lo, many_hi
-
-
-@jit
-def _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi):
-    """The middle, and two where the threshold is if the keys between the bounds are spread evenly, give or take."""
-    span = hi - lo
-    share = (at_lo - wanted) / tl.maximum(at_lo - at_hi, 1e-30)
-    spread = 1.5 / tl.sqrt(tl.maximum(many_lo - many_hi, 1).to(tl.float32))
-    p0 = lo + (span.to(tl.float32) * tl.maximum(share - spread, 0.0)).to(tl.int32)
-    p1 = lo + span // 2
-    p2 = lo + (span.to(tl.float32) * tl.minimum(share + spread, 1.0)).to(tl.int32)
-    return tl.maximum(p0, lo + 1), tl.maximum(p1, lo + 1), tl.minimum(tl.maximum(p2, lo + 1), hi - 1)
-
-
-@jit
-def _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, NUCLEUS: tl.constexpr):
-    is_open = (hi - lo > 1) & (many_lo - many_hi > 1)
+def _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, few, NUCLEUS: tl.constexpr):
+    is_open = (hi - lo > 1) & (many_lo - many_hi > few)
     if not NUCLEUS:
         is_open = is_open & (at_lo != wanted)
     return is_open
 
 
 @jit
-def _narrow(key, base, many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, NUCLEUS: tl.constexpr):
-    """Until no more than one weight lies between the bounds. base, many: what keys that are not here reach."""
-    while _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, NUCLEUS):
-        p0, p1, p2 = _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi)
-        c0, c1, c2, s0, s1, s2 = _reach(key, p0, p1, p2, NUCLEUS)
-        lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-            p0, s0 + base, c0 + many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-        )
-        lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-            p1, s1 + base, c1 + many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-        )
-        lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-            p2, s2 + base, c2 + many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-        )
+def _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, turn):
+    """Four: where the threshold is if the keys between the bounds are spread evenly, give or take; else at fifths."""
+    each = tl.arange(0, 4).to(tl.float32)
+    share = (at_lo - wanted) / tl.maximum(at_lo - at_hi, 1e-30)
+    spread = 1.0 / tl.sqrt(tl.maximum(many_lo - many_hi, 1).to(tl.float32))
+    evenly = (spread > 0.33) | (turn == 2)
+    part = tl.where(evenly, (each + 1) * 0.2, share + (each - 1.5) * (0.8 * spread))
+    part = tl.minimum(tl.maximum(part, 0.0), 1.0)
+    probe = lo + ((hi - lo).to(tl.float32) * part).to(tl.int32)
+    return tl.minimum(tl.maximum(probe, lo + 1), hi - 1)
+
+
+@jit
+def _narrow(
+    key, probe, base, many, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, few, NUCLEUS: tl.constexpr
+):
+    """Until no more than a few weights lie between the bounds.
+
+    probe: [4], tried first; base, many: what keys that are not here reach, and their number
+    """
+    worth = _worth(key, NUCLEUS)
+    turn = many_hi * 0
+    while _is_open(wanted, lo, hi, at_lo, many_lo, many_hi, few, NUCLEUS):
+        probe = tl.minimum(tl.maximum(probe, lo + 1), hi - 1)
+        above = key[None, :] >= probe[:, None]
+        count = many + tl.sum(above.to(tl.int32), 1)
+        reached = count.to(tl.float32)
+        if NUCLEUS:
+            reached = base + tl.sum(tl.where(above, worth[None, :], 0.0), 1)
+        # Both fall as probes rise, so that each bound has the most or the least of its side.
+        enough = reached >= wanted
+        lo = tl.max(tl.where(enough, probe, lo), 0)
+        at_lo = tl.min(tl.where(enough, reached, at_lo), 0)
+        many_lo = tl.min(tl.where(enough, count, many_lo), 0)
+        hi = tl.min(tl.where(enough, hi, probe), 0)
+        at_hi = tl.max(tl.where(enough, at_hi, reached), 0)
+        many_hi = tl.max(tl.where(enough, many_hi, count), 0)
+        turn = tl.where(turn == 2, 0, turn + 1)  # every third time evenly: ties are not spread evenly at all
+        probe = _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, turn)
     return lo, hi, at_lo, at_hi, many_lo, many_hi
 
 
 @jit
-def _reach_row(values_ptr, size, p0, p1, p2, NUCLEUS: tl.constexpr, CHUNK: tl.constexpr):
-    """`_reach` of a whole row in memory."""
-    c0, c1, c2, s0, s1, s2 = 0, 0, 0, 0.0, 0.0, 0.0
-    for start in tl.range(0, size, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        d0, d1, d2, t0, t1, t2 = _reach(_load_keys(values_ptr, at, at < size), p0, p1, p2, NUCLEUS)
-        c0 += d0
-        c1 += d1
-        c2 += d2
-        s0 += t0
-        s1 += t1
-        s2 += t2
-    return c0, c1, c2, s0, s1, s2
+def _guess(sample, share, NUCLEUS: tl.constexpr):
+    """Four probes about where a sample, all compared with all, has the threshold: [4]."""
+    worth = _worth(sample, NUCLEUS)
+    reached = tl.sum(tl.where(sample[None, :] >= sample[:, None], worth[None, :], 0.0), 1)
+    held = tl.sum(worth, 0)
+    weight = tl.where(reached - worth < share * held, 1.0 - share, share) * worth
+    error = tl.sqrt(tl.sum(weight * weight, 0))
+    each = tl.arange(0, 4).to(tl.float32) - 1.5
+    wanted = tl.maximum(share * held - each * (1.1 * error), 1e-30)
+    return tl.max(tl.where(reached[None, :] >= wanted[:, None], sample[None, :], 0), 1)
 
 
 @jit
@@ -244,6 +229,7 @@ def _select_rows_kernel(
     width,
     NUCLEUS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SAMPLE: tl.constexpr,
     ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -252,84 +238,159 @@ def _select_rows_kernel(
     size = tl.minimum(tl.load(valid_ptr + row).to(tl.int32), n)
     inner = tl.arange(0, CHUNK)
     zero = size * 0
-    key = _load_keys(weights_ptr, inner, inner < size)
-    # Everything reaches 0, nothing what is past infinity.
+    some = tl.arange(0, SAMPLE) * tl.maximum((size + SAMPLE - 1) // SAMPLE, 1)
+    sample = _load_keys(weights_ptr, some, some < size)
     if ONE:
-        total, most = tl.sum(tl.where(key > 0, key.to(tl.float32, bitcast=True), 0.0), 0), tl.max(key, 0)
-    else:
-        _i0, _i1, _i2, total, _f0, _f1 = _reach_row(weights_ptr, size, zero, zero, zero, NUCLEUS, CHUNK)
+        key = _load_keys(weights_ptr, inner, inner < size)
+        most = tl.maximum(tl.max(key, 0), 0)
+    else:  # a larger sample, first
+        stride = tl.maximum((size + CHUNK - 1) // CHUNK, 1)
+        key = _load_keys(weights_ptr, inner * stride, inner * stride < size)
         most = zero + 0x7F800000
+    total = tl.sum(_worth(key, NUCLEUS), 0)
     if NUCLEUS:
         wanted = mass * total
-        choosing = wanted > 0
+        share = zero.to(tl.float32) + mass
+        choosing = size > 0
+        if ONE:
+            choosing = total > 0
     else:
-        total = size.to(tl.float32)
         wanted = tl.minimum(tl.load(k_ptr + row).to(tl.int32), size).to(tl.float32)
-        choosing = (wanted > 0) & (wanted < total)
+        share = wanted / tl.maximum(size, 1).to(tl.float32)
+        choosing = (wanted > 0) & (wanted < size.to(tl.float32))
+    # Everything reaches 0, nothing what is past the greatest.
     lo = zero
-    hi = tl.maximum(most, 0) + 1
+    hi = most + 1
     at_lo = total
     at_hi = total * 0
     many_lo = size
     many_hi = zero
     if choosing:
         if ONE:
+            probe = _guess(sample, share, NUCLEUS)
             lo, hi, at_lo, at_hi, many_lo, many_hi = _narrow(
-                key, total * 0, zero, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, NUCLEUS
+                key, probe, total * 0, zero, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, zero + 1, NUCLEUS
             )
         else:
-            # What a sample says of the threshold is tried first; then the row is probed until a chunk holds the rest.
-            stride = size // CHUNK + 1
-            sample = _load_keys(weights_ptr, inner * stride, inner * stride < size)
-            taken, _i0, _i1, held, _f0, _f1 = _reach(sample, zero, zero, zero, NUCLEUS)
-            about = wanted / total * held
-            margin = 3.0 * tl.sqrt(tl.minimum(about, held - about)) + 2
-            if NUCLEUS:
-                margin = 0.03 * held
-            upper, _i0, _f0, _f1, _i1, _i2 = _narrow(
-                sample, total * 0, zero, about + margin, zero, hi, held, at_hi, taken, zero, NUCLEUS
-            )
-            lower, _i0, _f0, _f1, _i1, _i2 = _narrow(
-                sample,
-                total * 0,
+            # What the sample says of the threshold, and how far from it that may be.
+            taken = tl.sum((key >= 0).to(tl.int32), 0)
+            few = zero + 32
+            middle, _i0, _f0, _f1, _i1, _i2 = _narrow(
+                key,
+                _guess(sample, share, NUCLEUS),
+                at_hi,
                 zero,
-                tl.maximum(about - margin, 1e-30),
-                zero,
+                share * total,
+                lo,
                 hi,
-                held,
+                total,
                 at_hi,
                 taken,
                 zero,
+                few,
                 NUCLEUS,
             )
-            p0, p1, p2 = tl.maximum(upper, 1), tl.maximum(lower + 1, 1), tl.maximum(lower + 1, 1)
-            searching = 1
+            weight = tl.where(key >= middle, 1.0 - share, share) * _worth(key, NUCLEUS)
+            margin = 3.5 * tl.sqrt(tl.sum(weight * weight, 0)) + 2.0 * total / tl.maximum(taken, 1).to(
+                tl.float32
+            )
+            off = margin / tl.maximum(total, 1e-30)
+            upper, _i0, _f0, _f1, _i1, _i2 = _narrow(
+                key,
+                _guess(sample, share + off, NUCLEUS),
+                at_hi,
+                zero,
+                share * total + margin,
+                lo,
+                hi,
+                total,
+                at_hi,
+                taken,
+                zero,
+                few,
+                NUCLEUS,
+            )
+            _i0, lower, _f0, _f1, _i1, _i2 = _narrow(
+                key,
+                _guess(sample, tl.maximum(share - off, 0.0), NUCLEUS),
+                at_hi,
+                zero,
+                share * total - margin,
+                lo,
+                hi,
+                total,
+                at_hi,
+                taken,
+                zero,
+                few,
+                NUCLEUS,
+            )
+            # `upper` is reached by more than enough, `lower` by less: between these bounds what there is is put aside.
+            p0, p1 = upper, tl.maximum(lower, upper + 1)
+            found = zero
+            searching = zero + 1
             while searching == 1:
-                c0, c1, c2, s0, s1, s2 = _reach_row(weights_ptr, size, p0, p1, p2, NUCLEUS, CHUNK)
-                lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-                    p0, s0, c0, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-                )
-                lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-                    p1, s1, c1, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-                )
-                lo, hi, at_lo, at_hi, many_lo, many_hi = _enter(
-                    p2, s2, c2, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi
-                )
-                searching = tl.where((many_lo - many_hi > CHUNK) & (hi - lo > 1), 1, 0)
-                p0, p1, p2 = _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi)
-            if (many_lo - many_hi <= CHUNK) & (hi - lo > 1):
+                both = tl.zeros([CHUNK], tl.int32)
+                held = tl.zeros([CHUNK], tl.float32)
+                held0 = tl.zeros([CHUNK], tl.float32)
+                held1 = tl.zeros([CHUNK], tl.float32)
                 found = zero
                 for start in tl.range(0, size, CHUNK):
                     at = start + inner
                     here = _load_keys(weights_ptr, at, at < size)
-                    member = (here >= lo) & (here < hi)
-                    place = found + tl.cumsum(member.to(tl.int32), 0) - 1
-                    tl.store(aside_ptr + row * CHUNK + place, here.to(tl.float32, bitcast=True), mask=member)
-                    found += tl.sum(member.to(tl.int32), 0)
+                    member = ((here >= p0) & (here < p1)).to(tl.int32)
+                    both += tl.where(here >= p1, 65536, 0) + member
+                    if NUCLEUS:
+                        worth = _worth(here, NUCLEUS)
+                        held += worth
+                        held0 += tl.where(here >= p0, worth, 0.0)
+                        held1 += tl.where(here >= p1, worth, 0.0)
+                    place = found + tl.cumsum(member, 0) - 1
+                    put = (member > 0) & (place < CHUNK)
+                    tl.store(aside_ptr + row * CHUNK + place, here.to(tl.float32, bitcast=True), mask=put)
+                    found += tl.sum(member, 0)
+                c1 = tl.sum(both >> 16, 0)
+                c0 = c1 + found
+                if NUCLEUS:
+                    total = tl.sum(held, 0)
+                    wanted = mass * total
+                    s0, s1 = tl.sum(held0, 0), tl.sum(held1, 0)
+                else:
+                    s0, s1 = c0.to(tl.float32), c1.to(tl.float32)
+                enough0, enough1 = s0 >= wanted, s1 >= wanted
+                lo = tl.where(enough1, p1, tl.where(enough0, p0, lo))
+                at_lo = tl.where(enough1, s1, tl.where(enough0, s0, at_lo))
+                many_lo = tl.where(enough1, c1, tl.where(enough0, c0, many_lo))
+                hi = tl.where(enough1, hi, tl.where(enough0, p1, p0))
+                at_hi = tl.where(enough1, at_hi, tl.where(enough0, s1, s0))
+                many_hi = tl.where(enough1, many_hi, tl.where(enough0, c1, c0))
+                caught = enough0 & (s1 < wanted) & (found <= CHUNK)
+                searching = tl.where(caught | (hi - lo <= 1), 0, 1)
+                if NUCLEUS:
+                    lo = tl.where(total > 0, lo, 0)  # of nothing, all
+                    searching = tl.where(total > 0, searching, 0)
+                third = tl.maximum((hi - lo) // 3, 1)
+                fits = many_lo - many_hi <= CHUNK
+                p0 = tl.where(fits, lo, lo + third)
+                p1 = tl.where(fits, hi, tl.maximum(hi - third, lo + third + 1))
+            if (found <= CHUNK) & (hi - lo > 1) & (total > 0):
                 tl.debug_barrier()
                 rest = _load_keys(aside_ptr + row * CHUNK, inner, inner < found)
+                probe = _probes(wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, zero)
                 lo, hi, at_lo, at_hi, many_lo, many_hi = _narrow(
-                    rest, at_hi, many_hi, wanted, lo, hi, at_lo, at_hi, many_lo, many_hi, NUCLEUS
+                    rest,
+                    probe,
+                    at_hi,
+                    many_hi,
+                    wanted,
+                    lo,
+                    hi,
+                    at_lo,
+                    at_hi,
+                    many_lo,
+                    many_hi,
+                    zero + 1,
+                    NUCLEUS,
                 )
         if NUCLEUS:
             hi = lo  # with all that tie

@@ -61,6 +61,21 @@ def test_top_k_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lists_of(got) == wanted
 
 
+@pytest.mark.parametrize("sampled", [0.0, 0.5, 2.0])
+def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sees of a long row is unlike all else."""
+    monkeypatch.setattr(selection, "_CHUNK", 128)
+    weights = weights_of("uniform", 1, 300, 3)
+    weights[:, ::3] = sampled
+    k, size = torch.tensor([40]), torch.tensor([300])
+    got = lists_of(select_top_k(weights.to(DEVICE), size.to(DEVICE), k.to(DEVICE), "triton"))
+    assert got == lists_of(select_top_k(weights, size, k))
+    chosen = lists_of(select_nucleus(weights.to(DEVICE), size.to(DEVICE), 0.7, backend="triton"))[0]
+    held, wanted = weights[0, chosen], 0.7 * float(weights.sum())
+    assert float(held.sum()) > wanted - 1e-3 > float(held[held > held.min()].sum()) - 2e-3
+    assert len(chosen) == int((weights >= held.min()).sum())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "chunk", "mass"), [(60, 8192, 0.5), (60, 8192, 1.0), (150, 128, 0.5)])
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:

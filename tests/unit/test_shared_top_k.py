@@ -5,10 +5,30 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.shared_top_k as shared_top_k
 from kernels.shared_top_k import mark_top_k_over_all, select_top_k_over_all
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# So small that rows have several chunks and a sample is not everything.
+SIZES = {
+    "SAMPLE": 128,
+    "PIVOTS": 8,
+    "PARTS": 2,
+    "BINS": 64,
+    "SLOTS": 16,
+    "TALLY_CHUNK": 256,
+    "TALLY_PROGRAMS": 8,
+    "EMIT_CHUNK": 256,
+    "EMIT_WHOLE": 256,
+    "SLOW_CHUNK": 1024,
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SIZES.items():
+        monkeypatch.setattr(shared_top_k, f"_{name}", size)
 
 
 def scores_of(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -40,7 +60,8 @@ def wanted_sets(scores: Tensor, count: int, forced: Tensor | None) -> list[list[
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("kind", ["zeros", "ties", "peaked", "tiny", "sparse"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 70), (3, 5, 1300)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 70), (3, 2, 400)])
+@pytest.mark.usefixtures("small")
 def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) -> None:
     groups, rows, n = shape
     generator = torch.Generator().manual_seed(n)
@@ -58,13 +79,61 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
                 for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)
             ]
             assert got == wanted
-        outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner=rows)
-        assert outer.shape == (1, groups, rows, n)
-        assert torch.equal(counted[0], taken)
-        split = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner=1)[1]
-        assert torch.equal(split[:, :, 0].T, taken)
+        if mask is not None:
+            continue
+        for inner in (rows, 1):
+            outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), None, backend, inner)
+            assert outer.shape == (rows // inner, groups, inner, n)
+            assert torch.equal(counted.transpose(0, 1).flatten(1), taken)
     words = mark_top_k_over_all(scores.to(DEVICE), counts.to(DEVICE), backend).cpu().numpy().view(np.uint64)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     for group in range(groups):
         wanted = wanted_sets(scores[group], int(counts[group]), None)
         assert [np.flatnonzero(row).tolist() for row in bits[group]] == wanted
+
+
+def agree(scores: Tensor, counts: list[int]) -> None:
+    """Triton's choice is torch's."""
+    counted = torch.tensor(counts, dtype=torch.int32)
+    got = mark_top_k_over_all(scores.to(DEVICE), counted.to(DEVICE), "triton").cpu()
+    assert torch.equal(got, mark_top_k_over_all(scores, counted))
+
+
+@pytest.mark.parametrize("sampled", [0.0, 1e-30, 0.5, 2.0])
+@pytest.mark.usefixtures("small")
+def test_a_sample_that_misleads(sampled: float) -> None:
+    """What it sees is unlike all else, so that the threshold is not where it says."""
+    scores = torch.rand(3, 2, 500, generator=torch.Generator().manual_seed(3))
+    stride = shared_top_k._stride(1000, 500)
+    assert stride > 4
+    scores.view(3, -1)[:, ::stride] = sampled
+    agree(scores, [30, 400, 870])
+
+
+@pytest.mark.parametrize(("bins", "slots"), [(64, 1), (4, 4)])
+@pytest.mark.usefixtures("small")
+def test_bins_that_run_over(bins: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_top_k, "_BINS", bins)
+    monkeypatch.setattr(shared_top_k, "_SLOTS", slots)
+    values = torch.rand(2, 2, 450, generator=torch.Generator().manual_seed(4))
+    agree(values, [100, 500])
+    agree((values * 200).round() / 256, [100, 500])  # and ties in them
+
+
+@pytest.mark.usefixtures("small")
+def test_one_score_for_all_and_any_count() -> None:
+    scores = torch.full((4, 2, 300), 0.25)
+    scores[:, 1, 7] = torch.inf
+    agree(scores, [1, 300, 599, 600])
+    agree(scores, [-1, 0, 601, 1 << 30])
+
+
+def test_sizes_as_they_are() -> None:
+    """Two rows of 3,000, a program's own sizes."""
+    agree(torch.rand(1, 2, 3000, generator=torch.Generator().manual_seed(5)).pow(20), [700])
+
+
+def test_nothing_to_choose_from() -> None:
+    empty, one = torch.zeros(1, 0, 4, device=DEVICE), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    lists, counts = select_top_k_over_all(empty, one, None, "triton")
+    assert lists.shape == (1, 0, 4) and counts.shape == (1, 0)
