@@ -761,17 +761,12 @@ def _candidates(
 
 
 @jit
-def _probe(base, step, top, k):
-    return tl.minimum(base + step * (k + 1) - 1, top)
-
-
-@jit
 def _masses_to(
     bits,
     weights,
-    base,
-    step,
-    top,
+    p0,
+    p1,
+    p2,
     row_ptr,
     lists_ptr,
     held,
@@ -782,22 +777,17 @@ def _masses_to(
     SPLITS_2: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The weights' sums of candidates up to the depths of eight probes: of a first tile, given [SPLITS_2 * CANDIDATES],
-    and of others, read every time."""
-    SIZE: tl.constexpr = SPLITS_2 * CANDIDATES
-    parts = ()
-    for k in tl.static_range(8):
-        parts = parts + (_by_eights(bits <= _probe(base, step, top, k), weights, SIZE),)  # type: ignore[assignment]
-    masses = _sums_of_eight(parts)
+    """The weights' sums of candidates up to three depths: of a first tile, given, and of others, read every time."""
+    m0 = _sum(tl.where(bits <= p0, weights, 0.0))
+    m1 = _sum(tl.where(bits <= p1, weights, 0.0))
+    m2 = _sum(tl.where(bits <= p2, weights, 0.0))
     for column in tl.range(CANDIDATES, most, CANDIDATES):
-        _, found = _candidates(row_ptr, lists_ptr, column, held, peak, scale, CHUNK, SPLITS_2, CANDIDATES)
-        more = tl.reshape(found, [SIZE])
+        _, more = _candidates(row_ptr, lists_ptr, column, held, peak, scale, CHUNK, SPLITS_2, CANDIDATES)
         others = tl.where(more >= 0, _weight_of(more), 0.0)
-        added = ()
-        for k in tl.static_range(8):
-            added = added + (_by_eights(more <= _probe(base, step, top, k), others, SIZE),)  # type: ignore[assignment]
-        masses += _sums_of_eight(added)
-    return masses
+        m0 += _sum(tl.where(more <= p0, others, 0.0))
+        m1 += _sum(tl.where(more <= p1, others, 0.0))
+        m2 += _sum(tl.where(more <= p2, others, 0.0))
+    return m0, m1, m2
 
 
 @jit
@@ -850,22 +840,21 @@ def _threshold(
         low = tl.minimum(low, tl.min(tl.min(tl.where(more >= 0, more, 2**31 - 1), 1), 0))
         high = tl.maximum(high, tl.max(tl.max(more, 1), 0))
     # The least depth up to which the mass is enough; the largest candidate's if rounding leaves all short of it.
-    # Eight probes a step. A last step takes the mass above that depth.
-    flat_bits = tl.reshape(bits, [SPLITS_2 * CANDIDATES])
-    flat_weights = tl.reshape(weights, [SPLITS_2 * CANDIDATES])
+    # Three probes a step, which do not wait for each other. A last step takes the mass above that depth.
     above = before
     searching = most > 0
     while searching:
         searching = low < high
-        base = tl.where(searching, low, low - 1)
-        step = tl.maximum((high - low) // 9, 1)
-        top = tl.where(searching, high, low) - 1
-        masses = before + _masses_to(
-            flat_bits,
-            flat_weights,
-            base,
-            step,
-            top,
+        quarter = (high - low) // 4
+        p0 = tl.where(searching, low + quarter, low - 1)
+        p1 = tl.where(searching, low + (high - low) // 2, low - 1)
+        p2 = tl.where(searching, high - 1 - quarter, low - 1)
+        m0, m1, m2 = _masses_to(
+            bits,
+            weights,
+            p0,
+            p1,
+            p2,
             row_ptr,
             lists_ptr,
             held,
@@ -876,13 +865,12 @@ def _threshold(
             SPLITS_2,
             CANDIDATES,
         )
-        above = tl.min(masses, 0)  # in the last step all are the same
-        probes = _probe(base, step, top, tl.arange(0, 8))
-        enough = masses >= wanted
-        roof = tl.min(tl.where(enough, probes, high), 0)
-        floor = tl.max(tl.where(enough, low, probes + 1), 0)
-        high = tl.where(searching, roof, high)
+        above = before + m0
+        enough0, enough1, enough2 = above >= wanted, before + m1 >= wanted, before + m2 >= wanted
+        floor = tl.where(enough0, low, tl.where(enough1, p0 + 1, tl.where(enough2, p1 + 1, p2 + 1)))
+        roof = tl.where(enough0, p0, tl.where(enough1, p1, tl.where(enough2, p2, high)))
         low = tl.where(searching, floor, low)
+        high = tl.where(searching, roof, high)
     # Of the entries at this depth the first ones: as many as it takes, and one at least.
     ties = _ties_to(
         index,
