@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -218,7 +220,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--markdown", metavar="FILE")
     parser.add_argument("--plots", metavar="DIR")
-    parser.set_defaults(run=_evaluate)
+    parser.set_defaults(run=_evaluate, typed=partial(_typed, parser))
 
 
 def _evaluate(flags: argparse.Namespace) -> None:
@@ -287,7 +289,21 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, s
         Path(flags.markdown).write_text(text + "\n", encoding="utf-8")
     if flags.page:
         seconds = time.perf_counter() - started
-        quality.write_drafts(tables, Path(flags.page), "specahead evaluate drafts --books DIR", seconds)
+        command = f"specahead evaluate drafts {flags.typed(flags)}"
+        quality.write_drafts(tables, Path(flags.page), command, seconds)
+
+
+def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:
+    """The options that have other values than their defaults; files of this machine by their metavar."""
+    words = []
+    for action in parser._actions:
+        value = getattr(flags, action.dest, action.default)
+        if not action.option_strings or action.dest in ("page", "workers") or value == action.default:
+            continue
+        values = value if isinstance(value, list) else [value]
+        shown = [str(action.metavar)] if action.metavar in ("FILE", "DIR") else map(str, values)
+        words += [action.option_strings[-1], *shown]
+    return shlex.join(words)
 
 
 def _add_bench_stack(parser: argparse.ArgumentParser) -> None:

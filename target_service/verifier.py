@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from engine.batch import SequenceInput, SparseRead
-from engine.judging import Drafted, judge_rounds
+from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
@@ -437,15 +437,13 @@ class Verifier:
             [item.input for item in step.rounds] + [item for _, item in step.prefills]
         )
         of_rounds = outputs[: len(step.rounds)]
-        outcomes = [output.verdict for output in of_rounds]
-        if None in outcomes:  # not every runner judges
-            open_ones = [i for i, outcome in enumerate(outcomes) if outcome is None]
-            logits = [of_rounds[i].logits for i in open_ones]
-            drafted = [step.rounds[i].input.drafted for i in open_ones]
-            for i, outcome in zip(open_ones, judge_rounds(logits, drafted), strict=True):  # type: ignore[arg-type]
-                outcomes[i] = outcome
+        outcomes = judge_others(
+            [output.verdict for output in of_rounds],
+            [output.logits for output in of_rounds],
+            [item.input.drafted for item in step.rounds],  # type: ignore[misc]
+        )
         kept = [replace(output, logits=None) for output in of_rounds]
-        return StepResult(outcomes, kept, time.perf_counter() - started)  # type: ignore[arg-type]
+        return StepResult(outcomes, kept, time.perf_counter() - started)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for session, _ in step.prefills:

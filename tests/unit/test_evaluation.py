@@ -1,5 +1,6 @@
 """Evaluation: its cases, its counting, its tables, and the rounds against plain passes of the model."""
 
+import argparse
 import json
 import math
 import sys
@@ -325,3 +326,10 @@ def test_the_page_has_a_place_for_every_table() -> None:
         assert f"<!-- {name} -->\nTABLE\n<!-- /{name} -->" in filled
     with pytest.raises(ValueError, match="no markers"):
         quality._fill(page, "nonesuch", "")
+
+
+def test_a_page_names_the_options_that_it_was_made_with() -> None:
+    parser = argparse.ArgumentParser()
+    _add_evaluate(parser)
+    flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
+    assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"
