@@ -23,6 +23,7 @@ from evaluation.cases import Case
 from evaluation.drafts import DraftStudy, Reading
 from evaluation.rounds import Sums, Variant, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
+from orchestrator.cli import _add_evaluate
 from orchestrator.demo import TEXT
 from sparsity.plan import PlanError, load_plan
 from sparsity.selection import BlockSelection
