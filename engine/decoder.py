@@ -173,7 +173,7 @@ def run_decoder(
 def _run_skinny(
     decoder: Decoder, hidden: Tensor, attention: Callable[[int, Tensor], Tensor], logits_rows: Tensor | None
 ) -> Tensor:
-    """The layers over one or two rows. attention: (layer, queries, keys, values side by side) -> [rows, heads * dim]"""
+    """The layers over a few rows. attention: (layer, queries, keys, values side by side) -> [rows, heads * dim]"""
     epsilon = decoder.epsilon
     for index, layer in enumerate(decoder.layers):
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")

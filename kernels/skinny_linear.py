@@ -1,4 +1,4 @@
-"""Linear layers of one or two rows, which are bound by reading their weights: norm, activation and residual included.
+"""Linear layers of a few rows, which are bound by reading their weights: norm, activation and residual included.
 
 Triton: a program computes a few outputs of all rows, on plain lanes: padded to a tile of 16 rows, tensor cores kept
 memory waiting (docs/performance.md). The scale of an RMSNorm is one number a row, so it is applied to the sums; the
@@ -16,16 +16,16 @@ from kernels.backends import check_backend, jit, overlapping_launch, tl
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 
-MAX_ROWS = 2  # beyond it, cuBLAS and separate kernels are as fast
+MAX_ROWS = 4  # beyond it, cuBLAS and separate kernels are faster
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """columns: outputs of a program. depth: inputs that it takes at once, a power of two from 8."""
+    """columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp, eight a lane."""
 
     columns: int
     depth: int
-    warps: int = 4
+    warps: int
 
 
 def skinny_linear(
@@ -64,8 +64,10 @@ def skinny_linear(
         )
     rows, inputs = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    tuning = tuning or default_tuning(outputs, inputs)
+    tuning = tuning or default_tuning(rows, outputs, inputs, gated, norm is not None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
         x,
         weight,
@@ -94,17 +96,35 @@ def is_skinny(x: Tensor) -> bool:
     return len(x) <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def default_tuning(outputs: int, inputs: int) -> Tuning:
+def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bool) -> Tuning:
     """Measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
+    warps = {1: 4, 2: 2}.get(rows, 1)  # the more rows, the fewer weights that registers hold
     if outputs > 65536:
-        return Tuning(4, 1024)
-    return Tuning(2, 1024 if inputs < 4096 else 2048)
+        return Tuning(4, 256 * warps, warps)
+    if gated:
+        return Tuning(2 if rows < 3 else 4, 256 * warps, warps)
+    if inputs >= 8192:
+        return Tuning(4, 2048, 8) if rows < 3 else Tuning(2, 1024, 4)
+    return Tuning(2 * rows if normed else 2, 1024, 4)
 
 
 @jit
 def _load(ptrs, inside, inputs: tl.constexpr, DEPTH: tl.constexpr):
     values = tl.load(ptrs) if inputs % DEPTH == 0 else tl.load(ptrs, mask=inside, other=0.0)
     return values.to(tl.float32)
+
+
+@jit
+def _eighths(values, shape: tl.constexpr):
+    """Eight tensors that hold every eighth of the values; shape: theirs, the last dimension in three twos."""
+    a, b = tl.split(tl.reshape(values, shape))
+    a0, a1 = tl.split(a)
+    b0, b1 = tl.split(b)
+    a00, a01 = tl.split(a0)
+    a10, a11 = tl.split(a1)
+    b00, b01 = tl.split(b0)
+    b10, b11 = tl.split(b1)
+    return a00, a01, a10, a11, b00, b01, b10, b11
 
 
 @jit
@@ -126,22 +146,32 @@ def _add_products(
 ):
     """The sums of all rows with what one stretch of inputs adds; tuples have an entry for each row.
 
-    Eight neighbours, which one thread holds, are added up at once.
+    Of eight neighbours, which one thread holds, each is a chain of multiply-adds: a sum over them would be a tree, of
+    twice as many instructions.
     """
+    weight = _eighths(weights, (COLUMNS, DEPTH // 8, 2, 2, 2))
+    up = _eighths(ups, (COLUMNS, DEPTH // 8, 2, 2, 2)) if GATED else weight
+    if NORM:
+        norm = _eighths(_load(norm_ptr + here, here < inputs, inputs, DEPTH), (DEPTH // 8, 2, 2, 2))
     new_sums = ()
     new_up_sums = ()
     new_squares = ()
     for row in tl.static_range(ROWS):
         x = _load(x_ptr + row * inputs + here, here < inputs, inputs, DEPTH)
-        if NORM:
-            new_squares = new_squares + (squares[row] + tl.sum(tl.reshape(x * x, [DEPTH // 8, 8]), 1),)  # type: ignore[assignment]
-            x = x * _load(norm_ptr + here, here < inputs, inputs, DEPTH)
-        products = tl.reshape(weights * x[None, :], [COLUMNS, DEPTH // 8, 8])
-        new_sums = new_sums + (sums[row] + tl.sum(products, 2),)  # type: ignore[assignment]
-        if GATED:
-            products = tl.reshape(ups * x[None, :], [COLUMNS, DEPTH // 8, 8])
-            new_up_sums = new_up_sums + (up_sums[row] + tl.sum(products, 2),)  # type: ignore[assignment]
-    return new_sums, new_up_sums if GATED else up_sums, new_squares if NORM else squares
+        eighths = _eighths(x, (DEPTH // 8, 2, 2, 2))
+        sum, up_sum, square = sums[row], up_sums[row], squares[row]
+        for i in tl.static_range(8):
+            each = eighths[i]
+            if NORM:
+                square += each * each
+                each = each * norm[i]
+            sum += weight[i] * each[None, :]
+            if GATED:
+                up_sum += up[i] * each[None, :]
+        new_sums = new_sums + (sum,)  # type: ignore[assignment]
+        new_up_sums = new_up_sums + (up_sum,)  # type: ignore[assignment]
+        new_squares = new_squares + (square,)  # type: ignore[assignment]
+    return new_sums, new_up_sums, new_squares
 
 
 @jit

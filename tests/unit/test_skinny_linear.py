@@ -34,7 +34,7 @@ def test_plain_with_bias_and_with_residual(
 ) -> None:
     x, weight = given(rows, outputs, inputs, dtype)
     exact = x.double() @ weight.double().T
-    tuning = Tuning(columns=4, depth=64)
+    tuning = Tuning(columns=4, depth=64, warps=1)
     check(skinny_linear(x, weight, backend=backend, tuning=tuning), exact)
     if backend == "torch":
         return  # it rounds after each part
@@ -51,17 +51,22 @@ def test_norm_and_gated_activation(rows: int, outputs: int, inputs: int, depth: 
     norm, wide = (1 + x[0] / 4).contiguous(), x.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * norm.double()
     gate, up = (normed @ weight.double().T).split(outputs, 1)
-    tuning = Tuning(columns=2, depth=depth)
+    tuning = Tuning(columns=2, depth=depth, warps=1)
     out = skinny_linear(x, weight, None, norm, 1e-5, gated=True, backend="triton", tuning=tuning)
     check(out, F.silu(gate) * up)
     out = skinny_linear(x, weight[:outputs].contiguous(), None, norm, 1e-5, backend="triton", tuning=tuning)
     check(out, gate)
 
 
+def test_no_rows() -> None:
+    x, weight = given(2, 8, 64, torch.bfloat16)
+    assert skinny_linear(x[:0], weight, backend="triton").shape == (0, 8)
+
+
 def test_what_it_takes() -> None:
     x, weight = given(2, 8, 64, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="gated"):
         skinny_linear(x, weight, residual=x[:, :8], gated=True)
-    for wrong in (x.repeat(2, 1), x.float(), x.repeat(1, 2)[:, ::2]):
+    for wrong in (x.repeat(MAX_ROWS, 1), x.float(), x.repeat(1, 2)[:, ::2]):
         with pytest.raises(ValueError, match="contiguous rows of 16-bit"):
             skinny_linear(wrong, weight.to(wrong.dtype), backend="triton")
