@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -13,11 +14,16 @@ import torch
 from kernels.flashinfer_attention import HEAD_DIMS
 
 
+AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
+
+
 def graph_milliseconds(work: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
     """Median milliseconds of one replay of `work`, which must only launch kernels."""
     graph = capture(work, warm_up)
-    graph.replay()
-    torch.cuda.synchronize()
+    began = time.perf_counter()
+    while time.perf_counter() < began + AWAKE:
+        graph.replay()
+        torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:

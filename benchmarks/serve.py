@@ -31,7 +31,8 @@ from wire.server import OPTIONS
 
 @dataclass(frozen=True)
 class Row:
-    """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together."""
+    """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together, 0 if
+    at no moment all of them generated."""
 
     what: str
     sessions: int
@@ -123,6 +124,11 @@ def run_serve_benchmark(
                 if 1 < row.tokens_a_round < 1.15 * expected:  # tokens that were decoded plainly make it more
                     break
             rows.append(_measure(both, what, sessions, context, tokens, exactness))
+    for row in rows:
+        if not row.tokens_a_second:
+            raise ValueError(
+                f"{row.what}: at no moment did all {sessions} sessions generate; give more --tokens"
+            )
     print(_report(head, rows))
     if json_file:
         Path(json_file).write_text(
@@ -148,7 +154,7 @@ def _measure(address: str, what: str, sessions: int, context: int, tokens: int, 
         what=what,
         sessions=sessions,
         context=context,
-        tokens_a_second=counted / max(1e-9, last - first),
+        tokens_a_second=counted / (last - first) if last > first else 0.0,
         session_round_ms=1e3 * median(gaps) if gaps else 0.0,
         tokens_a_round=sessions * tokens / rounds,
         kv_read=sum(summary.kv_read_fraction for _, summary in streams) / sessions,

@@ -33,6 +33,8 @@ class Bench:
             torch.bfloat16,
             "cuda",
         )
+        for part in (*self.kv.k_pages, *self.kv.v_pages):
+            part.normal_()  # what is all alike, selections break by order
 
     def kv_bytes(self, batch: int, context: int, share: float = 1.0, dense_layers: int = 0) -> float:
         shape = self.shape

@@ -64,7 +64,7 @@ def test_a_model_folder_has_the_shape_and_a_tokenizer(tmp_path: Path) -> None:
 
 def test_the_services_are_measured_without_and_with_a_draft(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
-    sizes = ["--sessions", "2", "--context", "200", "--tokens", "40", "--read-share", "1", "--no-ahead"]
+    sizes = ["--sessions", "2", "--context", "200", "--tokens", "150", "--read-share", "1", "--no-ahead"]
     main(["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", *sizes, "--json", str(file)])
     rows = {row["what"]: row for row in json.loads(file.read_text())["rows"]}
     assert set(rows) == {"no draft, dense", "draft, dense verify", "draft, sparse verify"}
