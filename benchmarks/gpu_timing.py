@@ -13,7 +13,6 @@ import torch
 
 from kernels.flashinfer_attention import HEAD_DIMS
 
-
 AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
 
 

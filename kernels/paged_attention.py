@@ -1002,8 +1002,8 @@ def plan_work(
 
     block_tables, kv_lengths: as for `paged_attention`; group: query heads of a KV head; dim: of a head
     """
-    tuning = tuning or default_tuning(dim, blocks is not None)
-    _, row_tiles = _row_tiles(max_queries, group)
+    tile_queries, row_tiles = _row_tiles(max_queries, group)
+    tuning = tuning or default_tuning(dim, blocks is not None, tile_queries * group)
     sequences = len(kv_lengths)
     items = sequences * kv_heads * row_tiles
     counts = kv_lengths if blocks is None else blocks.counts
@@ -1073,16 +1073,18 @@ def plan_work(
     return Work(tuning, starts[0], first_items[0], pieces, unread)
 
 
-def default_tuning(dim: int, sparse: bool) -> Tuning:
-    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds."""
+def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
+    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds. rows: of a tile."""
     if dim > 64:
-        return Tuning()
+        if rows > 16:
+            return Tuning()
+        return Tuning(programs=3) if sparse else Tuning(stages=3)
     return Tuning(programs=4) if sparse else Tuning(stages=3, programs=3)
 
 
 def pinned_tuning(dim: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
-    return replace(default_tuning(dim, False), segment=32)
+    return replace(default_tuning(dim, False, MAX_ROWS), segment=32)
 
 
 def _row_tiles(max_queries: int, group: int) -> tuple[int, int]:
