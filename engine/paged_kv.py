@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backends import default_backend
+from kernels.group_means import make_group_means
 from kernels.paged_attention import GroupMeans
 
 PAGE_SIZE = 16  # tokens
@@ -168,11 +170,9 @@ class GroupMeanPool:
         if group_size < 1 or group_size % PAGE_SIZE:
             raise ValueError(f"groups of {group_size} tokens are no whole pages of {PAGE_SIZE}")
         _, kv_heads, _, head_dim = k_pages[0].shape
-        shape, device = (slots, kv_heads, head_dim), k_pages[0].device
+        shape, device = (len(k_pages), slots, kv_heads, head_dim), k_pages[0].device
         self.group_size = group_size
-        self.k, self.v, self.k_variance = (
-            [_zeros(shape, torch.float32, device) for _ in k_pages] for _ in range(3)
-        )
+        self.k, self.v, self.k_variance = (_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
     def extend(self, sequence: SequenceKV, k_pages: list[Tensor], v_pages: list[Tensor]) -> None:
@@ -183,16 +183,18 @@ class GroupMeanPool:
         if last - first > len(self.free):
             raise OutOfPages(f"{last - first} group means wanted, {len(self.free)} slots are free")
         slots = [self.free.pop() for _ in range(last - first)]
-        per_group = self.group_size // PAGE_SIZE
-        pages = torch.tensor(sequence.pages[first * per_group : last * per_group], device=k_pages[0].device)
-        for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):
-            # [groups, pages, kv_heads, tokens, dim]
-            keys, values = (
-                source[pages].unflatten(0, (-1, per_group)).float() for source in (k_source, v_source)
-            )
-            self.k[layer][slots] = keys.mean((1, 3))
-            self.k_variance[layer][slots] = keys.var((1, 3), correction=0)
-            self.v[layer][slots] = values.mean((1, 3))
+        per_group, device = self.group_size // PAGE_SIZE, self.k.device
+        pages = torch.tensor(sequence.pages[first * per_group : last * per_group]).view(-1, per_group)
+        make_group_means(
+            k_pages,
+            v_pages,
+            pages.to(device),
+            torch.tensor(slots, device=device),
+            self.k,
+            self.v,
+            self.k_variance,
+            default_backend(device),
+        )
         sequence.groups += slots
 
     def truncate(self, sequence: SequenceKV) -> None:
