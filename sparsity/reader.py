@@ -179,9 +179,12 @@ class _EachQuery:
 
 def to_lists(chosen: Tensor, plan: Plan) -> LayerLists:
     """bool [sparse layers, kv_heads, blocks] to what a SparseRead takes."""
+    shape = chosen.shape[:2]
+    blocks, counts = compact(chosen.flatten(0, 1))  # of all layers at once: small calls are what this costs
+    blocks, counts = blocks.view(*shape, blocks.shape[1]), counts.view(shape)
     lists: LayerLists = [None] * plan.target_layers
     for row, layer in enumerate(plan.sparse_layers):
-        lists[layer] = compact(chosen[row])
+        lists[layer] = blocks[row], counts[row]
     return lists
 
 
