@@ -360,11 +360,11 @@ def _advance_hand(tables: ResidencyTables, row: int, wanted: int, pinned_from: i
         return []
     stamps, dirty, bits = (t[row].tolist() for t in (tables.stamps, tables.dirty, tables.referenced))
     hand = int(tables.hand[row])
-    victims: dict[int, None] = {}
+    victims: dict[int, None] = {}  # in order; the second sweep finds them again, which changes nothing
     for _ in range(2 * tables.slots):
         if len(victims) == wanted:
             break
-        if stamps[hand] < pinned_from and not dirty[hand] and hand not in victims:
+        if stamps[hand] < pinned_from and not dirty[hand]:
             if bits[hand]:
                 bits[hand] = 0
             else:

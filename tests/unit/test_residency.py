@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
 import kernels.residency as residency
@@ -283,31 +283,42 @@ def test_lists_need_not_be_contiguous(backend: str) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_a_captured_graph_serves_any_round() -> None:
-    """At full size, against the reference on the CPU."""
-    groups, rows, width, pages, slots = 8, 16, 640, 60_000, 10_000
+    at_full_size(rows=16, rounds=6, captured=True)
+
+
+def test_full_size() -> None:
+    """Many chunks of the sizes as they are."""
+    at_full_size(rows=2, rounds=3, captured=False)
+
+
+def at_full_size(rows: int, rounds: int, captured: bool) -> None:
+    groups, width, pages, slots = 8, 640, 60_000, 10_000
     generator = torch.Generator().manual_seed(0)
     wanted = random_tables(rows, pages, slots, 0.9, 0.1, 0.4, generator)
-    got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE) for f in fields(wanted)})
+    got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
     lists, counts = ints(0).expand(groups, rows, width).clone(), ints(0).expand(groups, rows).clone()
-    round, oldest = ints([0]), ints([0])
-    call = (got, lists, counts, round, oldest, "triton")
-    request_pages(*call)  # nothing; compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        done = request_pages(*call)
-    for now in range(9, 15):
+    inputs = lists, counts, ints([0]), ints([0])
+    done = request_pages(got, *inputs, "triton")  # nothing; compiled before the capture
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            done = request_pages(got, *inputs, "triton")
+    for round in range(9, 9 + rounds):
         drawn = random_lists((groups, rows, width), pages // 4, generator)
-        arguments = *drawn, ints([now], "cpu"), ints([now - 1], "cpu")
-        for tensor, value in zip((lists, counts, round, oldest), arguments, strict=True):
+        arguments = *drawn, ints([round], "cpu"), ints([round - 1], "cpu")
+        for tensor, value in zip(inputs, arguments, strict=True):
             tensor.copy_(value)
-        graph.replay()
+        if captured:
+            graph.replay()
+        else:
+            done = request_pages(got, *inputs, "triton")
         assert outcome(done) == outcome(request_pages(wanted, *arguments))
         assert all(torch.equal(a, b) for a, b in pairs(got, wanted))
 
 
 # What sessions do, against contents
 
-ROWS, PAGES, SLOTS = 2, 14, 6
+ROWS, PAGES, SLOTS = 2, 14, 5
 Key = tuple[int, int]  # row and page, or row and slot
 shares = st.lists(st.integers(0, PAGES - 1), max_size=8)
 
@@ -335,6 +346,15 @@ class Offload(RuleBasedStateMachine):
         ] = {}  # (row, slot): the last round that needs it, and the page
         self.round, self.oldest = 0, 0
         self.numbers = count(1)
+
+    @initialize(lengths=st.lists(st.integers(2, 5), min_size=1, max_size=2))
+    def read_prompts(self, lengths: list[int]) -> None:
+        """Sessions all of whose pages are at home."""
+        for length in lengths:
+            pages = [self.free.pop(0) for _ in range(length)]
+            self.sessions.append(Session(pages))
+            for key in [(row, page) for row in range(ROWS) for page in pages]:
+                self.written[key] = self.home[key] = next(self.numbers)
 
     def where(self) -> dict[Key, int]:
         """(row, page) of all that is hot, and the slots."""
@@ -400,11 +420,17 @@ class Offload(RuleBasedStateMachine):
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
     @rule(
-        data=st.data(), ahead=st.booleans(), draws=st.lists(st.tuples(shares, shares), min_size=1, max_size=3)
+        data=st.data(),
+        ahead=st.integers(0, 2),
+        in_flight=st.integers(1, 3),
+        draws=st.lists(st.tuples(shares, shares), min_size=1, max_size=3),
     )
-    def request(self, data: st.DataObject, ahead: bool, draws: list[tuple[list[int], list[int]]]) -> None:
-        """Some sessions want some of their pages, in a new round or in the one before."""
+    def request(
+        self, data: st.DataObject, ahead: int, in_flight: int, draws: list[tuple[list[int], list[int]]]
+    ) -> None:
+        """Some sessions want some of their pages, in the round before or a new one; older rounds may have ended."""
         self.round += ahead
+        self.oldest = max(self.oldest, self.round + 1 - in_flight)
         groups = []
         for drawn in draws:
             pages = data.draw(st.sampled_from([s.pages for s in self.sessions if s.pages]))
@@ -436,9 +462,11 @@ class Offload(RuleBasedStateMachine):
                 assert late[group, row] == found.count(-1)
 
     @precondition(lambda self: self.unsaved)
-    @rule(data=st.data())
-    def copy_home(self, data: st.DataObject) -> None:
-        keys = data.draw(st.lists(st.sampled_from(sorted(self.unsaved)), min_size=1, unique=True))
+    @rule(data=st.data(), all_of_them=st.booleans())
+    def copy_home(self, data: st.DataObject, all_of_them: bool) -> None:
+        keys = sorted(self.unsaved)
+        if not all_of_them:
+            keys = data.draw(st.lists(st.sampled_from(keys), min_size=1, unique=True))
         hot = self.where()
         for row, page in keys:
             self.home[row, page] = self.gpu[row, hot[row, page]]
@@ -454,7 +482,7 @@ class Offload(RuleBasedStateMachine):
         self.forget(session.pages[-n:])
         del session.pages[-n:]
 
-    @precondition(lambda self: self.sessions)
+    @precondition(lambda self: len(self.sessions) > 1)
     @rule(data=st.data())
     def end_session(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(self.sessions))
@@ -515,7 +543,7 @@ class Offload(RuleBasedStateMachine):
 
 
 TestOffload = Offload.TestCase
-TestOffload.settings = settings(max_examples=80, stateful_step_count=40)
+TestOffload.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # What does not fit
