@@ -198,6 +198,7 @@ def _skinny_linear_kernel(
     here = tl.arange(0, DEPTH)
     weight_at = weight_ptr + (tl.minimum(column, outputs - 1).to(tl.int64) * inputs)[:, None] + here[None, :]
     if PDL:
+        # At once, before its own wait: what may follow, rotation or a layer like this, reads only constants before its.
         tl.extra.cuda.gdc_launch_dependents()
     weights = _load(weight_at, (here < inputs)[None, :], inputs, DEPTH)
     ups = weights
