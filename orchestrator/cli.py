@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching")
     )
     _add_bench_codec(bench.add_parser("codec", help="announcement sizes and times over recorded selections"))
+    _add_bench_residency(
+        bench.add_parser("residency", help="what a hot buffer of KV pages would miss, by recorded selections")
+    )
     _add_bench_kernels(bench.add_parser("kernels", help="attention and selection kernels on a GPU"))
     _add_bench_step(bench.add_parser("step", help="whole steps of target and draft on a GPU"))
     _add_bench_serve(
@@ -403,6 +406,24 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
     )
+
+
+def _add_bench_residency(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="slots, of all pages"
+    )
+    parser.add_argument(
+        "--pools", nargs="+", choices=["head", "layer"], default=["head", "layer"], help="who shares slots"
+    )
+    parser.add_argument("--layers", type=int, default=32, help="evenly spread ones; all 32 take some minutes")
+    parser.add_argument("--json", metavar="FILE")
+    parser.set_defaults(run=_bench_residency)
+
+
+def _bench_residency(flags: argparse.Namespace) -> None:
+    from benchmarks.residency import run_residency_benchmark
+
+    run_residency_benchmark(flags.hot, flags.pools, flags.layers, flags.json)
 
 
 def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
