@@ -79,12 +79,13 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
                 for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)
             ]
             assert got == wanted
-        if mask is not None:
-            continue
+        listed = torch.arange(n, device=DEVICE) < taken[..., None]
         for inner in (rows, 1):
-            outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), None, backend, inner)
+            outer, counted = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend, inner)
             assert outer.shape == (rows // inner, groups, inner, n)
             assert torch.equal(counted.transpose(0, 1).flatten(1), taken)
+            same = outer.transpose(0, 1).flatten(1, 2)
+            assert torch.equal(same.where(listed, 0), lists.where(listed, 0))
     words = mark_top_k_over_all(scores.to(DEVICE), counts.to(DEVICE), backend).cpu().numpy().view(np.uint64)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
     for group in range(groups):
