@@ -159,6 +159,12 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
             )
     if any(item.read is not None and item.read.budget is not None for item in inputs):
         raise NotImplementedError("budgets that are shared out on the device run in GraphRunner")
+    kv.begin([(item.kv, len(item.tokens)) for item in inputs])
+    if not all(kv.is_resident(item.kv) for item in inputs):
+        raise NotImplementedError(
+            "KV that has left the GPU is read by GraphRunner; methods that choose while the target runs are not built "
+            "for it: choose another, or leave --host-kv-memory out"
+        )
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))
     tokens: list[int] = []
     positions, slots = [], []
@@ -168,9 +174,8 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
     for i in order:
         item = inputs[i]
         start, end = item.kv.length, item.kv.length + len(item.tokens)
-        kv.grow(item.kv, end)
         at = np.arange(start, end)
-        pages = item.kv.table()[start // PAGE_SIZE :].astype(np.int64)
+        pages = kv.frames(item.kv)[start // PAGE_SIZE :].astype(np.int64)
         positions.append(at)
         slots.append(pages[at // PAGE_SIZE - start // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
         first = len(tokens)
@@ -210,7 +215,7 @@ def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: tor
     items = [item for item, _ in group]
     tables = np.zeros((len(items), max(len(item.kv.pages) for item in items)), dtype=np.int32)
     for row, item in enumerate(items):
-        tables[row, : len(item.kv.pages)] = item.kv.table()
+        tables[row, : len(item.kv.pages)] = kv.frames(item.kv)
     counts = np.array([len(item.tokens) for item in items], dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     lengths = np.array([item.kv.length for item in items], dtype=np.int32) + counts

@@ -49,6 +49,8 @@ from engine.steps import (
     rows_layout,
     run_step,
 )
+from engine.tier_reads import StagedReads
+from engine.tiered_kv import TieredKV
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
 from kernels.flashinfer_attention import (
     Planned,
@@ -129,6 +131,7 @@ class GraphRunner(Runner):
         self._memories: Tensor | None = None  # [places, rows, blocks] float32
         self.keep_memories(MEMORIES)
         self._steps: dict[StepShape, _Captured[StepBuffers]] = {}
+        self._staged: dict[StepShape, StepBuffers] = {}
         self._rounds: dict[RoundShape, _Captured[RoundBuffers]] = {}
         self._round_settings: RoundSettings | None = None
         self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
@@ -155,6 +158,7 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs: list[SequenceOutput | None] = [None] * len(inputs)
+        self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
         groups: dict[object, list[int]] = {}
         for i, item in enumerate(inputs):
             groups.setdefault(self._kind(item), []).append(i)
@@ -199,25 +203,94 @@ class GraphRunner(Runner):
     # Steps.
 
     def _step(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        for item in inputs:
-            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
+        if not all(self.kv.is_resident(item.kv) for item in inputs):
+            return self._step_over_tiers(inputs)
         shape = self._shape(inputs)
         captured = self._step_of(shape)
-        if shape.groups:
-            self.kv.extend_group_means([item.kv for item in inputs])
-        places = [
-            self._place_of(item.read.budget.memory) for item in inputs if item.read and item.read.budget
-        ]
-        lay_out_step(captured.buffers, shape, inputs, places)
+        self._lay_out(captured.buffers, shape, inputs)
         if captured.buffers.dense_plan is not None:
             plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         if captured.graph is None:
             run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-        for item in inputs:
-            item.kv.length += len(item.tokens)
         return self._read(captured.buffers, shape, inputs)
+
+    def _lay_out(
+        self,
+        buffers: StepBuffers,
+        shape: StepShape,
+        inputs: list[SequenceInput],
+        tables: list[np.ndarray] | None = None,
+    ) -> None:
+        if shape.groups:
+            self.kv.extend_group_means([item.kv for item in inputs])
+        places = [
+            self._place_of(item.read.budget.memory) for item in inputs if item.read and item.read.budget
+        ]
+        lay_out_step(buffers, shape, inputs, places, self.kv, tables)
+
+    # Steps over KV that has partly left the GPU.
+
+    def _step_over_tiers(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """By fetching what is listed, all at once if it fits, else in halves; or by bringing whole sequences together."""
+        shape = self._shape(inputs)
+        if self._can_fetch(shape):
+            outputs = self._step_fetching(replace(shape, tiered=True), inputs)
+            if outputs is not None:
+                return outputs
+            if len(inputs) > 1:
+                half = len(inputs) // 2
+                return self._step(inputs[:half]) + self._step(inputs[half:])
+        return [
+            output
+            for part in self._parts_to_stage(inputs)
+            for output in self._step_staged(self._shape(part), part)
+        ]
+
+    def _can_fetch(self, shape: StepShape) -> bool:
+        """Whether a step lists all that it reads, in whole pages."""
+        return shape.width > 0 and not shape.dense_layers and shape.block_size % PAGE_SIZE == 0
+
+    def _step_fetching(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
+        """None if the GPU has no room for all that is listed: then nothing was done that another step does not redo."""
+        assert isinstance(self.kv, TieredKV)
+        captured = self._step_of(shape)
+        self._lay_out(captured.buffers, shape, inputs, [item.kv.table() for item in inputs])
+        if captured.graph is None:
+            run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
+        else:
+            captured.graph.replay()
+        results = captured.buffers.results.fetch()
+        self.kv.counters.fetched_pages += int(results["fetched"][0])
+        self.kv.counters.refused_pages += int(results["refused"][0])
+        return None if results["refused"][0] else self._read(captured.buffers, shape, inputs)
+
+    def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """Without a graph: what comes from where is looked up as the layers run."""
+        assert isinstance(self.kv, TieredKV)
+        if shape not in self._staged:
+            memory = None if shape.decay is None else self._memory_of(shape)
+            of_model = self.kv.num_layers, self.kv.kv_heads, self.device
+            self._staged[shape] = make_buffers(shape, *of_model, memory)
+        buffers = self._staged[shape]
+        staged = StagedReads(self.kv, [item.kv for item in inputs])
+        self._lay_out(buffers, shape, inputs, staged.tables)
+        run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
+        return self._read(buffers, shape, inputs)
+
+    def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
+        """Neighbours whose pages fit into the staging buffers together."""
+        assert isinstance(self.kv, TieredKV)
+        parts: list[list[SequenceInput]] = []
+        room = 0
+        for item in inputs:
+            if len(item.kv.pages) > room:
+                parts.append([])
+                room = self.kv.staged_pages
+            parts[-1].append(item)
+            room -= len(item.kv.pages)
+        return parts
 
     def _step_of(self, shape: StepShape) -> _Captured[StepBuffers]:
         if shape not in self._steps:
@@ -259,7 +332,10 @@ class GraphRunner(Runner):
             for queries in (1, self.step_queries) if read is None else (self.step_queries,):
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
                 item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)
-                self._step_of(self._shape([item] * count))
+                shape = self._shape([item] * count)
+                self._step_of(shape)
+                if isinstance(self.kv, TieredKV) and self._can_fetch(shape):
+                    self._step_of(replace(shape, tiered=True))
 
     # What is remembered of sequences, each at its place.
 
@@ -341,6 +417,8 @@ class GraphRunner(Runner):
     ) -> list[SequenceOutput]:
         """The buffers are the next step's too: what is asked for is copied out of them."""
         assert buffers.logits is not None
+        for item in inputs:
+            item.kv.length += len(item.tokens)
         outputs = [SequenceOutput() for _ in inputs]
         if buffers.results.host:
             results = {name: values.tolist() for name, values in buffers.results.fetch().items()}
@@ -383,6 +461,8 @@ class GraphRunner(Runner):
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""
+        if isinstance(self.kv, TieredKV):
+            raise NotImplementedError("rounds are drafted over KV that lies on one device: no tiers")
         if settings.projection is not None:
             settings = replace(settings, projection=settings.projection.to(self.device))
         self._round_settings = settings
@@ -428,6 +508,7 @@ class GraphRunner(Runner):
         """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
         behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
         if behind:  # they catch up first, so that one graph serves all rounds
+            self.kv.begin([(item.kv, len(item.tokens) - 1) for item in behind])
             self._read_prompts([SequenceInput(item.kv, item.tokens[:-1]) for item in behind])
         requests = [
             replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > ROUND_QUERIES else item
@@ -485,22 +566,29 @@ class GraphRunner(Runner):
 
         rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
         """
+        frames = [self.kv.frames(item.kv) for item in inputs]
+        staged: StagedReads | None = None
+        if not all(self.kv.is_resident(item.kv) for item in inputs):
+            assert isinstance(self.kv, TieredKV)
+            parts = self._parts_to_stage(inputs)
+            if len(parts) > 1:
+                return [output for part in parts for output in self._read_prompts(part, rows)]
+            staged = StagedReads(self.kv, [item.kv for item in inputs])
         longest = max(rows, *(len(item.tokens) for item in inputs))
         tiled = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
-        for item in inputs:
-            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
         pages = max(len(item.kv.pages) for item in inputs)
         host = {
             name: np.zeros(shape, np.int64 if dtype == torch.int64 else np.int32)
             for name, (shape, dtype) in rows_layout(len(inputs), longest, pages).items()
         }
-        lay_out_rows(host, [(item.kv, item.tokens) for item in inputs])
+        tables = None if staged is None else staged.tables
+        lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
         count = int(host["query_starts"][-1])
         wanted = np.zeros(count, bool)
         run = rows or count
         for item, start, end in zip(inputs, host["query_starts"], host["query_starts"][1:], strict=False):
             wanted[{"none": end, "last": end - 1, "all": start}[item.logits] : end] = True
-        tables, lengths, starts, token_ids, positions, slots, kept = (
+        block_tables, lengths, starts, token_ids, positions, slots, kept = (
             torch.from_numpy(array).to(self.device)
             for array in (
                 host["block_tables"],
@@ -520,13 +608,15 @@ class GraphRunner(Runner):
         elif self._attention == "triton":
             heads = self.kv.kv_heads, self.decoder.heads // self.kv.kv_heads, dim
             tuning = pinned_tuning(dim) if rows else None
-            work = plan_work(*heads, tiled, tables, lengths, PAGE_SIZE, tuning=tuning)
+            work = plan_work(*heads, tiled, block_tables, lengths, PAGE_SIZE, tuning=tuning)
 
         def attend(layer: int, queries: Tensor) -> Tensor:
             pages = self.kv.k_pages[layer], self.kv.v_pages[layer]
+            if staged is not None:
+                pages = staged.layer(layer)
             if planned is not None:
                 return run_flashinfer(planned, queries, *pages)
-            arguments = (queries, *pages, tables, lengths, starts, dim**-0.5)
+            arguments = (queries, *pages, block_tables, lengths, starts, dim**-0.5)
             return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages

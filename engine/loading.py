@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from engine import attention
 from engine.attention_backends import check_attention_backend
 from engine.decoder import is_supported, read_decoder
-from engine.graphs import GraphRunner
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
 from engine.runner import ModelRunner, Runner
+from engine.tiered_kv import TieredKV
 from kernels.backends import AttentionBackend
 from kernels.flashinfer_attention import check_flashinfer
 
@@ -92,13 +93,21 @@ def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> 
     return make_runner(load_model(model, dtype, device), kv_tokens)
 
 
-def make_runner(loaded: nn.Module, kv_tokens: int) -> ModelRunner:
+def make_runner(loaded: nn.Module, kv_tokens: int, host_kv_tokens: int = 0, longest: int = 0) -> ModelRunner:
+    """host_kv_tokens: that have their home on the host, of which `kv_tokens` lie on the device at once; 0: none.
+
+    longest: tokens of a sequence, at most, where there are any.
+    """
     shape = read_shape(loaded.config)
     parameter = next(loaded.parameters())
-    pages = -(-kv_tokens // PAGE_SIZE)
-    kv = PagedKV(
-        shape.num_layers, shape.num_kv_heads, shape.head_dim, pages, parameter.dtype, parameter.device
-    )
+    pages = pages_for(kv_tokens)
+    of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    of_weights = parameter.dtype, parameter.device
+    kv: PagedKV
+    if host_kv_tokens:
+        kv = TieredKV(*of_model, pages, host_kv_tokens // PAGE_SIZE, longest, *of_weights)
+    else:
+        kv = PagedKV(*of_model, pages, *of_weights)
     return ModelRunner(loaded, kv, shape.vocab_size)
 
 
@@ -157,7 +166,8 @@ class ModelSettings:
     DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
     step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
     what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner). attention_backend: one of
-    engine.attention_backends.ATTENTION_BACKENDS.
+    engine.attention_backends.ATTENTION_BACKENDS. host_kv_memory: GiB of KV of all sessions in host memory, of which the
+    room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device.
     """
 
     model: str
@@ -174,6 +184,7 @@ class ModelSettings:
     step_queries: int = 5
     deterministic: bool = False
     attention_backend: str = "auto"
+    host_kv_memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,15 +210,27 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         check_flashinfer(load_shape(settings.model).head_dim, dtype, torch.device(device))
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     shape = read_shape(loaded.config)
-    runner: Runner = make_runner(loaded, room_for_kv(settings, shape, dtype, device))
-    if device != "cpu":
-        runner = _open_on_gpu(runner, settings, shape)  # type: ignore[arg-type]
+    tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
+    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape))
+    tiered = at_home > 0
+    runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
     return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
 
 
-def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape) -> Runner:
+def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape, tiered: bool) -> Runner:
+    """What runs on a GPU, and on a CPU where KV lies in tiers: the same way, without graphs."""
     config: Any = plain.model.config
     chosen = settings.attention_backend
+    if tiered and chosen == "flashinfer":
+        raise NotImplementedError(
+            "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave host_kv_memory "
+            "out"
+        )
+    if tiered and not is_supported(config):
+        raise NotImplementedError(
+            f"{settings.model}: KV in tiers is built for the fused decoder, which {config.model_type} does not run "
+            "through: leave host_kv_memory out"
+        )
     if not is_supported(config):
         if settings.enforce_eager and chosen in ("triton", "flashinfer"):
             raise NotImplementedError(
@@ -220,7 +243,7 @@ def _open_on_gpu(plain: ModelRunner, settings: ModelSettings, shape: ModelShape)
             f"{settings.model}: no CUDA graphs are built for {config.model_type}; pass --enforce-eager to run it "
             "through transformers' own modules"
         )
-    context = settings.max_context or shape.max_position_embeddings
+    context = _context(settings, shape)
     decoder = read_decoder(plain.model)
     backend: AttentionBackend | None = None if chosen == "auto" else chosen  # type: ignore[assignment]
     steps = settings.step_queries, settings.deterministic, backend
@@ -234,15 +257,20 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     """
     if settings.kv_tokens:
         return settings.kv_tokens
-    a_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-    context = settings.max_context or shape.max_position_embeddings
+    a_token = _bytes_of_token(shape, dtype)
+    context = _context(settings, shape)
+    # Where tiers bring whole sequences together: two layers' worth of one sequence; and what says what lies where.
+    beside = 0.0
+    if settings.host_kv_memory:
+        beside = 2 * _longest(settings, shape) * a_token / shape.num_layers
+        beside += room_at_home(settings, shape, dtype) / PAGE_SIZE * shape.num_layers * shape.num_kv_heads * 4
     if settings.kv_memory:
-        tokens = int(settings.kv_memory * 2**30 / a_token)
+        tokens = max(0, int((settings.kv_memory * 2**30 - beside) / a_token))
     elif device == "cpu":
         return max(DEFAULT_KV_TOKENS, settings.max_context + PAGE_SIZE)
     else:
         free, total = torch.cuda.mem_get_info(device)
-        allowed = free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
+        allowed = free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES - beside
         tokens = max(0, int(allowed / a_token))
     tokens = min(tokens, settings.max_sessions * (context + 2 * PAGE_SIZE))
     if device != "cpu":
@@ -253,12 +281,38 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
             file=sys.stderr,
             flush=True,
         )
-    if tokens < context:
+    if settings.host_kv_memory:
+        at_home = room_at_home(settings, shape, dtype)
+        if at_home < max(context, tokens):
+            raise ValueError(
+                f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context "
+                f"has {context}, the device has room for {tokens}: raise host_kv_memory, or lower max_context or "
+                "kv_memory"
+            )
+    elif tokens < context:
         raise ValueError(
             f"{settings.model}: KV for {tokens} tokens fits, a context has {context}: lower max_context, or raise "
             "kv_memory or gpu_memory_utilization"
         )
     return tokens
+
+
+def room_at_home(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Tokens of KV that host memory is the home of; 0 without tiers."""
+    return int(settings.host_kv_memory * 2**30 / _bytes_of_token(shape, dtype))
+
+
+def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _context(settings: ModelSettings, shape: ModelShape) -> int:
+    return settings.max_context or shape.max_position_embeddings
+
+
+def _longest(settings: ModelSettings, shape: ModelShape) -> int:
+    """Tokens of a sequence, at most, those that a round drafts beyond its context included."""
+    return _context(settings, shape) + MAX_OVERHANG
 
 
 def output_projections(model: nn.Module) -> list[torch.Tensor]:

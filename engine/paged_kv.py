@@ -14,6 +14,7 @@ written again. Rollback moves a length and frees whole pages; it copies nothing.
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,10 +37,14 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix."""
+    """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
-    def __init__(self, num_pages: int) -> None:
+    freed: pages that went back to the free list, in order, for who keeps anything else of them and empties the list.
+    """
+
+    def __init__(self, num_pages: int, freed: list[int] | None = None) -> None:
         self.num_pages = num_pages
+        self.freed = freed
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._page_of_prefix: dict[Prefix, int] = {}
@@ -79,7 +84,7 @@ class PagePool:
                 if page in self._prefix_of_page:
                     self._reusable[page] = None
                 else:
-                    self._free.append(page)
+                    self._give_back(page)
 
     def share(self, pages: list[int]) -> None:
         """Let one more sequence refer to held pages."""
@@ -118,7 +123,12 @@ class PagePool:
         page, _ = self._reusable.popitem(last=False)
         del self._page_of_prefix[self._prefix_of_page.pop(page)]
         del self._serial_of_page[page]
+        self._give_back(page)
+
+    def _give_back(self, page: int) -> None:
         self._free.append(page)
+        if self.freed is not None:
+            self.freed.append(page)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is in exactly one place."""
@@ -138,6 +148,7 @@ class SequenceKV:
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # leading pages offered to the prefix index
     serial: int = 0  # of the last of them
+    dense: bool = False  # always read wholly: where KV lies in tiers, it leaves the GPU last
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already
@@ -159,6 +170,10 @@ class SequenceKV:
         self._in_table = min(self._in_table, keep)
 
 
+# (pages int32 [groups, pages of a group], slots [groups] int64, the pool that they are of)
+MakeMeans = Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
+
+
 class GroupMeanPool:
     """Means of keys and values, and variances of keys, of groups of tokens; slots 0 … n-1, each free or of one
     sequence's group.
@@ -175,7 +190,7 @@ class GroupMeanPool:
         self.k, self.v, self.k_variance = (_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
-    def extend(self, sequence: SequenceKV, k_pages: list[Tensor], v_pages: list[Tensor]) -> None:
+    def extend(self, sequence: SequenceKV, make: MakeMeans) -> None:
         """Make the means of groups that are complete; every token of `sequence` must be committed."""
         first, last = len(sequence.groups), sequence.length // self.group_size
         if first >= last:
@@ -183,18 +198,9 @@ class GroupMeanPool:
         if last - first > len(self.free):
             raise OutOfPages(f"{last - first} group means wanted, {len(self.free)} slots are free")
         slots = [self.free.pop() for _ in range(last - first)]
-        per_group, device = self.group_size // PAGE_SIZE, self.k.device
-        pages = torch.tensor(sequence.pages[first * per_group : last * per_group]).view(-1, per_group)
-        make_group_means(
-            k_pages,
-            v_pages,
-            pages.to(device),
-            torch.tensor(slots, device=device),
-            self.k,
-            self.v,
-            self.k_variance,
-            default_backend(device),
-        )
+        per_group = self.group_size // PAGE_SIZE
+        pages = sequence.table()[first * per_group : last * per_group].reshape(-1, per_group)
+        make(pages, torch.tensor(slots, device=self.k.device), self)
         sequence.groups += slots
 
     def truncate(self, sequence: SequenceKV) -> None:
@@ -222,7 +228,8 @@ class GroupMeanPool:
 class PagedKV:
     """The KV tensors of one model and the block tables over them.
 
-    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
+    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous. Each page
+    lies in the place of its number (engine.tiered_kv: not there).
     """
 
     def __init__(
@@ -236,6 +243,7 @@ class PagedKV:
     ) -> None:
         shape = (num_pages, kv_heads, PAGE_SIZE, head_dim)
         self.kv_heads = kv_heads
+        self.device = torch.device(device)
         self.k_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.v_pages: list[Tensor] = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.pool = PagePool(num_pages)
@@ -260,12 +268,37 @@ class PagedKV:
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
         for sequence in sequences:
-            self.means.extend(sequence, self.k_pages, self.v_pages)
+            self.means.extend(sequence, self.make_means)
         return self.means
+
+    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        make_group_means(
+            self.k_pages,
+            self.v_pages,
+            torch.from_numpy(pages.astype(np.int64)).to(slots.device),
+            slots,
+            pool.k,
+            pool.v,
+            pool.k_variance,
+            default_backend(slots.device),
+        )
 
     @property
     def num_layers(self) -> int:
         return len(self.k_pages)
+
+    def frames(self, sequence: SequenceKV) -> np.ndarray:
+        """int32 [pages], where in `k_pages` and `v_pages` the sequence's pages lie."""
+        return sequence.table()
+
+    def is_resident(self, sequence: SequenceKV) -> bool:
+        """Whether all of the sequence's pages lie in `k_pages` and `v_pages`, as whole pages."""
+        return True
+
+    def begin(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Before a pass that adds so many tokens to each sequence: have pages for them. Raises OutOfPages."""
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
 
     def grow(self, sequence: SequenceKV, length: int) -> None:
         """Allocate pages so that `length` tokens fit; sequence.length is left to the writer."""

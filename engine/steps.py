@@ -3,6 +3,7 @@
 Lengths, tables, lists and what is to be judged are read on the device, so one graph serves all steps of a shape.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
+from engine.tier_reads import Fetched, fetch_listed
+from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.flashinfer_attention import (
@@ -38,6 +41,10 @@ from kernels.shared_budget import WORD, remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
 
+# The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
+LayerPages = Callable[[int], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class StepShape:
     """All that a graph's kernels are specialised for.
@@ -47,7 +54,7 @@ class StepShape:
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists. judged: whether
     the pass ends in verdicts, each sequence having drafted all its tokens but the first; support: entries of a
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
-    the batch.
+    the batch. tiered: block tables name pages of a TieredKV; what is listed, in every layer, is fetched first.
     """
 
     sequences: int
@@ -63,6 +70,7 @@ class StepShape:
     judged: bool = False
     support: int = 0
     pinned: bool = False
+    tiered: bool = False
 
     @property
     def blocks(self) -> int:
@@ -105,6 +113,7 @@ class StepBuffers:
     group_counts: Tensor | None = None  # [sequences] int32
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
+    round: Tensor | None = None  # [1] int32, TieredKV.next_round
     # Where FlashInfer attends: in dense layers, planned before each step; over lists, planned layer by layer.
     dense_plan: Planned | None = None
     listed_plan: Planned | None = None
@@ -152,11 +161,15 @@ def make_buffers(
             "group_tables": ((count, shape.groups), torch.int32),
             "group_counts": ((count,), torch.int32),
         }
+    tiers: Layout = {}
+    if shape.tiered:
+        tiers = {"round": ((1,), torch.int32)}
+        results |= dict.fromkeys(("fetched", "refused"), ((1,), torch.int32))
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
         results |= dict.fromkeys(("accepted", "following"), ((count,), torch.int32))
-    inputs = Staging({**rows, **lists, **budget, **groups, **judged_rows, **verdicts}, device)
+    inputs = Staging({**rows, **lists, **budget, **groups, **tiers, **judged_rows, **verdicts}, device)
 
     def parts(layout: Layout) -> dict[str, Any]:
         return {name: inputs.device[name] for name in layout}
@@ -167,6 +180,7 @@ def make_buffers(
         **parts(rows),
         **parts(lists),
         **parts(groups),
+        **parts(tiers),
         **parts(judged_rows),
         verdicts=parts(verdicts),
     )
@@ -186,11 +200,13 @@ def run_step(
     shape: StepShape,
     buffers: StepBuffers,
     attention: Backend | None = None,
+    layer_pages: LayerPages | None = None,
 ) -> None:
     """One pass over what the buffers hold: launches only, the same for all steps of a shape.
 
     attention: what attends where no FlashInfer is planned in the buffers; the device's default if None. With
     buffers.listed_plan the pass plans on the host, and cannot be captured.
+    layer_pages: what the block tables are of; the KV's own pages if None.
     """
     device = buffers.token_ids.device
     backend = default_backend(device)
@@ -202,6 +218,12 @@ def run_step(
     tables, lengths = buffers.block_tables, buffers.lengths
     if buffers.budget is not None:
         _share_out(buffers, buffers.budget, decoder.kv_heads)
+    fetched: Fetched | None = None
+    if shape.tiered:
+        assert isinstance(kv, TieredKV) and buffers.round is not None
+        assert buffers.lists is not None and buffers.counts is not None
+        listed = buffers.lists, buffers.counts, shape.block_size
+        fetched = fetch_listed(kv, *listed, tables, buffers.round)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -214,7 +236,8 @@ def run_step(
             dense_work = plan_work(*common, tuning=tuning)
         if shape.width and buffers.listed_plan is None:
             assert buffers.lists is not None and buffers.counts is not None
-            blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size)
+            slots = None if fetched is None else fetched.slots
+            blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, slots)
             sparse_work = plan_work(*common, blocks, None if means is None else means[0], tuning)
     buffers.weights = [None] * len(decoder.layers)
     read_weights: Tensor | None = None
@@ -223,15 +246,8 @@ def run_step(
         read_weights = torch.empty(buffers.lists.shape, dtype=torch.float32, device=device)
 
     def attend(layer: int, queries: Tensor) -> Tensor:
-        arguments = (
-            queries,
-            kv.k_pages[layer],
-            kv.v_pages[layer],
-            tables,
-            lengths,
-            buffers.query_starts,
-            scale,
-        )
+        pages = (kv.k_pages[layer], kv.v_pages[layer]) if layer_pages is None else layer_pages(layer)
+        arguments = (queries, *pages, tables, lengths, buffers.query_starts, scale)
         at = place.get(layer)
         if at is None:
             if buffers.dense_plan is not None:
@@ -256,7 +272,11 @@ def run_step(
             plan(buffers.listed_plan, requests, *of_model)
             return run(buffers.listed_plan, *arguments[:3])
         assert buffers.lists is not None and buffers.counts is not None
-        blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size)
+        slots = None
+        if fetched is not None:
+            fetched.wait(at)
+            slots = fetched.slots[at]
+        blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size, slots)
         work = None if sparse_work is None else sparse_work.layer(at)
         stand_ins = None if means is None else means[layer]
         if not shape.read_weights:
@@ -285,6 +305,9 @@ def run_step(
     )
     buffers.logits = logits
     results = buffers.results.device
+    if fetched is not None:
+        results["refused"].copy_(fetched.refused)
+        results["fetched"].copy_(fetched.transfers.counts.sum())
     if shape.judged:
         by_sequence = logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -294,9 +317,12 @@ def run_step(
         assert shape.decay is not None
         assert buffers.lists is not None and buffers.counts is not None and read_weights is not None
         results["blocks_read"].copy_(buffers.counts.sum((0, 2)))
+        places = buffers.budget.places
+        if fetched is not None:  # a void pass will run again
+            places = places.masked_fill(fetched.refused > 0, -1)
         remember_weights(
             buffers.budget.memory,
-            buffers.budget.places,
+            places,
             buffers.lists,
             buffers.counts,
             read_weights,
@@ -368,12 +394,24 @@ def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> No
 
 
 def lay_out_step(
-    buffers: StepBuffers, shape: StepShape, inputs: list[SequenceInput], places: list[int]
+    buffers: StepBuffers,
+    shape: StepShape,
+    inputs: list[SequenceInput],
+    places: list[int],
+    kv: PagedKV,
+    tables: list[np.ndarray] | None = None,
 ) -> None:
-    """Bring a step's inputs to the device. places: where each sequence's memory is, where budgets are shared out."""
+    """Bring a step's inputs to the device. places: where each sequence's memory is, where budgets are shared out.
+
+    tables: block tables, where they do not name what the pages of `kv` lie in.
+    """
     buffers.inputs.begin()
     host = buffers.inputs.host
-    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs])
+    frames = [kv.frames(item.kv) for item in inputs]
+    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
+    if shape.tiered:
+        assert isinstance(kv, TieredKV)
+        host["round"][0] = kv.next_round()
     if shape.decay is not None:
         _lay_out_budget(host, shape, inputs, places)
     elif shape.width:
@@ -389,18 +427,27 @@ def lay_out_step(
     buffers.inputs.send()
 
 
-def lay_out_rows(host: dict[str, np.ndarray], items: list[tuple[SequenceKV, list[int]]]) -> None:
-    """Sequences and the tokens that each is to run next, into arrays of `rows_layout`; rows behind them are empty."""
+def lay_out_rows(
+    host: dict[str, np.ndarray],
+    items: list[tuple[SequenceKV, list[int]]],
+    frames: list[np.ndarray] | None = None,
+    tables: list[np.ndarray] | None = None,
+) -> None:
+    """Sequences and the tokens that each is to run next, into arrays of `rows_layout`; rows behind them are empty.
+
+    frames: where in the KV tensors the pages of each sequence lie; None: at their numbers. tables: the block tables;
+    None: `frames`.
+    """
     host["slots"][:] = -1
     host["lengths"][:] = 0
     row = 0
     for i, (kv, tokens) in enumerate(items):
         at = np.arange(kv.length, kv.length + len(tokens))
-        pages = kv.table()
+        pages = kv.table() if frames is None else frames[i]
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = pages[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
-        host["block_tables"][i, : len(pages)] = pages
+        host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
         host["lengths"][i] = kv.length + len(tokens)
         host["query_starts"][i] = row
         row += len(tokens)

@@ -35,11 +35,14 @@ class BlockLists:
 
     lists: [sequences, kv_heads, width] int32 logical blocks, each at most once
     counts: [sequences, kv_heads] int32, valid entries of `lists`
+    slots: [sequences, kv_heads, width * pages of a block] int32, where the listed pages lie: rows of the pages taken as
+        [pages * kv_heads, page_size, head_dim], not negative; None: block tables say it. Only for blocks of whole pages
     """
 
     lists: Tensor
     counts: Tensor
     block_size: int
+    slots: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,10 @@ def _check_arguments(
         raise ValueError(
             f"paged_attention: blocks of {size} tokens neither divide a page of {page_size} nor fill some"
         )
+    if blocks.slots is not None and size % page_size:
+        raise ValueError(
+            f"paged_attention: slots are of whole pages of {page_size}, blocks have {size} tokens; give block tables"
+        )
     if means is not None and means.group_size % size:
         raise ValueError(
             f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}"
@@ -273,7 +280,10 @@ def _torch_paged_attention(
             continue
         listed = torch.arange(blocks.lists.shape[2], device=queries.device) < blocks.counts[i, :, None]
         chosen = blocks.lists[i].long()
-        keys, values, positions = _listed(k_pages, v_pages, table, chosen, listed, blocks.block_size, length)
+        slots = None if blocks.slots is None else blocks.slots[i]
+        keys, values, positions = _listed(
+            k_pages, v_pages, table, chosen, listed, blocks.block_size, length, slots
+        )
         if means is None and not emit:
             out[starts[i] : starts[i + 1]] = _attend(rows, keys, values, positions, length, scale)
             continue
@@ -302,12 +312,20 @@ def _listed(
     listed: Tensor,
     block_size: int,
     length: int,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values [kv_heads, width * block_size, dim] of listed blocks; positions beyond `length` where none is."""
     page_size = k_pages.shape[2]
     offsets = torch.arange(block_size, device=table.device)
     positions = chosen.where(listed, 0)[..., None] * block_size + offsets
-    if block_size < page_size:
+    if slots is not None:
+        there = listed.repeat_interleave(block_size // page_size, 1)
+        rows = slots.where(there, 0).flatten().long()
+        keys, values = (
+            pages.view(-1, page_size * pages.shape[3]).index_select(0, rows).view(len(slots), -1, pages.shape[3])
+            for pages in (k_pages, v_pages)
+        )
+    elif block_size < page_size:
         flat = positions.flatten(1)
         keys, values = (
             gather_tokens(pages, table[flat // page_size], flat % page_size) for pages in (k_pages, v_pages)
@@ -1038,6 +1056,8 @@ def plan_work(
     pieces = unread = None
     if blocks is not None:
         width, per_block = blocks.lists.shape[-1], max(1, blocks.block_size // page_size)
+        pieces = blocks.slots
+    if blocks is not None and pieces is None:
         shape = (*blocks.counts.shape, width * per_block)
         pieces = torch.empty(shape, dtype=torch.int32, device=kv_lengths.device)
         _pieces_kernel[(blocks.counts.numel(), -(-width * per_block // 1024) or 1)](

@@ -155,6 +155,7 @@ def start_services(settings: Settings) -> Cluster:
             settings.enforce_eager,
             deterministic=settings.deterministic and name == "target",
             attention_backend=settings.attention_backend,
+            host_kv_memory=settings.host_kv_memory if name == "target" else 0.0,
         )
         return SideSettings(
             name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None

@@ -64,6 +64,9 @@ class Settings:
     target_kv_tokens: int = _setting(0, "KV room of the target, in tokens over all sessions; 0: by memory")
     draft_kv_tokens: int = _setting(0, "KV room of the draft, in tokens over all sessions; 0: by memory")
     kv_memory: float = _setting(0.0, "GiB of KV of each service; 0: by gpu_memory_utilization")
+    host_kv_memory: float = _setting(
+        0.0, "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none"
+    )
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")
     enforce_eager: bool = _setting(False, "capture no CUDA graphs, for debugging")
@@ -189,6 +192,7 @@ def _check(settings: Settings) -> None:
             "draft_read_share below 1, or draft_refresh 1",
         ),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
+        (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]

@@ -17,6 +17,13 @@ def main() -> None:
         type=float,
         help="keep drafted tokens with this probability (measurements only)",
     )
+    parser.add_argument(
+        "--host-kv-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="KV of all sessions in host memory; 0: all of it lies where the model does",
+    )
     flags = parser.parse_args()
     verifier = VerifierSettings(
         flags.gamma,

@@ -53,5 +53,6 @@ def side_settings(name: str, flags: argparse.Namespace) -> SideSettings:
         flags.enforce_eager,
         deterministic=flags.deterministic,
         attention_backend=flags.attention_backend,
+        host_kv_memory=getattr(flags, "host_kv_memory", 0.0),  # a target's
     )
     return SideSettings(name, model, flags.plan, flags.gamma, flags.budget, flags.method)

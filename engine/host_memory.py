@@ -1,0 +1,75 @@
+"""Host memory that a GPU reads and writes in place."""
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host; for a CUDA device page-locked, and on the NUMA node that the device is attached to.
+
+    torch's own pinned memory is not used: its allocator rounds sizes up to powers of two. The memory stays locked until
+    the process ends. Raises MemoryError if the host refuses.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, size)
+    except OSError as error:
+        raise MemoryError(_refusal(size, str(error))) from None
+    if device.type == "cuda":
+        with _near(device):  # registering touches the pages, which puts them on the node that this thread runs on
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            error_code = torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_FLAGS)  # type: ignore[attr-defined]
+        if int(error_code) != 0:
+            raise MemoryError(_refusal(size, f"cudaHostRegister: {error_code}"))
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _refusal(size: int, why: str) -> str:
+    return (
+        f"the host gives no {size / 2**30:.1f} GiB of page-locked memory ({why}): lower --host-kv-memory, or raise the "
+        "limits on memory and locked memory (ulimit -l, the container's memory limit)"
+    )
+
+
+@contextlib.contextmanager
+def _near(device: torch.device) -> Iterator[None]:
+    """Run on CPUs of the device's NUMA node, where the system says which these are."""
+    before = os.sched_getaffinity(0)
+    local = _local_cpus(device) & before
+    if local:
+        os.sched_setaffinity(0, local)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _local_cpus(device: torch.device) -> set[int]:
+    properties = torch.cuda.get_device_properties(device)
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices") / place / "local_cpulist"
+    try:
+        return parse_cpu_list(file.read_text())
+    except OSError:
+        return set()
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """The kernel's notation: 0-3,8,10-11"""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus

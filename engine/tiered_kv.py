@@ -1,0 +1,379 @@
+"""KV in two tiers: all pages have a home in host memory, and as many as fit lie on the GPU.
+
+GPU memory is cut into frames: one page of all layers and KV heads each. What becomes of a page:
+
+    grow ──> in a frame, written ──(full)──> copied home ──(frames are short)──> left to the clock ──> only at home
+             by the steps                    in the background                   the frame's slots        │   ▲
+                                                                                 hold it still    fetched │   │ evicted
+                                                                                                          ▼   │
+                                                                                 in a slot, for a (page, layer, head)
+
+As long as every page of a pass is in a frame, the pass is what it would be without tiers: block tables name frames.
+When frames run short for the first time, KV `spills`: the residency tables (kernels.residency) are made, full pages
+are left to the clock as soon as they are home, and whoever reads goes by the tables: sparse steps fetch what they
+list (engine.tier_reads.fetch_listed), others have their pages brought together (StagedReads). Frames are given out
+from those that the clock has; what it had put there is forgotten, since it is at home too.
+
+Only full pages are copied home, once: what a round has rolled back is never copied, and partial pages stay in frames.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.host_memory import host_zeros
+from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PagePool, SequenceKV, pages_for
+from kernels.backends import default_backend
+from kernels.group_means import make_group_means
+from kernels.kv_gather import gather_blocks
+from kernels.residency import ResidencyTables, drop_pages, empty_tables, mark_home, pin_frames
+
+COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
+CLOCK_SHARE = 4  # once KV has spilled, at least 1 / CLOCK_SHARE of the frames is left to the clock, where that can be
+PROGRAMS = 16  # of a gather: enough for the link's bulk rate (docs/performance.md), the other multiprocessors compute
+
+
+@dataclass
+class TierCounters:
+    """pages are of one layer and KV head. copied_home: whole pages. stages: passes that brought pages together."""
+
+    fetched_pages: int = 0
+    refused_pages: int = 0
+    copied_home: int = 0
+    stages: int = 0
+    spills: int = 0
+
+
+@dataclass
+class _Copy:
+    """Pages on their way home; `done` is None where copying does not return before it is done."""
+
+    pages: list[int]
+    done: torch.cuda.Event | None
+
+
+@dataclass
+class _HomeState:
+    """Which pages are home or on their way there, and may leave their frames; in the order in which they got there."""
+
+    waiting: dict[int, bool] = field(default_factory=dict)  # full pages to be copied; whether they are read densely
+    copying: dict[int, bool] = field(default_factory=dict)
+    copies: deque[_Copy] = field(default_factory=deque)
+    movable: dict[int, None] = field(default_factory=dict)  # home and in a frame
+    movable_dense: dict[int, None] = field(default_factory=dict)
+
+    def forget(self, page: int) -> None:
+        for kept in (self.waiting, self.copying, self.movable, self.movable_dense):
+            kept.pop(page, None)
+
+
+class TieredKV(PagedKV):
+    """A PagedKV whose page numbers are places at home. A runner calls `begin` before each pass.
+
+    frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
+    StagedReads has room for. k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host.
+    tables: rows are layers, a page of them is page * kv_heads + head, a slot frame * kv_heads +
+    head; they say nothing until KV has spilled. Raises MemoryError if the host has no room.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        frames: int,
+        pages: int,
+        longest: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 0 < frames <= pages:
+            raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
+        super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
+        home = (pages, kv_heads, PAGE_SIZE, head_dim)
+        self.k_home, self.v_home = (
+            [host_zeros(home, dtype, self.device) for _ in range(num_layers)] for _ in range(2)
+        )
+        self._freed: list[int] = []
+        self._last_work: list[SequenceKV] = []
+        self.pool = PagePool(pages, self._freed)
+        self.num_frames = frames
+        self.frame_of = np.full(pages, -1, np.int32)
+        self._at_home = np.zeros(pages, bool)
+        self._free_frames = deque(range(frames))
+        self._home = _HomeState()
+        self._home_stream, self.link_stream = (
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
+        )
+        self.tables = empty_tables(num_layers, pages * kv_heads, frames * kv_heads, self.device)
+        self.spilled = False
+        self.round = 0  # of the residency tables
+        staged = (2, pages_for(longest), kv_heads, PAGE_SIZE, head_dim)
+        self.k_staged, self.v_staged = (torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2))
+        self.counters = TierCounters()
+
+    @property
+    def backend(self) -> str:
+        return default_backend(self.device)
+
+    @property
+    def staged_pages(self) -> int:
+        """That StagedReads has room for."""
+        return self.k_staged.shape[1]
+
+    def frames(self, sequence: SequenceKV) -> np.ndarray:
+        """int32 [pages], the frame of each page, -1 where it has none."""
+        return self.frame_of[sequence.table()]
+
+    def is_resident(self, sequence: SequenceKV) -> bool:
+        """Whether all pages are in frames, so that block tables can name these."""
+        return bool((self.frames(sequence) >= 0).all())
+
+    def next_round(self) -> int:
+        self.round += 1
+        return self.round
+
+    # Before a pass.
+
+    def begin(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Give the pages of so many tokens to come of each sequence frames, and let others leave theirs.
+
+        Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not enough pages or frames; then lengths
+        are as before.
+        """
+        self._forget_freed()
+        for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
+            self._note_full_pages(sequence)
+        self._last_work = [sequence for sequence, _ in work]
+        self._take_up_copies(wait=False)
+        if len(self._home.waiting) >= COPIED_AT_ONCE:
+            self._copy_home()
+        fresh: list[int] = []
+        reaches_home = False
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
+            written = sequence.pages[sequence.length // PAGE_SIZE : pages_for(sequence.length + tokens)]
+            fresh += [page for page in written if self.frame_of[page] < 0]
+            old = sequence.table()[: sequence.length // PAGE_SIZE]
+            reaches_home = reaches_home or bool((self.frame_of[old] < 0).any())
+        if not self.spilled and (reaches_home or len(fresh) > len(self._free_frames)):
+            self._spill()
+        if self.spilled:
+            self._leave_to_clock(len(fresh))
+        if len(fresh) > len(self._free_frames):
+            raise OutOfPages(
+                f"{len(fresh)} frames wanted, {len(self._free_frames)} of {self.num_frames} can be given: "
+                "raise --kv-memory, or lower --max-sessions or --prefill-chunk"
+            )
+        self._give_frames(fresh)
+
+    def _forget_freed(self) -> None:
+        """Of pages that no sequence holds any more, nothing is kept on the GPU."""
+        if not self._freed:
+            return
+        freed = list(dict.fromkeys(self._freed))
+        self._freed.clear()
+        if self.spilled:
+            drop_pages(self.tables, self._list(freed), self.kv_heads, self.backend)
+        for page in freed:
+            self._home.forget(page)
+            if self.frame_of[page] >= 0:
+                self._free_frames.append(int(self.frame_of[page]))
+        self.frame_of[freed] = -1
+        self._at_home[freed] = False
+        if not self.pool.held:  # frames that pages kept for their prefix are in stay theirs
+            self.spilled = False
+
+    def _note_full_pages(self, sequence: SequenceKV) -> None:
+        full = np.array(sequence.table()[: sequence.length // PAGE_SIZE])
+        for page in full[~self._at_home[full]].tolist():
+            if page not in self._home.copying and page not in self._home.waiting:
+                self._home.waiting[page] = sequence.dense
+
+    def _copy_home(self) -> None:
+        pages = list(self._home.waiting)
+        if not pages:
+            return
+        self._home.copying |= self._home.waiting
+        self._home.waiting.clear()
+        frames, places = self._list(self.frame_of[pages].tolist()), self._list(pages)
+        count = self._list([len(pages)])
+        done: torch.cuda.Event | None = None
+        if self._home_stream is None:
+            self._copy_layers_home(frames, places, count)
+        else:
+            self._home_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._home_stream):
+                self._copy_layers_home(frames, places, count)
+                done = torch.cuda.Event()
+                done.record()
+            for tensor in (frames, places, count):
+                tensor.record_stream(self._home_stream)
+        self._home.copies.append(_Copy(pages, done))
+        self.counters.copied_home += len(pages)
+
+    def _copy_layers_home(self, frames: Tensor, places: Tensor, count: Tensor) -> None:
+        for layer in range(self.num_layers):
+            gather_blocks(
+                (_rows(self.k_pages[layer]), _rows(self.v_pages[layer])),
+                (_rows(self.k_home[layer]), _rows(self.v_home[layer])),
+                frames,
+                places,
+                count,
+                PROGRAMS,
+                self.backend,
+            )
+
+    def _take_up_copies(self, wait: bool) -> None:
+        """Note what has come home. wait: let the device, not the host, wait for what is on its way."""
+        copies = self._home.copies
+        while copies and (wait or copies[0].done is None or copies[0].done.query()):
+            copy = copies.popleft()
+            if copy.done is not None:
+                torch.cuda.current_stream().wait_event(copy.done)
+            for page in copy.pages:
+                dense = self._home.copying.pop(page, None)
+                if dense is not None:  # not freed meanwhile
+                    self._at_home[page] = True
+                    (self._home.movable_dense if dense else self._home.movable)[page] = None
+
+    # Once KV has spilled.
+
+    def _spill(self) -> None:
+        nothing = empty_tables(self.tables.rows, self.tables.pages, self.tables.slots, self.device)
+        for item in fields(nothing):  # in place: captured steps hold these
+            getattr(self.tables, item.name).copy_(getattr(nothing, item.name))
+        self.spilled = True
+        self.counters.spills += 1
+        self._pin(np.flatnonzero(self.frame_of >= 0).tolist())
+
+    def _leave_to_clock(self, wanted: int) -> None:
+        """Have frames to give out, and some left for the clock."""
+        home, floor = self._home, wanted + self.num_frames // CLOCK_SHARE
+        leaving = list(home.movable)
+        home.movable.clear()
+        if len(self._free_frames) + len(leaving) < floor and (home.waiting or home.copying):
+            self._copy_home()
+            self._take_up_copies(wait=True)
+            leaving += home.movable
+            home.movable.clear()
+        while len(self._free_frames) + len(leaving) < floor and home.movable_dense:
+            leaving.append(next(iter(home.movable_dense)))
+            del home.movable_dense[leaving[-1]]
+        if not leaving:
+            return
+        mark_home(self.tables, self._list(leaving), self.kv_heads, self.backend)
+        self._free_frames.extend(self.frame_of[leaving].tolist())
+        self.frame_of[leaving] = -1
+
+    def _give_frames(self, pages: list[int]) -> None:
+        for page in pages:
+            self.frame_of[page] = self._free_frames.popleft()
+        if self.spilled:
+            self._pin(pages)
+
+    def _pin(self, pages: list[int]) -> None:
+        if pages:
+                frames = self._list(self.frame_of[pages].tolist())
+            pin_frames(
+                self.tables, self._list(pages), frames, self._list([self.round]), self.kv_heads, self.backend
+            )
+
+    def _list(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self.device)
+
+    # What PagedKV does with pages where they lie.
+
+    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        frames = self.frame_of[pages]
+        if (frames >= 0).all():
+            super().make_means(frames, slots, pool)
+            return
+        at_once = max(1, self.staged_pages // pages.shape[1])
+        for first in range(0, len(pages), at_once):
+            part = pages[first : first + at_once]
+            self._make_means_apart(part, slots[first : first + at_once], pool)
+
+    def _make_means_apart(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        """Layer by layer, from pages that are brought together."""
+        places = torch.arange(pages.size, device=self.device).view(pages.shape)
+        wanted = self.rows_of(pages.reshape(-1))
+        for layer in range(self.num_layers):
+            self.bring(layer, 0, wanted)
+            make_group_means(
+                [self.k_staged[0]],
+                [self.v_staged[0]],
+                places,
+                slots,
+                pool.k[layer : layer + 1],
+                pool.v[layer : layer + 1],
+                pool.k_variance[layer : layer + 1],
+                default_backend(self.device),
+            )
+
+    def rows_of(self, pages: np.ndarray) -> Tensor:
+        """int32 [pages * kv_heads]: the rows of the residency tables' pages, head by head."""
+        heads = np.arange(self.kv_heads)
+        return torch.from_numpy((pages[:, None] * self.kv_heads + heads).reshape(-1).astype(np.int32)).to(
+            self.device
+        )
+
+    def bring(self, layer: int, buffer: int, wanted: Tensor) -> None:
+        """Rows of a layer, from where they lie, to the first places of a staging buffer; negative ones are left out."""
+        hot = self.slots_of(layer, wanted)
+        self.bring_hot(layer, buffer, hot)
+        self.bring_cold(layer, buffer, wanted, hot)
+
+    def slots_of(self, layer: int, wanted: Tensor) -> Tensor:
+        """Where rows of a layer are on the GPU, -1 where they are only at home."""
+        slots = self.tables.slot_of[layer][wanted.clamp(min=0).long()]
+        return slots.masked_fill(wanted < 0, -1)
+
+    def bring_hot(self, layer: int, buffer: int, slots: Tensor) -> None:
+        self._bring(head_rows(self.k_pages[layer]), head_rows(self.v_pages[layer]), buffer, slots)
+
+    def bring_cold(self, layer: int, buffer: int, wanted: Tensor, slots: Tensor) -> None:
+        cold = wanted.masked_fill(slots >= 0, -1)
+        self._bring(head_rows(self.k_home[layer]), head_rows(self.v_home[layer]), buffer, cold)
+
+    def _bring(self, keys: Tensor, values: Tensor, buffer: int, rows: Tensor) -> None:
+        places = torch.arange(len(rows), dtype=torch.int32, device=self.device)
+        gather_blocks(
+            (keys, values),
+            (head_rows(self.k_staged[buffer]), head_rows(self.v_staged[buffer])),
+            rows,
+            places,
+            self._list([len(rows)]),
+            PROGRAMS if keys.device.type == "cpu" else 4 * PROGRAMS,
+            self.backend,
+        )
+
+    def fork(self, sequence: SequenceKV) -> SequenceKV:
+        raise NotImplementedError("KV in tiers: sequences cannot be forked")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every frame has one owner and what is at home is there, byte by byte."""
+        self.pool.check_integrity()
+        framed = np.flatnonzero(self.frame_of >= 0)
+        owned = self.frame_of[framed].tolist()
+        assert sorted(owned + list(self._free_frames)) == list(range(self.num_frames))
+        home = np.flatnonzero(self._at_home & (self.frame_of >= 0))
+        for frames, places in ((self.k_pages, self.k_home), (self.v_pages, self.v_home)):
+            for near, far in zip(frames, places, strict=True):
+                assert torch.equal(near[self.frame_of[home]].cpu(), far[home].cpu())
+        movable = {**self._home.movable, **self._home.movable_dense}
+        assert all(self._at_home[page] and self.frame_of[page] >= 0 for page in movable)
+        assert not (set(movable) & set(self._home.waiting)) and not (set(movable) & set(self._home.copying))
+
+
+def _rows(pages: Tensor) -> Tensor:
+    """[pages, kv_heads * PAGE_SIZE * head_dim]"""
+    return pages.flatten(1)
+
+
+def head_rows(pages: Tensor) -> Tensor:
+    """[pages * kv_heads, PAGE_SIZE * head_dim]"""
+    return pages.flatten(0, 1).flatten(1)
