@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.selection_trace import BUNDLED, ROWS, Trace, load_traces
-from kernels.residency import empty_tables, request_pages
+from kernels.residency import empty_tables, request_blocks
 
 KV_HEADS = 8  # rows of a layer
 PAGE_BYTES = 2 * 16 * 128 * 2  # keys and values of 16 tokens of a head of 128, 16 bits
@@ -45,16 +45,18 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
     """
     rows, blocks = rounds[0].shape
     tables = empty_tables(rows // pool, pool * blocks, max(1, int(hot * pool * blocks)))
+    page_table = torch.arange(blocks, dtype=torch.int32)[None]
     fetched = unplaced = selected = 0
     for number, chosen in enumerate(rounds):
-        pooled = chosen.reshape(rows // pool, pool * blocks)
-        counts = pooled.sum(1)
-        lists = np.zeros((1, len(pooled), int(counts.max())), np.int32)
-        for row, pages in enumerate(pooled):
-            lists[0, row, : counts[row]] = np.flatnonzero(pages)
+        counts = chosen.sum(1)
+        lists = np.zeros((rows, int(counts.max())), np.int32)
+        for row, pages in enumerate(chosen):
+            lists[row, : counts[row]] = np.flatnonzero(pages)
         now = torch.tensor([number], dtype=torch.int32)
-        wanted = torch.from_numpy(counts.astype(np.int32))[None]
-        transfers = request_pages(tables, torch.from_numpy(lists), wanted, now, now)
+        pooled = (rows // pool, 1, pool)
+        wanted = torch.from_numpy(counts.astype(np.int32)).view(pooled)
+        listed = torch.from_numpy(lists).view(*pooled, -1)
+        transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now, now)
         if number >= SETTLED:
             fetched += int(transfers.counts.sum())
             unplaced += int(transfers.unplaced.sum())

@@ -82,7 +82,7 @@ def gather_rows(repeats: int) -> list[Row]:
     bulk = copy_milliseconds(host[:count], device, repeats)
     table = []
     for programs in GATHER_PROGRAMS:
-        work = partial(gather_blocks, host, device, chosen, places, counts, programs, "triton")
+        work = partial(gather_blocks, (host,), (device,), chosen, places, counts, programs, "triton")
         ms = graph_milliseconds(work, repeats)
         link = device.nbytes / bulk * 1e3
         table.append(Row(f"gather {count} x 4 KB from the host, {programs} programs", ms, bulk, None, link))

@@ -1,7 +1,7 @@
-"""Copying scattered KV blocks, from pinned host memory or from a GPU, into rows of a GPU buffer.
+"""Copying scattered KV blocks between pinned host memory and a GPU, either way, by lists that the device holds.
 
-The Triton kernel reads host memory through its mapped address, so which rows move is known to the device alone: no
-host planning, no copy per row, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that
+The Triton kernel reads and writes host memory at its mapped address, so which rows move is known to the device alone:
+no host planning, no copy per row, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that
 53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there.
 """
 
@@ -19,33 +19,36 @@ WARPS = 8
 
 
 def gather_blocks(
-    source: Tensor,
-    destination: Tensor,
+    sources: tuple[Tensor, ...],
+    destinations: tuple[Tensor, ...],
     source_rows: Tensor,
     destination_rows: Tensor,
     count: Tensor,
     programs: int,
     backend: str = "torch",
 ) -> None:
-    """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place.
+    """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for one pair of them or two.
 
-    source: [n, size], any dtype, contiguous; on the destination's device, or pinned on the host
-    destination: [m, size], the same dtype, contiguous; no part of the source
-    source_rows, destination_rows: [capacity] int32 on the destination's device; no destination row twice
+    sources: [n, size] each, any dtype, contiguous; on the lists' device, or pinned on the host
+    destinations: [m, size] each, their dtype, contiguous; on the lists' device, or pinned; no part of a source
+    source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
     """
     check_backend("gather_blocks", backend, ("torch", "triton"))
-    _check_arguments(source, destination, source_rows, destination_rows, count, programs)
+    _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
     if backend == "torch":
         valid = int(count)
-        rows = source.index_select(0, source_rows[:valid].to(source.device).long())
-        destination.index_copy_(0, destination_rows[:valid].long(), rows.to(destination.device))
+        for source, destination in zip(sources, destinations, strict=True):
+            rows = source.index_select(0, source_rows[:valid].to(source.device).long())
+            places = destination_rows[:valid].to(destination.device).long()
+            destination.index_copy_(0, places, rows.to(destination.device))
         return
-    if source.device != destination.device and not source.is_pinned():
-        raise ValueError("gather_blocks: a source on the host must be pinned for the GPU to read it")
-    row_bytes = source.shape[1] * source.element_size()
-    if row_bytes % 16 or source.data_ptr() % 16 or destination.data_ptr() % 16:
+    tensors = *sources, *destinations
+    if any(t.device != source_rows.device and not t.is_pinned() for t in tensors):
+        raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
+    row_bytes = sources[0].shape[1] * sources[0].element_size()
+    if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
         raise ValueError(
             f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes"
         )
@@ -54,44 +57,58 @@ def gather_blocks(
     # The largest power of two in a row wastes no lanes; below MIN_PIECE it would waste transactions instead.
     piece = min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
     _gather_blocks_kernel[(programs,)](
-        source.view(torch.int32),
-        destination.view(torch.int32),
+        sources[0].view(torch.int32),
+        destinations[0].view(torch.int32),
+        sources[-1].view(torch.int32),
+        destinations[-1].view(torch.int32),
         source_rows,
         destination_rows,
         count,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
-        LANES=max(IN_FLIGHT // piece, 1),
+        LANES=max(IN_FLIGHT // (piece * len(sources)), 1),
+        PAIRS=len(sources),
         num_warps=WARPS,
     )
 
 
 def _check_arguments(
-    source: Tensor,
-    destination: Tensor,
+    sources: tuple[Tensor, ...],
+    destinations: tuple[Tensor, ...],
     source_rows: Tensor,
     destination_rows: Tensor,
     count: Tensor,
     programs: int,
 ) -> None:
-    if source.dim() != 2 or destination.dim() != 2 or source.shape[1] != destination.shape[1]:
+    if not 1 <= len(sources) <= 2 or len(sources) != len(destinations):
         raise ValueError(
-            f"gather_blocks: rows differ, {tuple(source.shape)} into {tuple(destination.shape)}; both are [n, size]"
+            f"gather_blocks: {len(sources)} sources into {len(destinations)}; there are one or two of both"
         )
-    if source.dtype != destination.dtype:
-        raise ValueError(f"gather_blocks: {source.dtype} into {destination.dtype}")
+    for source, destination in zip(sources, destinations, strict=True):
+        if source.dim() != 2 or destination.dim() != 2 or source.shape[1] != destination.shape[1]:
+            raise ValueError(
+                f"gather_blocks: rows differ, {tuple(source.shape)} into {tuple(destination.shape)}; both are [n, size]"
+            )
+        if source.dtype != destination.dtype:
+            raise ValueError(f"gather_blocks: {source.dtype} into {destination.dtype}")
+        for one, first in ((source, sources[0]), (destination, destinations[0])):
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise ValueError(
+                    f"gather_blocks: the pairs differ, {tuple(one.shape)} {one.dtype} and {tuple(first.shape)} "
+                    f"{first.dtype}"
+                )
     if source_rows.dim() != 1 or source_rows.shape != destination_rows.shape or count.numel() != 1:
         raise ValueError(
             f"gather_blocks: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination "
             f"rows, {count.numel()} counts; there is one list of each, and one count"
         )
     for tensor in (source_rows, destination_rows, count):
-        if tensor.dtype != torch.int32 or tensor.device != destination.device:
+        if tensor.dtype != torch.int32 or tensor.device != source_rows.device:
             raise ValueError(
-                f"gather_blocks: lists are int32 on {destination.device}, not {tensor.dtype} on {tensor.device}"
+                f"gather_blocks: lists are int32 on {source_rows.device}, not {tensor.dtype} on {tensor.device}"
             )
-    if not all(t.is_contiguous() for t in (source, destination, source_rows, destination_rows)):
-        raise ValueError("gather_blocks: the source, the destination and the lists must be contiguous")
+    if not all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows)):
+        raise ValueError("gather_blocks: the sources, the destinations and the lists must be contiguous")
     if programs < 1:
         raise ValueError(f"gather_blocks: {programs} programs copy nothing")
 
@@ -100,14 +117,17 @@ def _check_arguments(
 def _gather_blocks_kernel(
     source_ptr,
     destination_ptr,
+    source2_ptr,
+    destination2_ptr,
     source_rows_ptr,
     destination_rows_ptr,
     count_ptr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Persistent: of all pieces of all rows each program takes every programs-th, LANES at a time."""
+    """Persistent: of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs."""
     PARTS: tl.constexpr = (WORDS + PIECE - 1) // PIECE
     programs = tl.num_programs(0)
     pieces = tl.load(count_ptr) * PARTS
@@ -119,14 +139,17 @@ def _gather_blocks_kernel(
     for _ in tl.range(0, pieces, programs * LANES):
         at = (piece % PARTS)[:, None] * PIECE + word[None, :]
         inside = here[:, None] & (at < WORDS)
+        origin = source.to(tl.int64)[:, None] * WORDS + at
         # Read once: L1 is passed by. (PTX takes no eviction policy beside it, and Triton 3.6 loads no ".cs".)
-        data = tl.load(
-            source_ptr + source.to(tl.int64)[:, None] * WORDS + at, mask=inside, cache_modifier=".cg"
-        )
-        place = destination_ptr + destination.to(tl.int64)[:, None] * WORDS + at
+        data = tl.load(source_ptr + origin, mask=inside, cache_modifier=".cg")
+        if PAIRS == 2:
+            data2 = tl.load(source2_ptr + origin, mask=inside, cache_modifier=".cg")
+        place = destination.to(tl.int64)[:, None] * WORDS + at
         # The next rows are looked up while the data is on its way.
         piece += programs * LANES
         here = piece < pieces
         source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
         destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
-        tl.store(place, data, mask=inside)
+        tl.store(destination_ptr + place, data, mask=inside)
+        if PAIRS == 2:
+            tl.store(destination2_ptr + place, data2, mask=inside)

@@ -1,10 +1,14 @@
 """Which KV pages are hot: tables of the GPU's slots, and the clock that decides whose slot a page gets.
 
-Every page (16 tokens of one KV head of one layer) has a home in pinned host memory; a row = (layer, KV head) has a
-fixed number of slots on the GPU. The clock is the one of Multics (Corbató, "A Paging Experiment with the Multics
-System", MIT Project MAC, 1968), also called second chance. What it does is defined slot by slot, and Triton does
-exactly that in chunks: within a sweep a slot's fate depends on its own state and on how many victims lie before it,
-which is a running sum. Sizes of chunks change nothing.
+A row of the tables is a layer, whose heads share a fixed number of slots on the GPU. Every page of a head (16 tokens of
+one KV head) has a home in pinned host memory. Layers agree on pages: head h of page p is p * kv_heads + h in every row.
+A layer's memory is [frames, kv_heads, 16, dim], and slot = frame * kv_heads + head. What is new is written into whole
+frames; once it is home, the slots are left to the clock, one by one, and may get any head's page.
+
+The clock is the one of Multics (Corbató, "A Paging Experiment with the Multics System", MIT Project MAC, 1968), also
+called second chance. What it does is defined slot by slot, and Triton does exactly that in chunks: within a sweep a
+slot's fate depends on its own state and on how many victims lie before it, which is a prefix sum. Chunk sizes change
+nothing.
 
 - The hand looks at slots in turn. A slot that a round in flight needs, or that is dirty, is passed over untouched. A
   set bit is cleared and the slot passed over. Any other slot, free or not, is the next victim.
@@ -12,7 +16,8 @@ which is a running sum. Sizes of chunks change nothing.
 - A page gets its bit when it is wanted while hot, not when it is placed: pages wanted only once go first.
 
 All operations are kernels without a host round trip: they may be captured in a CUDA graph. Calls on one set of tables
-must follow each other (one stream). Listed pages outside of the table (say, -1) are as if not listed.
+must follow each other (one stream). Lists are of blocks, which are runs of a sequence's pages; what is outside of a
+table (say, -1) is as if not listed.
 """
 
 from dataclasses import dataclass
@@ -20,16 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
-
-_LISTED = 2048  # listed pages that a program takes at once
-_SWEPT = 1024  # slots that the hand passes at once
-_WARPS = 8
+from kernels.backends import check_backend
 
 
 @dataclass(frozen=True)
 class ResidencyTables:
-    """Rows are layers * KV heads. All on one device, contiguous; operations change them in place.
+    """Rows are layers, pages are those of heads. All on one device, contiguous; operations change them in place.
 
     slot_of: [rows, pages] int32, the slot in which a page is hot, -1 if it is only at home
     page_in: [rows, slots] int32, the page in a slot, -1 if the slot is free
@@ -81,7 +82,7 @@ class ResidencyTables:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What is to be copied from home into slots, and what found no slot; width = groups * the lists' width.
+    """What is to be copied from home into slots, and what found no slot; `width` holds all that may be listed.
 
     pages: [rows, width] int32, the first counts[row] in the order of the lists, each once; behind them the
         unplaced[row] pages that found no slot; what follows is undefined
@@ -111,118 +112,133 @@ def empty_tables(rows: int, pages: int, slots: int, device: torch.device | str =
     )
 
 
-def request_pages(
+def request_blocks(
     tables: ResidencyTables,
     lists: Tensor,
     counts: Tensor,
+    page_tables: Tensor,
+    kv_heads: int,
+    pages_per_block: int,
     round: Tensor,
     oldest: Tensor,
     backend: str = "torch",
 ) -> Transfers:
-    """Make the listed pages hot for `round`, as far as there are slots; returns what must be copied for that.
+    """Make the pages of listed blocks hot for `round`, as far as there are slots; returns what must be copied for that.
 
-    lists: [groups, rows, width] int32, pages that each sequence (group) needs, in any order, repeated or not
-    counts: [groups, rows] int32, at most `width`
+    lists: [rows, sequences, kv_heads, width] int32, blocks that each head needs, in any order, repeated or not
+    counts: [rows, sequences, kv_heads] int32, at most `width`
+    page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
+        from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
     round: [1] int32, not below that of any call before; oldest: [1] int32, the oldest round still in flight. What
         `oldest` and later rounds need is no victim; `round` counts as in flight even if `oldest` is above it.
 
-    Hot pages get stamp and bit, before any victim is chosen. The others are placed in the order of groups and of
-    lists: first wanted, first placed. What finds no slot is counted once for each page, and stays at home. All pages
-    that are not hot must be at home: what was never written is "copied" too.
+    Hot pages get stamp and bit, before any victim is chosen. The others are placed in the order of sequences, heads
+    and lists: first wanted, first placed. What finds no slot is counted once for each page, and stays at home. All
+    pages that are not hot must be at home: what was never written is "copied" too.
     """
-    check_backend("request_pages", backend, ("torch", "triton"))
-    _check_lists("request_pages", tables, lists, counts)
-    _check_rounds("request_pages", tables, round, oldest)
-    return _place(tables, lists, counts, round, oldest, False, backend)
+    check_backend("request_blocks", backend, ("torch", "triton"))
+    _check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    _check_round("request_blocks", tables, "round", round)
+    _check_round("request_blocks", tables, "oldest", oldest)
+    if backend == "torch":
+        return _torch_request(
+            tables, _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round, oldest
+        )
+    raise NotImplementedError("request_blocks: Triton")
 
 
-def place_new(
+def find_block_slots(
     tables: ResidencyTables,
-    pages: Tensor,
+    lists: Tensor,
     counts: Tensor,
-    round: Tensor,
-    oldest: Tensor,
+    page_tables: Tensor,
+    kv_heads: int,
+    pages_per_block: int,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Give pages that `round` is about to write a slot by the same clock; they are dirty.
+    """The slots of the pages of listed blocks; changes nothing. The arguments are those of request_blocks.
 
-    A page that is hot already keeps its slot, and is dirty again: so pages are filled over several rounds. One that is
-    only at home and not to be overwritten altogether must be requested before.
-
-    pages: [rows, width] int32; counts: [rows] int32; round, oldest: as for request_pages
-    Returns slots [rows, width] int32, -1 where there is none and beyond `counts`, and unplaced [rows] int32, how many
-    pages have none.
+    Returns slots [rows, sequences, kv_heads, width * pages_per_block] int32, -1 for what is not hot and beyond the
+    counts, and late [rows] int32, how many listed pages are not hot, each as often as it is listed.
     """
-    check_backend("place_new", backend, ("torch", "triton"))
-    _check_pages("place_new", tables, pages, counts)
-    _check_rounds("place_new", tables, round, oldest)
-    placed = _place(tables, pages[None], counts[None], round, oldest, True, backend)
-    slots, _ = find_slots(tables, pages[None], counts[None], backend)
-    return slots[0], placed.unplaced
+    check_backend("find_block_slots", backend, ("torch", "triton"))
+    _check_blocks("find_block_slots", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    if backend == "torch":
+        pages = _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block)
+        row = torch.arange(tables.rows, device=lists.device)[:, None, None, None]
+        slots = tables.slot_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
+        return slots, ((pages >= 0) & (slots < 0)).sum((1, 2, 3), dtype=torch.int32)
+    raise NotImplementedError("find_block_slots: Triton")
 
 
-def mark_home(tables: ResidencyTables, pages: Tensor, counts: Tensor, backend: str = "torch") -> None:
-    """These pages have been copied home: they are not dirty any more. Those that are not hot are passed over.
+def pin_frames(
+    tables: ResidencyTables,
+    pages: Tensor,
+    frames: Tensor,
+    round: Tensor,
+    kv_heads: int,
+    backend: str = "torch",
+) -> None:
+    """Let pages that `round` writes lie in given frames, every head in every row; they are dirty, without bit.
 
-    pages: [rows, width] int32; counts: [rows] int32. What was written or freed after the copy began must not be listed.
+    What else is in a frame is forgotten, dirty or not. Where a page lay elsewhere, that slot is free, with its stamp.
+
+    pages, frames: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
+    round: [1] int32
+    """
+    check_backend("pin_frames", backend, ("torch", "triton"))
+    _check_pages("pin_frames", tables, pages, kv_heads)
+    _check("pin_frames", "frames", frames, tuple(pages.shape), torch.int32, tables.page_in.device)
+    _check_round("pin_frames", tables, "round", round)
+    if backend == "torch":
+        fit = (frames >= 0) & (frames < tables.slots // kv_heads)
+        fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
+        page, slot = (_of_heads(t[fit], kv_heads) for t in (pages, frames))
+        for row in range(tables.rows):
+            former, other = tables.slot_of[row, page].long(), tables.page_in[row, slot].long()
+            tables.slot_of[row, other[other >= 0]] = -1
+            _free(tables, row, former[former >= 0])
+            tables.slot_of[row, page] = slot.int()
+            tables.page_in[row, slot] = page.int()
+            tables.referenced[row, slot] = 0
+            tables.dirty[row, slot] = 1
+            tables.stamps[row, slot] = round
+        return
+    raise NotImplementedError("pin_frames: Triton")
+
+
+def mark_home(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
+    """These pages have been copied home, every head in every row: they are not dirty, and left to the clock.
+
+    pages: [n] int32; what is not hot is passed over. What was written or freed after the copy began must not be listed.
     """
     check_backend("mark_home", backend, ("torch", "triton"))
-    _check_pages("mark_home", tables, pages, counts)
+    _check_pages("mark_home", tables, pages, kv_heads)
     if backend == "torch":
-        row, page = _listed(tables, pages[None], counts[None])
-        slot = tables.slot_of[row, page].long()
-        tables.dirty[row[slot >= 0], slot[slot >= 0]] = 0
+        for row in range(tables.rows):
+            _, slot = _hot(tables, row, pages, kv_heads)
+            tables.dirty[row, slot] = 0
         return
-    _launch_settle(tables, pages, counts, False)
+    raise NotImplementedError("mark_home: Triton")
 
 
-def drop_pages(tables: ResidencyTables, pages: Tensor, counts: Tensor, backend: str = "torch") -> None:
-    """Forget pages that were freed, dirty or not: their slots are free, without bit. Those not hot are passed over.
+def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
+    """Forget pages that were freed, dirty or not, every head in every row: their slots are free, without bit.
 
     The slots keep their stamps: a round in flight may still read them, or a copy into them be on its way, so they are
     taken only when that round has ended.
 
-    pages: [rows, width] int32; counts: [rows] int32
+    pages: [n] int32; what is not hot is passed over
     """
     check_backend("drop_pages", backend, ("torch", "triton"))
-    _check_pages("drop_pages", tables, pages, counts)
+    _check_pages("drop_pages", tables, pages, kv_heads)
     if backend == "torch":
-        row, page = _listed(tables, pages[None], counts[None])
-        slot = tables.slot_of[row, page].long()
-        row, page, slot = row[slot >= 0], page[slot >= 0], slot[slot >= 0]
-        tables.slot_of[row, page] = -1
-        tables.page_in[row, slot] = -1
-        tables.referenced[row, slot] = 0
-        tables.dirty[row, slot] = 0
+        for row in range(tables.rows):
+            page, slot = _hot(tables, row, pages, kv_heads)
+            tables.slot_of[row, page] = -1
+            _free(tables, row, slot)
         return
-    _launch_settle(tables, pages, counts, True)
-
-
-def find_slots(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, backend: str = "torch"
-) -> tuple[Tensor, Tensor]:
-    """The slots of listed pages; changes nothing.
-
-    lists: [groups, rows, width] int32; counts: [groups, rows] int32
-    Returns slots [groups, rows, width] int32, -1 for what is not hot and beyond `counts`, and late [groups, rows]
-    int32, how many listed pages are not hot.
-    """
-    check_backend("find_slots", backend, ("torch", "triton"))
-    _check_lists("find_slots", tables, lists, counts)
-    if backend == "torch":
-        listed = _is_listed(tables, lists, counts)
-        row = torch.arange(tables.rows, device=lists.device)[:, None]
-        slots = tables.slot_of[row, lists.where(listed, 0).long()].masked_fill(~listed, -1)
-        return slots, (listed & (slots < 0)).sum(2, dtype=torch.int32)
-    lists, counts = lists.contiguous(), counts.contiguous()
-    groups, rows, width = lists.shape
-    slots, late = torch.empty_like(lists), torch.empty_like(counts)
-    if groups:
-        chunk = min(_LISTED, power_of_two(width))
-        _find_kernel[(groups * rows,)](
-            lists, counts, tables.slot_of, slots, late, rows, tables.pages, width, CHUNK=chunk
-        )
-    return slots, late
+    raise NotImplementedError("drop_pages: Triton")
 
 
 def _check(
@@ -240,94 +256,100 @@ def _check(
         )
 
 
-def _check_lists(operation: str, tables: ResidencyTables, lists: Tensor, counts: Tensor) -> None:
-    if lists.dim() != 3:
-        raise ValueError(f"{operation}: lists are [groups, rows, width], not {tuple(lists.shape)}")
-    groups, _, width = lists.shape
-    device = tables.page_in.device
-    _check(operation, "lists", lists, (groups, tables.rows, width), torch.int32, device)
-    _check(operation, "counts", counts, (groups, tables.rows), torch.int32, device)
-
-
-def _check_pages(operation: str, tables: ResidencyTables, pages: Tensor, counts: Tensor) -> None:
-    if pages.dim() != 2:
-        raise ValueError(f"{operation}: pages are [rows, width], not {tuple(pages.shape)}")
-    device = tables.page_in.device
-    _check(operation, "pages", pages, (tables.rows, pages.shape[1]), torch.int32, device)
-    _check(operation, "counts", counts, (tables.rows,), torch.int32, device)
-
-
-def _check_rounds(operation: str, tables: ResidencyTables, round: Tensor, oldest: Tensor) -> None:
-    _check(operation, "round", round, (1,), torch.int32, tables.page_in.device)
-    _check(operation, "oldest", oldest, (1,), torch.int32, tables.page_in.device)
-
-
-def _is_listed(tables: ResidencyTables, lists: Tensor, counts: Tensor) -> Tensor:
-    """[groups, rows, width] bool: which entries name a page."""
-    within = torch.arange(lists.shape[2], device=lists.device) < counts[..., None]
-    return within & (lists >= 0) & (lists < tables.pages)
-
-
-def _listed(tables: ResidencyTables, lists: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and pages of all entries, [n] int64 each, by group, row and place."""
-    listed = _is_listed(tables, lists, counts)
-    return listed.nonzero()[:, 1], lists[listed].long()
-
-
-def _place(
+def _check_blocks(
+    operation: str,
     tables: ResidencyTables,
     lists: Tensor,
     counts: Tensor,
-    round: Tensor,
-    oldest: Tensor,
-    new: bool,
-    backend: str,
-) -> Transfers:
-    """request_pages; with `new`, all listed pages that have a slot are dirty afterwards."""
-    groups, rows, width = lists.shape
-    empty = [lists.new_empty(*shape) for shape in ((rows, groups * width),) * 2 + ((rows,),) * 2]
-    transfers = Transfers(*empty)
-    if backend == "torch":
-        pinned_from = min(int(round), int(oldest))
-        listed = _is_listed(tables, lists, counts)
-        for row in range(rows):
-            _place_row(tables, row, lists[:, row][listed[:, row]], int(round), pinned_from, new, transfers)
-        return transfers
-    _place_kernel[(rows,)](
-        lists.contiguous(),
-        counts.contiguous(),
-        round,
-        oldest,
-        tables.slot_of,
-        tables.page_in,
-        tables.referenced,
-        tables.stamps,
-        tables.dirty,
-        tables.hand,
-        transfers.pages,
-        transfers.slots,
-        transfers.counts,
-        transfers.unplaced,
-        tables.pages,
-        tables.slots,
-        width,
-        groups,
-        GROUPS=power_of_two(groups),
-        NEW=new,
-        LISTED=min(_LISTED, power_of_two(groups * width)),
-        SWEPT=min(_SWEPT, power_of_two(tables.slots)),
-        num_warps=_WARPS,
+    page_tables: Tensor,
+    kv_heads: int,
+    pages_per_block: int,
+) -> None:
+    if lists.dim() != 4:
+        raise ValueError(f"{operation}: lists are [rows, sequences, heads, width], not {tuple(lists.shape)}")
+    if page_tables.dim() != 2:
+        raise ValueError(f"{operation}: page_tables are [sequences, pages], not {tuple(page_tables.shape)}")
+    if pages_per_block < 1:
+        raise ValueError(f"{operation}: a block of {pages_per_block} pages")
+    _check_heads(operation, tables, kv_heads)
+    sequences, width, device = lists.shape[1], lists.shape[3], tables.page_in.device
+    shape = tables.rows, sequences, kv_heads
+    _check(operation, "lists", lists, (*shape, width), torch.int32, device)
+    _check(operation, "counts", counts, shape, torch.int32, device)
+    _check(operation, "page_tables", page_tables, (sequences, page_tables.shape[1]), torch.int32, device)
+
+
+def _check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:
+    if pages.dim() != 1:
+        raise ValueError(f"{operation}: pages are [n], not {tuple(pages.shape)}")
+    _check_heads(operation, tables, kv_heads)
+    _check(operation, "pages", pages, tuple(pages.shape), torch.int32, tables.page_in.device)
+
+
+def _check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:
+    if kv_heads < 1 or tables.pages % kv_heads:
+        raise ValueError(f"{operation}: {tables.pages} pages are not of {kv_heads} heads")
+
+
+def _check_round(operation: str, tables: ResidencyTables, name: str, round: Tensor) -> None:
+    _check(operation, name, round, (1,), torch.int32, tables.page_in.device)
+
+
+def _pages_of_blocks(
+    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
+) -> Tensor:
+    """[rows, sequences, kv_heads, width * pages_per_block] int32: the listed heads' pages, -1 where there is none."""
+    _, sequences, kv_heads, width = lists.shape
+    device, end = lists.device, page_tables.shape[1]
+    part = torch.arange(pages_per_block, device=device)
+    logical = (lists[..., None].long() * pages_per_block + part).flatten(3)
+    place = torch.arange(width * pages_per_block, device=device)
+    listed = (place < counts[..., None].long() * pages_per_block) & (logical >= 0) & (logical < end)
+    sequence = torch.arange(sequences, device=device)[:, None, None]
+    padded = torch.nn.functional.pad(page_tables, (0, 1), value=-1)
+    page = padded[sequence, logical.where(listed, end)]
+    listed = (page >= 0) & (page < tables.pages // kv_heads)
+    head = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None]
+    return torch.where(listed, page, 0) * kv_heads + head.where(listed, 0) - (~listed).int()
+
+
+def _of_heads(pages: Tensor, kv_heads: int) -> Tensor:
+    """[n] to [n * kv_heads] int64."""
+    return (pages[:, None].long() * kv_heads + torch.arange(kv_heads, device=pages.device)).flatten()
+
+
+def _hot(tables: ResidencyTables, row: int, pages: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Which heads' pages of a row are hot, and their slots."""
+    page = _of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)
+    slot = tables.slot_of[row, page].long()
+    return page[slot >= 0], slot[slot >= 0]
+
+
+def _free(tables: ResidencyTables, row: int, slots: Tensor) -> None:
+    tables.page_in[row, slots] = -1
+    tables.referenced[row, slots] = 0
+    tables.dirty[row, slots] = 0
+
+
+def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor, oldest: Tensor) -> Transfers:
+    """pages: [rows, sequences, kv_heads, n] int32, -1 where there is none."""
+    pages = pages.flatten(1)
+    rows = len(pages)
+    transfers = Transfers(
+        torch.empty_like(pages), torch.empty_like(pages), pages.new_empty(rows), pages.new_empty(rows)
     )
+    pinned_from = min(int(round), int(oldest))
+    for row in range(rows):
+        _request_row(tables, row, pages[row][pages[row] >= 0], int(round), pinned_from, transfers)
     return transfers
 
 
-def _place_row(
+def _request_row(
     tables: ResidencyTables,
     row: int,
     wanted: Tensor,
     now: int,
     pinned_from: int,
-    new: bool,
     transfers: Transfers,
 ) -> None:
     """One row of the reference; wanted: [n] int32, pages in order."""
@@ -337,7 +359,6 @@ def _place_row(
         if slot >= 0:
             tables.referenced[row, slot] = 1
             tables.stamps[row, slot] = now
-            tables.dirty[row, slot] |= int(new)
     missing = [page for page, slot in zip(pages, slots, strict=True) if slot < 0]
     victims = _advance_hand(tables, row, len(missing), pinned_from)
     for i, (page, slot) in enumerate(zip(missing, victims, strict=False)):
@@ -347,9 +368,8 @@ def _place_row(
         tables.slot_of[row, page] = slot
         tables.page_in[row, slot] = page
         tables.stamps[row, slot] = now
-        tables.dirty[row, slot] = int(new)
         transfers.slots[row, i] = slot
-    transfers.pages[row, : len(missing)] = wanted.new_tensor(missing)
+    transfers.pages[row, : len(missing)] = torch.tensor(missing, dtype=torch.int32)
     transfers.counts[row] = len(victims)
     transfers.unplaced[row] = len(missing) - len(victims)
 
@@ -373,202 +393,3 @@ def _advance_hand(tables: ResidencyTables, row: int, wanted: int, pinned_from: i
     tables.referenced[row] = tables.referenced.new_tensor(bits)
     tables.hand[row] = hand
     return list(victims)
-
-
-def _launch_settle(tables: ResidencyTables, pages: Tensor, counts: Tensor, drop: bool) -> None:
-    width = pages.shape[1]
-    _settle_kernel[(tables.rows,)](
-        pages.contiguous(),
-        counts.contiguous(),
-        tables.slot_of,
-        tables.page_in,
-        tables.referenced,
-        tables.dirty,
-        tables.pages,
-        tables.slots,
-        width,
-        DROP=drop,
-        CHUNK=min(_LISTED, power_of_two(width)),
-    )
-
-
-@jit
-def _entries(lists_ptr, row, rows, width, pages, wanted, ends, place):
-    """The pages at `place` in the lists of one row's groups, strung together, and which of them there are."""
-    behind = place[:, None] >= ends[None, :]
-    group = tl.sum(behind.to(tl.int32), 1)
-    first = tl.sum(tl.where(behind, wanted[None, :], 0), 1)  # the place of the group's first entry
-    there = place < tl.max(ends, 0)
-    at = (group.to(tl.int64) * rows + row) * width + place - first
-    page = tl.load(lists_ptr + at, mask=there, other=-1)
-    return page, there & (page >= 0) & (page < pages)
-
-
-@jit
-def _place_kernel(
-    lists_ptr,
-    counts_ptr,
-    round_ptr,
-    oldest_ptr,
-    slot_of_ptr,
-    page_in_ptr,
-    referenced_ptr,
-    stamps_ptr,
-    dirty_ptr,
-    hand_ptr,
-    missing_ptr,
-    taken_ptr,
-    placed_ptr,
-    unplaced_ptr,
-    pages,
-    slots,
-    width,
-    groups,
-    GROUPS: tl.constexpr,
-    NEW: tl.constexpr,
-    LISTED: tl.constexpr,
-    SWEPT: tl.constexpr,
-):
-    """One program a row. Barriers stand between stores and the loads, by other threads, of what was stored.
-
-    A page that is not hot is claimed in slot_of by a number below -1 that rises with the place in the lists: the
-    minimum is the first that wants it, whatever the order of threads.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0)
-    slot_of_ptr += row * pages
-    page_in_ptr += row * slots
-    referenced_ptr += row * slots
-    stamps_ptr += row * slots
-    dirty_ptr += row * slots
-    missing_ptr += row * groups * width
-    taken_ptr += row * groups * width
-    group = tl.arange(0, GROUPS)
-    wanted = tl.load(counts_ptr + group * rows + row, mask=group < groups, other=0)
-    wanted = tl.maximum(tl.minimum(wanted, width), 0)
-    ends = tl.cumsum(wanted, 0)
-    total = tl.sum(wanted, 0)
-    zero = total * 0
-    now = tl.load(round_ptr)
-    pinned_from = tl.minimum(tl.load(oldest_ptr), now)
-    hand = tl.load(hand_ptr + row)
-    # What is hot is touched, what is not is claimed.
-    claims = zero
-    for start in tl.range(0, total, LISTED):
-        place = start + tl.arange(0, LISTED)
-        page, listed = _entries(lists_ptr, row, rows, width, pages, wanted, ends, place)
-        slot = tl.load(slot_of_ptr + page, mask=listed, other=0)
-        hot = listed & (slot >= 0)
-        tl.store(stamps_ptr + slot, now, mask=hot)
-        tl.store(referenced_ptr + slot, 1, mask=hot)
-        if NEW:
-            tl.store(dirty_ptr + slot, 1, mask=hot)
-        cold = listed & (slot < 0)
-        tl.atomic_min(slot_of_ptr + page, place - total - 1, mask=cold, sem="relaxed")
-        claims += tl.sum(cold.to(tl.int32), 0)
-    tl.debug_barrier()
-    # Who claimed first stays, in order.
-    missing = zero
-    for start in tl.range(0, tl.where(claims > 0, total, 0), LISTED):
-        place = start + tl.arange(0, LISTED)
-        page, listed = _entries(lists_ptr, row, rows, width, pages, wanted, ends, place)
-        slot = tl.load(slot_of_ptr + page, mask=listed, other=0)
-        first = (listed & (slot == place - total - 1)).to(tl.int32)
-        tl.store(missing_ptr + missing + tl.cumsum(first, 0) - first, page, mask=first != 0)
-        missing += tl.sum(first, 0)
-    # The hand goes round, at most twice; no chunk reaches into the next sweep.
-    placed = zero
-    passed = zero
-    lane = tl.arange(0, SWEPT)
-    while (placed < missing) & (passed < 2 * slots):
-        tl.debug_barrier()
-        there = lane < slots - passed % slots
-        slot = (hand + passed + lane) % slots
-        stamp = tl.load(stamps_ptr + slot, mask=there, other=0)
-        unsaved = tl.load(dirty_ptr + slot, mask=there, other=1)
-        bit = tl.load(referenced_ptr + slot, mask=there, other=0)
-        old = tl.load(page_in_ptr + slot, mask=there, other=-1)
-        loose = there & (stamp < pinned_from) & (unsaved == 0)
-        victim = (loose & (bit == 0)).to(tl.int32)
-        order = placed + tl.cumsum(victim, 0) - victim
-        reached = there & (order < missing)
-        taken = reached & (victim != 0)
-        page = tl.load(missing_ptr + order, mask=taken, other=0)
-        tl.debug_barrier()  # where a thread of another warp holds the same slots, it has read them now
-        tl.store(referenced_ptr + slot, 0, mask=reached & loose)
-        tl.store(slot_of_ptr + old, -1, mask=taken & (old >= 0))
-        tl.store(slot_of_ptr + page, slot, mask=taken)
-        tl.store(page_in_ptr + slot, page, mask=taken)
-        tl.store(stamps_ptr + slot, now, mask=taken)
-        if NEW:
-            tl.store(dirty_ptr + slot, 1, mask=taken)
-        tl.store(taken_ptr + order, slot, mask=taken)
-        placed += tl.sum(taken.to(tl.int32), 0)
-        passed += tl.sum(reached.to(tl.int32), 0)
-    # Claims that got nothing are taken back.
-    for start in tl.range(placed, missing, LISTED):
-        place = start + tl.arange(0, LISTED)
-        page = tl.load(missing_ptr + place, mask=place < missing, other=0)
-        tl.store(slot_of_ptr + page, -1, mask=place < missing)
-    tl.store(hand_ptr + row, (hand + passed) % slots)
-    tl.store(placed_ptr + row, placed)
-    tl.store(unplaced_ptr + row, missing - placed)
-
-
-@jit
-def _settle_kernel(
-    pages_ptr,
-    counts_ptr,
-    slot_of_ptr,
-    page_in_ptr,
-    referenced_ptr,
-    dirty_ptr,
-    pages,
-    slots,
-    width,
-    DROP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One row: slots are clean, or with DROP free. A page listed twice is found as it was or as it will be."""
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(counts_ptr + row), width)
-    slot_of_ptr += row * pages
-    for start in tl.range(0, count, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        page = tl.load(pages_ptr + row * width + place, mask=place < count, other=-1)
-        listed = (page >= 0) & (page < pages)
-        slot = tl.load(slot_of_ptr + page, mask=listed, other=-1)
-        hot = listed & (slot >= 0)
-        tl.store(dirty_ptr + row * slots + slot, 0, mask=hot)
-        if DROP:
-            tl.store(referenced_ptr + row * slots + slot, 0, mask=hot)
-            tl.store(page_in_ptr + row * slots + slot, -1, mask=hot)
-            tl.store(slot_of_ptr + page, -1, mask=hot)
-
-
-@jit
-def _find_kernel(
-    lists_ptr,
-    counts_ptr,
-    slot_of_ptr,
-    slots_ptr,
-    late_ptr,
-    rows,
-    pages,
-    width,
-    CHUNK: tl.constexpr,
-):
-    """One list: of one group and row."""
-    item = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts_ptr + item)
-    slot_of_ptr += item % rows * pages
-    late = count * 0
-    for start in tl.range(0, width, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        at = item * width + place
-        page = tl.load(lists_ptr + at, mask=(place < count) & (place < width), other=-1)
-        listed = (page >= 0) & (page < pages)
-        slot = tl.load(slot_of_ptr + page, mask=listed, other=-1)
-        tl.store(slots_ptr + at, slot, mask=place < width)
-        late += tl.sum((listed & (slot < 0)).to(tl.int32), 0)
-    tl.store(late_ptr + item, late)
