@@ -43,7 +43,7 @@ def fetch_listed(
     per_block = block_size // PAGE_SIZE
     listed = lists, counts, page_tables, kv.kv_heads, per_block
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
-    slots, _ = find_block_slots(kv.tables, *listed, kv.backend)
+    slots = find_block_slots(kv.tables, *listed, kv.backend)[0].clamp_(min=0)
     events: list[torch.cuda.Event] = []
     if kv.link_stream is None:
         for layer in range(kv.num_layers):

@@ -32,7 +32,9 @@ from kernels.kv_gather import gather_blocks
 from kernels.residency import ResidencyTables, drop_pages, empty_tables, mark_home, pin_frames
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
-CLOCK_SHARE = 4  # once KV has spilled, at least 1 / CLOCK_SHARE of the frames is left to the clock, where that can be
+CLOCK_SHARE = (
+    4  # once KV has spilled, at least 1 / CLOCK_SHARE of the frames is left to the clock, where that can be
+)
 PROGRAMS = 16  # of a gather: enough for the link's bulk rate (docs/performance.md), the other multiprocessors compute
 
 
@@ -59,7 +61,9 @@ class _Copy:
 class _HomeState:
     """Which pages are home or on their way there, and may leave their frames; in the order in which they got there."""
 
-    waiting: dict[int, bool] = field(default_factory=dict)  # full pages to be copied; whether they are read densely
+    waiting: dict[int, bool] = field(
+        default_factory=dict
+    )  # full pages to be copied; whether they are read densely
     copying: dict[int, bool] = field(default_factory=dict)
     copies: deque[_Copy] = field(default_factory=deque)
     movable: dict[int, None] = field(default_factory=dict)  # home and in a frame
@@ -112,7 +116,9 @@ class TieredKV(PagedKV):
         self.spilled = False
         self.round = 0  # of the residency tables
         staged = (2, pages_for(longest), kv_heads, PAGE_SIZE, head_dim)
-        self.k_staged, self.v_staged = (torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2))
+        self.k_staged, self.v_staged = (
+            torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2)
+        )
         self.counters = TierCounters()
 
     @property
@@ -277,7 +283,7 @@ class TieredKV(PagedKV):
 
     def _pin(self, pages: list[int]) -> None:
         if pages:
-                frames = self._list(self.frame_of[pages].tolist())
+            frames = self._list(self.frame_of[pages].tolist())
             pin_frames(
                 self.tables, self._list(pages), frames, self._list([self.round]), self.kv_heads, self.backend
             )

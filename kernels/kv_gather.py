@@ -31,17 +31,19 @@ def gather_blocks(
 
     sources: [n, size] each, any dtype, contiguous; on the lists' device, or pinned on the host
     destinations: [m, size] each, their dtype, contiguous; on the lists' device, or pinned; no part of a source
-    source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice
+    source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Where the source row
+        is negative, nothing is copied
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
     """
     check_backend("gather_blocks", backend, ("torch", "triton"))
     _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
     if backend == "torch":
-        valid = int(count)
+        kept = source_rows[: int(count)] >= 0
+        source_rows, destination_rows = (rows[: int(count)][kept] for rows in (source_rows, destination_rows))
         for source, destination in zip(sources, destinations, strict=True):
-            rows = source.index_select(0, source_rows[:valid].to(source.device).long())
-            places = destination_rows[:valid].to(destination.device).long()
+            rows = source.index_select(0, source_rows.to(source.device).long())
+            places = destination_rows.to(destination.device).long()
             destination.index_copy_(0, places, rows.to(destination.device))
         return
     tensors = *sources, *destinations

@@ -322,7 +322,9 @@ def _listed(
         there = listed.repeat_interleave(block_size // page_size, 1)
         rows = slots.where(there, 0).flatten().long()
         keys, values = (
-            pages.view(-1, page_size * pages.shape[3]).index_select(0, rows).view(len(slots), -1, pages.shape[3])
+            pages.view(-1, page_size * pages.shape[3])
+            .index_select(0, rows)
+            .view(len(slots), -1, pages.shape[3])
             for pages in (k_pages, v_pages)
         )
     elif block_size < page_size:
