@@ -211,6 +211,12 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     shape = read_shape(loaded.config)
     tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
+    if settings.host_kv_memory and at_home < max(_context(settings, shape), tokens):
+        raise ValueError(
+            f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context has "
+            f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, "
+            "kv_tokens or kv_memory"
+        )
     plain = make_runner(loaded, tokens, at_home, _longest(settings, shape))
     tiered = at_home > 0
     runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
@@ -281,15 +287,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
             file=sys.stderr,
             flush=True,
         )
-    if settings.host_kv_memory:
-        at_home = room_at_home(settings, shape, dtype)
-        if at_home < max(context, tokens):
-            raise ValueError(
-                f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context "
-                f"has {context}, the device has room for {tokens}: raise host_kv_memory, or lower max_context or "
-                "kv_memory"
-            )
-    elif tokens < context:
+    if tokens < context and not settings.host_kv_memory:
         raise ValueError(
             f"{settings.model}: KV for {tokens} tokens fits, a context has {context}: lower max_context, or raise "
             "kv_memory or gpu_memory_utilization"

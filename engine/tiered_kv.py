@@ -130,6 +130,14 @@ class TieredKV(PagedKV):
         """That StagedReads has room for."""
         return self.k_staged.shape[1]
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {
+            "kv_frames": self.num_frames,
+            "kv_frames_written": self.num_frames - len(self._free_frames),  # the clock has the others
+            "kv_spilled": float(self.spilled),
+        }
+
     def frames(self, sequence: SequenceKV) -> np.ndarray:
         """int32 [pages], the frame of each page, -1 where it has none."""
         return self.frame_of[sequence.table()]

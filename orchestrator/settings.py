@@ -65,7 +65,8 @@ class Settings:
     draft_kv_tokens: int = _setting(0, "KV room of the draft, in tokens over all sessions; 0: by memory")
     kv_memory: float = _setting(0.0, "GiB of KV of each service; 0: by gpu_memory_utilization")
     host_kv_memory: float = _setting(
-        0.0, "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none"
+        0.0,
+        "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none",
     )
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")

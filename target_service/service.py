@@ -65,7 +65,7 @@ async def serve(
             pid=os.getpid(),
             attached=list(speculation.attached),
             refusal=speculation.refusal,
-            counters={name: float(value) for name, value in verifier.counters.items()},
+            counters={name: float(value) for name, value in verifier.totals.items()},
             gauges=verifier.gauges | {"pid": os.getpid()},
         )
 

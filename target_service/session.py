@@ -71,6 +71,11 @@ class TargetSession:
         return len(self.tokens) - 1 - self.kv.length
 
     @property
+    def reads_all(self) -> bool:
+        """Whether all of its rounds read everything."""
+        return self.reader is None or self.reader.method.name == "dense"
+
+    @property
     def announced_by(self) -> str:
         """The method whose announcements this session takes; empty if it takes none."""
         return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""

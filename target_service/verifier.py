@@ -7,7 +7,7 @@ serves for now (one token each), and a share of the prompts still to be read.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
@@ -15,6 +15,7 @@ from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
 from engine.step_loop import share_prefill
+from engine.tiered_kv import TieredKV
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
@@ -118,6 +119,8 @@ class Verifier:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
+        if isinstance(runner.kv, TieredKV):
+            _check_frames(runner.kv, settings)
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""
@@ -130,8 +133,17 @@ class Verifier:
         self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
     @property
+    def totals(self) -> dict[str, int]:
+        """Counters since the start, those of KV tiers included."""
+        kv = self.runner.kv
+        tiers = asdict(kv.counters) if isinstance(kv, TieredKV) else {}
+        return {**self.counters, **{f"kv_{name}": count for name, count in tiers.items()}}
+
+    @property
     def gauges(self) -> dict[str, float]:
+        kv = self.runner.kv
         return {
+            **(kv.gauges if isinstance(kv, TieredKV) else {}),
             "sessions": len(self._sessions),
             "queued_sessions": len(self._queue),
             "kv_pages_held": self.runner.kv.pool.held,
@@ -152,6 +164,7 @@ class Verifier:
             sampling=request.sampling,
             reader=self._reader(request),
         )
+        session.kv.dense = session.reads_all
         self._emit[session.id] = emit
         self._queue.append(session)
 
@@ -189,6 +202,13 @@ class Verifier:
             )
         if len(self._queue) >= settings.max_queued:
             raise ResourceExhausted(f"{len(self._queue)} sessions are queued already; try again later")
+        if isinstance(self.runner.kv, TieredKV):
+            taken = self._reserved + sum(self._need(queued.max_length) for queued in self._queue)
+            if taken + self._need(length) > self.runner.kv.pool.num_pages:
+                raise ResourceExhausted(
+                    f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
+                    f"{self.runner.kv.pool.num_pages} in host memory; try again later"
+                )
 
     def _need(self, length: int) -> int:
         return pages_for(length + self.settings.gamma + 1)
@@ -528,11 +548,23 @@ class Verifier:
 
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""
-        dense = session.reader is None or session.reader.method.name == "dense"
+        dense = session.reads_all
         # A deterministic runner's KV is the same for all who read a prompt, not for those who drafted it.
         if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not dense)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
+
+
+def _check_frames(kv: TieredKV, settings: VerifierSettings) -> None:
+    """What is being written must lie on the GPU, whatever else does. Raises ValueError."""
+    a_session = pages_for(settings.gamma + 1) + 2
+    least = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
+    if kv.num_frames < least:
+        raise ValueError(
+            f"{kv.num_frames} KV pages of {PAGE_SIZE} fit on the GPU; {settings.max_sessions} sessions, and "
+            f"{settings.prefill_chunk} prompt tokens a step, write up to {least} at once: raise kv_memory, or lower "
+            "max_sessions or prefill_chunk"
+        )
 
 
 def cut_at_end(
