@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def _near(device: torch.device) -> Iterator[None]:
 
 
 def _local_cpus(device: torch.device) -> set[int]:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     file = Path("/sys/bus/pci/devices") / place / "local_cpulist"
     try:

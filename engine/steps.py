@@ -40,7 +40,6 @@ from kernels.paged_attention import (
 from kernels.shared_budget import WORD, remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
-
 # The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
 

@@ -29,7 +29,7 @@ from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PageP
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
 from kernels.kv_gather import gather_blocks
-from kernels.residency import ResidencyTables, drop_pages, empty_tables, mark_home, pin_frames
+from kernels.residency import drop_pages, empty_tables, mark_home, pin_frames
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
 CLOCK_SHARE = (
