@@ -233,10 +233,10 @@ class GraphRunner(Runner):
     # Steps over KV that has partly left the GPU.
 
     def _step_over_tiers(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """By fetching what is listed, all at once if it fits, else in halves; or by bringing whole sequences together."""
+        """By fetching what is listed, in one pass if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
         if self._can_fetch(shape):
-            outputs = self._step_fetching(replace(shape, tiered=True), inputs)
+            outputs = self._step_fetching(self._over_tiers(shape), inputs)
             if outputs is not None:
                 return outputs
             if len(inputs) > 1:
@@ -252,6 +252,13 @@ class GraphRunner(Runner):
         """Whether a step lists all that it reads, in whole pages."""
         return shape.width > 0 and not shape.dense_layers and shape.block_size % PAGE_SIZE == 0
 
+    def _over_tiers(self, shape: StepShape) -> StepShape:
+        assert isinstance(self.kv, TieredKV)
+        leaves_out_late = self.kv.means_for_late and shape.groups > 0
+        return replace(
+            shape, tiered=True, leaves_out_late=leaves_out_late, measures_waits=self.kv.measures_waits
+        )
+
     def _step_fetching(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
         """None if the GPU has no room for all that is listed: then nothing was done that another step does not redo."""
         assert isinstance(self.kv, TieredKV)
@@ -261,10 +268,19 @@ class GraphRunner(Runner):
             run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-        results = captured.buffers.results.fetch()
-        self.kv.counters.fetched_pages += int(results["fetched"][0])
-        self.kv.counters.refused_pages += int(results["refused"][0])
-        return None if results["refused"][0] else self._read(captured.buffers, shape, inputs)
+        counters, results = self.kv.counters, captured.buffers.results.fetch()
+        counters.fetched_pages += int(results["fetched"][0])
+        counters.refused_pages += int(results["refused"][0])
+        if results["refused"][0]:
+            return None
+        late = int(results["late"].sum()) * (shape.block_size // PAGE_SIZE)
+        if shape.leaves_out_late:
+            counters.left_out_pages += late
+        else:
+            counters.late_pages += late
+        if shape.measures_waits:
+            counters.add_waits(results["waited"].reshape(-1, 2))
+        return self._read(captured.buffers, shape, inputs)
 
     def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Without a graph: what comes from where is looked up as the layers run."""
@@ -277,7 +293,9 @@ class GraphRunner(Runner):
         staged = StagedReads(self.kv, [item.kv for item in inputs])
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
-        return self._read(buffers, shape, inputs)
+        outputs = self._read(buffers, shape, inputs)
+        self.kv.counters.staged_pages += int(staged.cold)
+        return outputs
 
     def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
         """Neighbours whose pages fit into the staging buffers together."""
@@ -335,7 +353,7 @@ class GraphRunner(Runner):
                 shape = self._shape([item] * count)
                 self._step_of(shape)
                 if isinstance(self.kv, TieredKV) and self._can_fetch(shape):
-                    self._step_of(replace(shape, tiered=True))
+                    self._step_of(self._over_tiers(shape))
 
     # What is remembered of sequences, each at its place.
 
@@ -428,6 +446,9 @@ class GraphRunner(Runner):
             if shape.judged:
                 for output, *verdict in zip(outputs, results["accepted"], results["following"], strict=False):
                     output.verdict = verdict[0], verdict[1]
+            if shape.tiered:
+                for output, *counts in zip(outputs, results["cold"], results["late"], strict=False):
+                    output.blocks_fetched, output.blocks_late = counts
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -627,4 +648,7 @@ class GraphRunner(Runner):
             taken = {"none": 0, "last": 1, "all": len(item.tokens)}[item.logits]
             outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
             row += taken
+        if staged is not None:
+            assert isinstance(self.kv, TieredKV)
+            self.kv.counters.staged_pages += int(staged.cold)
         return outputs

@@ -24,6 +24,7 @@ from kernels.flashinfer_attention import check_flashinfer
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
 LOAD_FORMATS = ("auto", "dummy")
+LATE_KV = ("fetch", "means")
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,20 @@ def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> 
     return make_runner(load_model(model, dtype, device), kv_tokens)
 
 
-def make_runner(loaded: nn.Module, kv_tokens: int, host_kv_tokens: int = 0, longest: int = 0) -> ModelRunner:
+def make_runner(
+    loaded: nn.Module,
+    kv_tokens: int,
+    host_kv_tokens: int = 0,
+    longest: int = 0,
+    late_kv: str = "fetch",
+    measure_kv_waits: bool = False,
+) -> ModelRunner:
     """host_kv_tokens: that have their home on the host, of which `kv_tokens` lie on the device at once; 0: none.
 
-    longest: tokens of a sequence, at most, where there are any.
+    longest: tokens of a sequence, at most, where there are any. late_kv, measure_kv_waits: as in ModelSettings.
     """
+    if late_kv not in LATE_KV:
+        raise ValueError(f"late_kv {late_kv!r}: expected {' or '.join(LATE_KV)}")
     shape = read_shape(loaded.config)
     parameter = next(loaded.parameters())
     pages = pages_for(kv_tokens)
@@ -105,7 +115,8 @@ def make_runner(loaded: nn.Module, kv_tokens: int, host_kv_tokens: int = 0, long
     of_weights = parameter.dtype, parameter.device
     kv: PagedKV
     if host_kv_tokens:
-        kv = TieredKV(*of_model, pages, host_kv_tokens // PAGE_SIZE, longest, *of_weights)
+        rooms = pages, host_kv_tokens // PAGE_SIZE, longest
+        kv = TieredKV(*of_model, *rooms, *of_weights, late_kv == "means", measure_kv_waits)
     else:
         kv = PagedKV(*of_model, pages, *of_weights)
     return ModelRunner(loaded, kv, shape.vocab_size)
@@ -167,7 +178,9 @@ class ModelSettings:
     step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
     what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner). attention_backend: one of
     engine.attention_backends.ATTENTION_BACKENDS. host_kv_memory: GiB of KV of all sessions in host memory, of which the
-    room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device.
+    room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device. late_kv: one of
+    LATE_KV, what becomes of KV that a step needs, that is on the host and that nobody has announced: it is fetched, or
+    means stand in for it. measure_kv_waits: how long each layer waits for what is fetched.
     """
 
     model: str
@@ -185,6 +198,8 @@ class ModelSettings:
     deterministic: bool = False
     attention_backend: str = "auto"
     host_kv_memory: float = 0.0
+    late_kv: str = "fetch"
+    measure_kv_waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,7 +232,8 @@ def open_model(settings: ModelSettings) -> OpenedModel:
             f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, "
             "kv_tokens or kv_memory"
         )
-    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape))
+    late = settings.late_kv, settings.measure_kv_waits
+    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), *late)
     tiered = at_home > 0
     runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
     return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))

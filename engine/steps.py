@@ -54,6 +54,8 @@ class StepShape:
     the pass ends in verdicts, each sequence having drafted all its tokens but the first; support: entries of a
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
     the batch. tiered: block tables name pages of a TieredKV; what is listed, in every layer, is fetched first.
+    leaves_out_late: but not what nobody had announced, which group means stand in for. measures_waits: for what is
+    fetched, by layer.
     """
 
     sequences: int
@@ -70,6 +72,8 @@ class StepShape:
     support: int = 0
     pinned: bool = False
     tiered: bool = False
+    leaves_out_late: bool = False
+    measures_waits: bool = False
 
     @property
     def blocks(self) -> int:
@@ -164,6 +168,9 @@ def make_buffers(
     if shape.tiered:
         tiers = {"round": ((1,), torch.int32)}
         results |= dict.fromkeys(("fetched", "refused"), ((1,), torch.int32))
+        results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
+        if shape.measures_waits:
+            results["waited"] = (2 * layers,), torch.int64
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
@@ -215,14 +222,16 @@ def run_step(
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
+    announced: Tensor | None = None
     if buffers.budget is not None:
-        _share_out(buffers, buffers.budget, decoder.kv_heads)
+        announced = _share_out(buffers, buffers.budget, decoder.kv_heads)
     fetched: Fetched | None = None
     if shape.tiered:
         assert isinstance(kv, TieredKV) and buffers.round is not None
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
-        fetched = fetch_listed(kv, *listed, tables, buffers.round)
+        late = announced, shape.leaves_out_late, shape.measures_waits
+        fetched = fetch_listed(kv, *listed, tables, buffers.round, *late)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -307,6 +316,10 @@ def run_step(
     if fetched is not None:
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
+        results["cold"].copy_(fetched.cold)
+        results["late"].copy_(fetched.late)
+        if fetched.waited is not None:
+            results["waited"].copy_(fetched.waited)
     if shape.judged:
         by_sequence = logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -373,8 +386,8 @@ def _listed_requests(buffers: StepBuffers, shape: StepShape, at: int) -> Request
     return listed_requests(*_host_layout(host), PAGE_SIZE, lists, counts, shape.block_size)
 
 
-def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:
-    """Lists from what is read anyway and from the highest remembered weights."""
+def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Tensor:
+    """Lists from what is read anyway, which is returned (`score_blocks`), and from the highest remembered weights."""
     backend = default_backend(budget.memory.device)
     forced, scores = score_blocks(
         budget.words,
@@ -387,6 +400,7 @@ def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> No
         backend,
     )
     buffers.lists, buffers.counts = select_top_k_over_all(scores, budget.room, forced, backend, kv_heads)
+    return forced
 
 
 # From inputs to buffers.

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.tiered_kv import PROGRAMS, TieredKV, head_rows
+from kernels.device_clock import stamp_time
 from kernels.kv_gather import gather_blocks
+from kernels.late_blocks import count_late_blocks
 from kernels.residency import Transfers, find_block_slots, request_blocks
 
 
@@ -18,30 +20,52 @@ class Fetched:
 
     slots: [layers, sequences, kv_heads, width * pages of a block] int32, where the listed pages lie, once `wait` has
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
+    cold, late: [sequences] int32, listed blocks that were not hot, and those of them that nobody had announced
+    waited: [2 * layers] int64, nanoseconds before and after each layer's wait; None if that is not measured
     """
 
     slots: Tensor
     refused: Tensor
+    cold: Tensor
+    late: Tensor
     transfers: Transfers
     events: list[torch.cuda.Event]
+    waited: Tensor | None
+    backend: str
 
     def wait(self, layer: int) -> None:
         """Let the current stream wait until this layer's pages are there."""
+        if self.waited is not None:
+            stamp_time(self.waited, 2 * layer, self.backend)
         if self.events:
             torch.cuda.current_stream().wait_event(self.events[layer])
+        if self.waited is not None:
+            stamp_time(self.waited, 2 * layer + 1, self.backend)
 
 
 def fetch_listed(
-    kv: TieredKV, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
+    kv: TieredKV,
+    lists: Tensor,
+    counts: Tensor,
+    block_size: int,
+    page_tables: Tensor,
+    round: Tensor,
+    announced: Tensor | None = None,
+    leave_out_late: bool = False,
+    measure: bool = False,
 ) -> Fetched:
     """Request all pages that a pass lists, and start copying those that are not hot, layer by layer on a side stream.
 
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
     page_tables: [sequences, max_pages] int32, pages of `kv`; round: [1] int32, `kv.next_round()`
+    announced: [sequences, layers * kv_heads, blocks] uint8, blocks that were known beforehand; None: all
+    leave_out_late: take late blocks out of `lists` and `counts` instead of fetching them
     Launches only: works inside a CUDA graph.
     """
     per_block = block_size // PAGE_SIZE
     listed = lists, counts, page_tables, kv.kv_heads, per_block
+    cold, late = count_late_blocks(kv.tables.slot_of, *listed, announced, leave_out_late, kv.backend)
+    waited = torch.zeros(2 * kv.num_layers, dtype=torch.int64, device=kv.device) if measure else None
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
     slots = find_block_slots(kv.tables, *listed, kv.backend)[0].clamp_(min=0)
     events: list[torch.cuda.Event] = []
@@ -55,7 +79,8 @@ def fetch_listed(
                 _fetch_layer(kv, transfers, layer)
                 events.append(torch.cuda.Event())
                 events[-1].record()
-    return Fetched(slots, transfers.unplaced.sum(dtype=torch.int32), transfers, events)
+    refused = transfers.unplaced.sum(dtype=torch.int32)
+    return Fetched(slots, refused, cold, late, transfers, events, waited, kv.backend)
 
 
 def _fetch_layer(kv: TieredKV, transfers: Transfers, layer: int) -> None:
@@ -89,6 +114,7 @@ class StagedReads:
         self._kv = kv
         self._wanted = kv.rows_of(pages)
         self._slots: dict[int, Tensor] = {}
+        self.cold = torch.zeros((), dtype=torch.int64, device=kv.device)  # heads' pages that came from home
         self._brought: dict[int, torch.cuda.Event | None] = {}
         kv.counters.stages += 1
 
@@ -108,6 +134,7 @@ class StagedReads:
     def _bring_cold(self, layer: int) -> None:
         kv = self._kv
         self._slots[layer] = slots = kv.slots_of(layer, self._wanted)
+        self.cold += (slots < 0).sum()
         if kv.link_stream is None:
             kv.bring_cold(layer, layer % 2, self._wanted, slots)
             self._brought[layer] = None

@@ -40,13 +40,35 @@ PROGRAMS = 16  # of a gather: enough for the link's bulk rate (docs/performance.
 
 @dataclass
 class TierCounters:
-    """pages are of one layer and KV head. copied_home: whole pages. stages: passes that brought pages together."""
+    """Pages are of one layer and KV head; of those copied home, whole pages.
+
+    fetched: into slots, for a step that listed them; late: those of them that were not announced; left_out: late ones
+    that means stood in for. refused: had no slot, so that the step ran again. staged: brought from home for a pass
+    that reads everything; stages: such passes. wait_seconds: of each layer, where that is measured.
+    """
 
     fetched_pages: int = 0
+    late_pages: int = 0
+    left_out_pages: int = 0
     refused_pages: int = 0
-    copied_home: int = 0
+    staged_pages: int = 0
     stages: int = 0
+    copied_home: int = 0
     spills: int = 0
+    wait_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def add_waits(self, moments: np.ndarray) -> None:
+        """moments: int64 [layers, 2], nanoseconds, of one step."""
+        waited = (moments[:, 1] - moments[:, 0]) * 1e-9
+        self.wait_seconds = waited + (self.wait_seconds if len(self.wait_seconds) else 0.0)
+
+    def values(self, page_bytes: int, heads: int) -> dict[str, float]:
+        """By name; page_bytes: keys and values of a page of one layer and head. heads: of all layers."""
+        counts = {item.name: float(getattr(self, item.name)) for item in fields(self) if item.type is int}
+        counts["bytes_fetched"] = page_bytes * (counts["fetched_pages"] + counts["staged_pages"])
+        counts["bytes_copied_home"] = page_bytes * heads * counts["copied_home"]
+        waits = {f"wait_seconds_layer_{i}": float(wait) for i, wait in enumerate(self.wait_seconds)}
+        return counts | waits
 
 
 @dataclass
@@ -78,7 +100,8 @@ class TieredKV(PagedKV):
     """A PagedKV whose page numbers are places at home. A runner calls `begin` before each pass.
 
     frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
-    StagedReads has room for. k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host.
+    StagedReads has room for. means_for_late: steps that let group means stand in for what is not read have them stand
+    in for late blocks too, instead of fetching these. measures_waits: how long layers wait for what is fetched. k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host.
     tables: rows are layers, a page of them is page * kv_heads + head, a slot frame * kv_heads +
     head; they say nothing until KV has spilled. Raises MemoryError if the host has no room.
     """
@@ -93,6 +116,8 @@ class TieredKV(PagedKV):
         longest: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        means_for_late: bool = False,
+        measures_waits: bool = False,
     ) -> None:
         if not 0 < frames <= pages:
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
@@ -114,6 +139,7 @@ class TieredKV(PagedKV):
         )
         self.tables = empty_tables(num_layers, pages * kv_heads, frames * kv_heads, self.device)
         self.spilled = False
+        self.means_for_late, self.measures_waits = means_for_late, measures_waits
         self.round = 0  # of the residency tables
         staged = (2, pages_for(longest), kv_heads, PAGE_SIZE, head_dim)
         self.k_staged, self.v_staged = (
@@ -129,6 +155,13 @@ class TieredKV(PagedKV):
     def staged_pages(self) -> int:
         """That StagedReads has room for."""
         return self.k_staged.shape[1]
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Counters since the start, by name."""
+        page_bytes = 2 * self.k_pages[0][0, 0].nbytes
+        values = self.counters.values(page_bytes, self.num_layers * self.kv_heads)
+        return {f"kv_{name}": value for name, value in values.items()}
 
     @property
     def gauges(self) -> dict[str, float]:

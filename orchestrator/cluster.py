@@ -155,7 +155,7 @@ def start_services(settings: Settings) -> Cluster:
             settings.enforce_eager,
             deterministic=settings.deterministic and name == "target",
             attention_backend=settings.attention_backend,
-            host_kv_memory=settings.host_kv_memory if name == "target" else 0.0,
+            **(_tiers(settings) if name == "target" else {}),
         )
         return SideSettings(
             name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None
@@ -200,6 +200,10 @@ def start_services(settings: Settings) -> Cluster:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
     return Cluster(target, draft, target_info, draft_info)
+
+
+def _tiers(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in TIER_FLAGS}
 
 
 def drafter_settings(settings: Settings) -> DrafterSettings:

@@ -358,7 +358,7 @@ class _Answer:
 
 
 def _usage(last: Chunk) -> dict[str, Any]:
-    totals = asdict(last.totals) | {"kv_read_fraction": last.totals.kv_read_fraction}
+    totals = asdict(last.totals) | last.totals.fractions
     return {
         "usage": {
             "prompt_tokens": last.prompt_tokens,

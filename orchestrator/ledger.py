@@ -42,6 +42,8 @@ class SpeculationTotals:
     announced_bytes: int = 0
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
+    kv_tokens_fetched: int = 0
+    kv_tokens_late: int = 0
     prefill_seconds: float = 0.0
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -50,6 +52,24 @@ class SpeculationTotals:
     @property
     def kv_read_fraction(self) -> float:
         return self.kv_tokens_read / self.kv_tokens_total if self.kv_tokens_total else 1.0
+
+    @property
+    def kv_fetched_fraction(self) -> float:
+        """Of the KV that was read: what had to come from host memory."""
+        return self.kv_tokens_fetched / self.kv_tokens_read if self.kv_tokens_read else 0.0
+
+    @property
+    def kv_late_fraction(self) -> float:
+        """Of the KV that was read: what had to come, and had not been announced."""
+        return self.kv_tokens_late / self.kv_tokens_read if self.kv_tokens_read else 0.0
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        return {
+            "kv_read_fraction": self.kv_read_fraction,
+            "kv_fetched_fraction": self.kv_fetched_fraction,
+            "kv_late_fraction": self.kv_late_fraction,
+        }
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
@@ -64,6 +84,8 @@ class SpeculationTotals:
             "announced_bytes",
             "kv_tokens_read",
             "kv_tokens_total",
+            "kv_tokens_fetched",
+            "kv_tokens_late",
             "prefill_seconds",
             "wait_seconds",
             "draft_seconds",

@@ -11,6 +11,7 @@ import yaml
 
 import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
+from engine.loading import LATE_KV
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
@@ -68,6 +69,10 @@ class Settings:
         0.0,
         "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none",
     )
+    late_kv: str = _setting(
+        "fetch", "fetch, or means: what becomes of KV on the host that a step needs and nobody announced"
+    )
+    measure_kv_waits: bool = _setting(False, "count how long each layer waits for KV from the host")
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")
     enforce_eager: bool = _setting(False, "capture no CUDA graphs, for debugging")
@@ -193,6 +198,7 @@ def _check(settings: Settings) -> None:
             "draft_read_share below 1, or draft_refresh 1",
         ),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
+        (settings.late_kv in LATE_KV, f"late_kv must be {' or '.join(LATE_KV)}"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),

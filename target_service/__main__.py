@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 
+from engine.loading import LATE_KV
 from target_service.service import TargetProcess, TargetServiceSettings, run
 from target_service.verifier import VerifierSettings
 from wire.server import serve_until_signal
@@ -23,6 +24,15 @@ def main() -> None:
         default=0.0,
         metavar="GIB",
         help="KV of all sessions in host memory; 0: all of it lies where the model does",
+    )
+    parser.add_argument(
+        "--late-kv",
+        choices=LATE_KV,
+        default="fetch",
+        help="KV on the host that a step needs and nobody announced: fetch it, or let means stand in",
+    )
+    parser.add_argument(
+        "--measure-kv-waits", action="store_true", help="count how long each layer waits for what is fetched"
     )
     flags = parser.parse_args()
     verifier = VerifierSettings(

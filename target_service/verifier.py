@@ -7,7 +7,7 @@ serves for now (one token each), and a share of the prompts still to be read.
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
@@ -133,11 +133,10 @@ class Verifier:
         self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
     @property
-    def totals(self) -> dict[str, int]:
+    def totals(self) -> dict[str, float]:
         """Counters since the start, those of KV tiers included."""
         kv = self.runner.kv
-        tiers = asdict(kv.counters) if isinstance(kv, TieredKV) else {}
-        return {**self.counters, **{f"kv_{name}": count for name, count in tiers.items()}}
+        return {**self.counters, **(kv.totals if isinstance(kv, TieredKV) else {})}
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -480,9 +479,11 @@ class Verifier:
                 item.session.reader.finish(output.read_weights, output.blocks_read)
             if self.settings.synthetic_acceptance is not None:
                 accepted, following = self._impose(item, following, self.settings.synthetic_acceptance)
-            self._commit(item, accepted, following, result.seconds)
+            self._commit(item, accepted, following, output, result.seconds)
 
-    def _commit(self, item: Round, accepted: int, following: int, seconds: float) -> None:
+    def _commit(
+        self, item: Round, accepted: int, following: int, output: SequenceOutput, seconds: float
+    ) -> None:
         session, proposal = item.session, item.proposal
         before, key = session.at, session.key
         tokens = [*(proposal.tokens[:accepted] if proposal else []), following]
@@ -501,6 +502,8 @@ class Verifier:
             finish_reason=finish,
             kv_tokens_read=tokens_read,
             kv_tokens_total=tokens_total,
+            kv_tokens_fetched=output.blocks_fetched * self.plan.block_size,
+            kv_tokens_late=output.blocks_late * self.plan.block_size,
             announced_bytes=stats.announced_bytes,
             stale_rounds=stats.stale_rounds,
             prefill_seconds=stats.prefill_seconds,

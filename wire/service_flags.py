@@ -7,6 +7,9 @@ from engine.loading import LOAD_FORMATS, ModelSettings
 from wire.handshake import SideSettings
 
 
+TIER_FLAGS = ("host_kv_memory", "late_kv", "measure_kv_waits")
+
+
 def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> None:
     parser.add_argument("--model", required=True, help="Hugging Face id or folder")
     parser.add_argument("--plan", required=True, help="plan file (specahead calibrate)")
@@ -53,6 +56,6 @@ def side_settings(name: str, flags: argparse.Namespace) -> SideSettings:
         flags.enforce_eager,
         deterministic=flags.deterministic,
         attention_backend=flags.attention_backend,
-        host_kv_memory=getattr(flags, "host_kv_memory", 0.0),  # a target's
+        **{name: vars(flags)[name] for name in TIER_FLAGS if name in flags},  # a target's
     )
     return SideSettings(name, model, flags.plan, flags.gamma, flags.budget, flags.method)
