@@ -25,7 +25,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
+
+_LISTED = 512  # listed pages that a program takes at once
+_PARTS = 2  # programs that share a list, at most
+_FOUND = 1024  # listed pages whose slots a program looks up
+_JOINED = 16  # programs' claims that one program joins
+_CLAIMS = 32  # of each of these, at once
+_SWEPT = 1024  # slots whose fate a program decides at once
+_SWEEPERS = (
+    32  # programs that share a row's slots: few, so that all are there at once where nothing is missing
+)
+_CLEARED = 1024
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ def request_blocks(
         return _torch_request(
             tables, _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round, oldest
         )
-    raise NotImplementedError("request_blocks: Triton")
+    return _launch_request(tables, lists, counts, page_tables, pages_per_block, round, oldest)
 
 
 def find_block_slots(
@@ -168,7 +179,7 @@ def find_block_slots(
         row = torch.arange(tables.rows, device=lists.device)[:, None, None, None]
         slots = tables.slot_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
         return slots, ((pages >= 0) & (slots < 0)).sum((1, 2, 3), dtype=torch.int32)
-    raise NotImplementedError("find_block_slots: Triton")
+    return _launch_find(tables, lists, counts, page_tables, pages_per_block)
 
 
 def pin_frames(
@@ -204,7 +215,24 @@ def pin_frames(
             tables.dirty[row, slot] = 1
             tables.stamps[row, slot] = round
         return
-    raise NotImplementedError("pin_frames: Triton")
+    if pages.numel():
+        _pin_kernel[(tables.rows,)](
+            pages.contiguous(),
+            frames.contiguous(),
+            round,
+            tables.slot_of,
+            tables.page_in,
+            tables.referenced,
+            tables.stamps,
+            tables.dirty,
+            tables.pages,
+            tables.slots,
+            kv_heads,
+            len(pages),
+            CHUNK=_LISTED,
+            num_warps=_warps(_LISTED),
+            **overlapping_launch(pages.device),
+        )
 
 
 def mark_home(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
@@ -219,7 +247,7 @@ def mark_home(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: st
             _, slot = _hot(tables, row, pages, kv_heads)
             tables.dirty[row, slot] = 0
         return
-    raise NotImplementedError("mark_home: Triton")
+    _launch_settle(tables, pages, kv_heads, False)
 
 
 def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
@@ -238,7 +266,7 @@ def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: s
             tables.slot_of[row, page] = -1
             _free(tables, row, slot)
         return
-    raise NotImplementedError("drop_pages: Triton")
+    _launch_settle(tables, pages, kv_heads, True)
 
 
 def _check(
@@ -393,3 +421,592 @@ def _advance_hand(tables: ResidencyTables, row: int, wanted: int, pinned_from: i
     tables.referenced[row] = tables.referenced.new_tensor(bits)
     tables.hand[row] = hand
     return list(victims)
+
+
+def _warps(chunk: int) -> int:
+    """Few enough that no two threads hold the same number of a chunk: so what an atomic gave is theirs alone."""
+    return max(1, min(4, chunk // 128))
+
+
+def _launch_request(
+    tables: ResidencyTables,
+    lists: Tensor,
+    counts: Tensor,
+    page_tables: Tensor,
+    pages_per_block: int,
+    round: Tensor,
+    oldest: Tensor,
+) -> Transfers:
+    rows, sequences, kv_heads, width = lists.shape
+    device, listed = lists.device, width * pages_per_block
+    parts = max(1, min(_PARTS, -(-listed // _LISTED)))
+    stretch = -(-listed // parts)
+    items = sequences * kv_heads * parts
+    joiners, chunks = -(-items // _JOINED), -(-tables.slots // _SWEPT)
+    sweepers = min(_SWEEPERS, chunks)
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    transfers = Transfers(new(rows, items * stretch), new(rows, items * stretch), new(rows), new(rows))
+    if not items * stretch:
+        transfers.counts.zero_()
+        transfers.unplaced.zero_()
+        return transfers
+    firsts, claimed, tallies, begun = (
+        new(rows, items),
+        new(rows, items),
+        new(rows, 2, chunks),
+        new(rows),
+    )
+    claims = transfers.slots  # until the slots are known
+    overlap = overlapping_launch(device)
+    _launch_clear(firsts)
+    _claim_kernel[(items, rows)](
+        lists.contiguous(),
+        counts.contiguous(),
+        page_tables.contiguous(),
+        round,
+        tables.slot_of,
+        tables.referenced,
+        tables.stamps,
+        tables.hand,
+        begun,
+        claims,
+        claimed,
+        firsts,
+        tables.pages,
+        tables.slots,
+        kv_heads,
+        width,
+        page_tables.shape[1],
+        parts,
+        stretch,
+        PER_BLOCK=pages_per_block,
+        CHUNK=_LISTED,
+        num_warps=_warps(_LISTED),
+        **overlap,
+    )
+    _survey_kernel[(joiners + sweepers, rows)](
+        claims,
+        claimed,
+        firsts,
+        round,
+        oldest,
+        begun,
+        tables.slot_of,
+        tables.referenced,
+        tables.stamps,
+        tables.dirty,
+        transfers.pages,
+        tallies,
+        tables.pages,
+        tables.slots,
+        joiners,
+        chunks,
+        items,
+        stretch,
+        ITEMS=power_of_two(items),
+        JOINED=_JOINED,
+        CLAIMS=_CLAIMS,
+        CHUNK=_SWEPT,
+        num_warps=_warps(_SWEPT),
+        **overlap,
+    )
+    _place_kernel[(sweepers, rows)](
+        firsts,
+        round,
+        oldest,
+        begun,
+        tallies,
+        tables.slot_of,
+        tables.page_in,
+        tables.referenced,
+        tables.stamps,
+        tables.dirty,
+        tables.hand,
+        transfers.pages,
+        transfers.slots,
+        transfers.counts,
+        transfers.unplaced,
+        tables.pages,
+        tables.slots,
+        chunks,
+        items,
+        stretch,
+        ITEMS=power_of_two(items),
+        CHUNKS=power_of_two(chunks),
+        CHUNK=_SWEPT,
+        num_warps=_warps(_SWEPT),
+        **overlap,
+    )
+    return transfers
+
+
+def _launch_find(
+    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
+) -> tuple[Tensor, Tensor]:
+    rows, sequences, kv_heads, width = lists.shape
+    listed = width * pages_per_block
+    slots = lists.new_empty(rows, sequences, kv_heads, listed)
+    late = lists.new_empty(rows)
+    _launch_clear(late)
+    if slots.numel():
+        _find_kernel[(-(-listed // _FOUND), sequences * kv_heads, rows)](
+            lists.contiguous(),
+            counts.contiguous(),
+            page_tables.contiguous(),
+            tables.slot_of,
+            slots,
+            late,
+            tables.pages,
+            kv_heads,
+            width,
+            page_tables.shape[1],
+            PER_BLOCK=pages_per_block,
+            CHUNK=_FOUND,
+            num_warps=_warps(_FOUND),
+            **overlapping_launch(lists.device),
+        )
+    return slots, late
+
+
+def _launch_settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, drop: bool) -> None:
+    if pages.numel():
+        _settle_kernel[(-(-len(pages) * kv_heads // _LISTED), tables.rows)](
+            pages.contiguous(),
+            tables.slot_of,
+            tables.page_in,
+            tables.referenced,
+            tables.dirty,
+            tables.pages,
+            tables.slots,
+            kv_heads,
+            len(pages),
+            DROP=drop,
+            CHUNK=_LISTED,
+            num_warps=_warps(_LISTED),
+            **overlapping_launch(pages.device),
+        )
+
+
+def _launch_clear(numbers: Tensor) -> None:
+    """numbers: int32."""
+    count = numbers.numel()
+    overlap = overlapping_launch(numbers.device)
+    _clear_kernel[(-(-count // _CLEARED),)](numbers, count, CHUNK=_CLEARED, **overlap)
+
+
+@jit
+def _clear_kernel(numbers_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(numbers_ptr + place, tl.zeros([CHUNK], tl.int32), mask=place < count)
+
+
+@jit
+def _pages_at(
+    list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max_pages, PER_BLOCK: tl.constexpr
+):
+    """The head's pages at `place` among all that a list names, and which of them there are."""
+    block = tl.load(list_ptr + place // PER_BLOCK, mask=inside, other=-1)
+    known = (block >= 0) & (block < (max_pages + PER_BLOCK - 1) // PER_BLOCK)
+    logical = block * PER_BLOCK + place % PER_BLOCK
+    page = tl.load(page_table_ptr + logical, mask=known & (logical < max_pages), other=-1)
+    return page * kv_heads + head, (page >= 0) & (page < pages // kv_heads)
+
+
+@jit
+def _claim_kernel(
+    lists_ptr,
+    counts_ptr,
+    page_tables_ptr,
+    round_ptr,
+    slot_of_ptr,
+    referenced_ptr,
+    stamps_ptr,
+    hand_ptr,
+    begun_ptr,
+    claims_ptr,
+    claimed_ptr,
+    firsts_ptr,
+    pages,
+    slots,
+    kv_heads,
+    width,
+    max_pages,
+    parts,
+    stretch,
+    PER_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A part of one list: what is hot is touched, what is not is claimed. Which is which does not change meanwhile.
+
+    A claim lies at item * stretch + its order in claims [rows, items * stretch]. That place, as a number below -1 that
+    rises with it, goes to slot_of, where the minimum stays: the first claim, whatever the order of threads.
+    claimed: [rows, items], a part's claims; firsts: [rows, items], how many of them are first: one that comes to be is
+    counted, one that is so no more is taken off.
+    """
+    follow(PDL)
+    item = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    items = tl.num_programs(0)
+    listing = item // parts
+    head = listing % kv_heads
+    at = row * (items // parts) + listing
+    total = tl.maximum(tl.minimum(tl.load(counts_ptr + at), width), 0) * PER_BLOCK
+    share = (total + parts - 1) // parts
+    begin = item % parts * share
+    end = tl.minimum(begin + share, total)
+    lists_ptr += at * width
+    page_tables_ptr += (listing // kv_heads).to(tl.int64) * max_pages
+    slot_of_ptr += row * pages
+    firsts_ptr += row * items
+    claims_ptr += row * items * stretch
+    now = tl.load(round_ptr)
+    zero = total * 0
+    claimed = zero
+    won = zero
+    for start in tl.range(begin, end, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page, listed = _pages_at(
+            lists_ptr, page_tables_ptr, place, place < end, pages, head, kv_heads, max_pages, PER_BLOCK
+        )
+        slot = tl.load(slot_of_ptr + page, mask=listed, other=-1)
+        hot = slot >= 0
+        tl.store(stamps_ptr + row * slots + slot, now, mask=hot)
+        tl.store(referenced_ptr + row * slots + slot, 1, mask=hot)
+        cold = (listed & (slot < 0)).to(tl.int32)
+        found = tl.sum(cold, 0)
+        if found > 0:
+            claim = item * stretch + claimed + tl.cumsum(cold, 0) - cold
+            tl.store(claims_ptr + claim, page, mask=cold != 0)
+            key = claim - items * stretch - 1
+            before = tl.atomic_min(slot_of_ptr + page, key, mask=cold != 0, sem="relaxed")
+            first = (cold != 0) & (key < before)
+            beaten = (before + items * stretch + 1) // stretch
+            tl.atomic_add(firsts_ptr + beaten, -1, mask=first & (before < -1), sem="relaxed")
+            won += tl.sum(first.to(tl.int32), 0)
+            claimed += found
+    tl.store(claimed_ptr + row * items + item, claimed)
+    if won > 0:
+        tl.atomic_add(firsts_ptr + item, won, sem="relaxed")
+    if item == 0:
+        tl.store(begun_ptr + row, tl.load(hand_ptr + row))
+
+
+@jit
+def _loose_slots(
+    round_ptr,
+    oldest_ptr,
+    begun_ptr,
+    referenced_ptr,
+    stamps_ptr,
+    dirty_ptr,
+    row,
+    chunk,
+    slots,
+    CHUNK: tl.constexpr,
+):
+    """The slots of a chunk in the order of the hand, and what it may take: at once, and if it comes again."""
+    pinned_from = tl.minimum(tl.load(oldest_ptr), tl.load(round_ptr))
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = place < slots
+    slot = tl.load(begun_ptr + row) + place
+    slot = tl.where(slot >= slots, slot - slots, slot)
+    stamp = tl.load(stamps_ptr + row * slots + slot, mask=there, other=0)
+    unsaved = tl.load(dirty_ptr + row * slots + slot, mask=there, other=1)
+    bit = tl.load(referenced_ptr + row * slots + slot, mask=there, other=0)
+    loose = there & (stamp < pinned_from) & (unsaved == 0)
+    return slot, (loose & (bit == 0)).to(tl.int32), (loose & (bit != 0)).to(tl.int32)
+
+
+@jit
+def _survey_kernel(
+    claims_ptr,
+    claimed_ptr,
+    firsts_ptr,
+    round_ptr,
+    oldest_ptr,
+    begun_ptr,
+    slot_of_ptr,
+    referenced_ptr,
+    stamps_ptr,
+    dirty_ptr,
+    missing_ptr,
+    tallies_ptr,
+    pages,
+    slots,
+    joiners,
+    chunks,
+    items,
+    stretch,
+    ITEMS: tl.constexpr,
+    JOINED: tl.constexpr,
+    CLAIMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some programs write the first claims of JOINED items behind those of the items before: the missing pages.
+
+    The others count what the hand may take of a chunk; tallies: [rows, 2, chunks], at once, and if it comes again.
+    """
+    follow(PDL)
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    each = tl.arange(0, ITEMS)
+    won = tl.load(firsts_ptr + row * items + each, mask=each < items, other=0)
+    if tl.sum(won, 0) > 0:
+        if part < joiners:
+            one = part * JOINED + tl.arange(0, JOINED)
+            own = tl.load(firsts_ptr + row * items + one, mask=one < items, other=0)
+            claimed = tl.load(claimed_ptr + row * items + one, mask=own > 0, other=0)
+            at = tl.sum(tl.where(each < part * JOINED, won, 0), 0) + tl.cumsum(own, 0) - own
+            for start in tl.range(0, tl.max(claimed, 0), CLAIMS):
+                place = start + tl.arange(0, CLAIMS)
+                inside = place[None, :] < claimed[:, None]
+                claim = one[:, None] * stretch + place[None, :]
+                page = tl.load(claims_ptr + row * items * stretch + claim, mask=inside, other=0)
+                key = tl.load(slot_of_ptr + row * pages + page, mask=inside, other=0)
+                first = (inside & (key == claim - items * stretch - 1)).to(tl.int32)
+                order = at[:, None] + tl.cumsum(first, 1) - first
+                tl.store(missing_ptr + row * items * stretch + order, page, mask=first != 0)
+                at += tl.sum(first, 1)
+        else:
+            for chunk in tl.range(part - joiners, chunks, tl.num_programs(0) - joiners):
+                _slot, ready, later = _loose_slots(
+                    round_ptr,
+                    oldest_ptr,
+                    begun_ptr,
+                    referenced_ptr,
+                    stamps_ptr,
+                    dirty_ptr,
+                    row,
+                    chunk,
+                    slots,
+                    CHUNK,
+                )
+                tl.store(tallies_ptr + row * 2 * chunks + chunk, tl.sum(ready, 0))
+                tl.store(tallies_ptr + (row * 2 + 1) * chunks + chunk, tl.sum(later, 0))
+
+
+@jit
+def _place_kernel(
+    firsts_ptr,
+    round_ptr,
+    oldest_ptr,
+    begun_ptr,
+    tallies_ptr,
+    slot_of_ptr,
+    page_in_ptr,
+    referenced_ptr,
+    stamps_ptr,
+    dirty_ptr,
+    hand_ptr,
+    missing_ptr,
+    taken_ptr,
+    placed_ptr,
+    unplaced_ptr,
+    pages,
+    slots,
+    chunks,
+    items,
+    stretch,
+    ITEMS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some chunks of a row's slots: which victim each is, of the first sweep or the second, and whose page it gets.
+
+    The hand comes to a slot in the first sweep if there are fewer victims before it than pages are missing.
+    """
+    follow(PDL)
+    sweeper = tl.program_id(0)
+    sweepers = tl.num_programs(0)
+    row = tl.program_id(1).to(tl.int64)
+    each = tl.arange(0, ITEMS)
+    missing = tl.sum(tl.load(firsts_ptr + row * items + each, mask=each < items, other=0), 0)
+    slot_of_ptr += row * pages
+    missing_ptr += row * items * stretch
+    placed = missing * 0
+    if missing > 0:
+        one = tl.arange(0, CHUNKS)
+        ready_of = tl.load(tallies_ptr + row * 2 * chunks + one, mask=one < chunks, other=0)
+        later_of = tl.load(tallies_ptr + (row * 2 + 1) * chunks + one, mask=one < chunks, other=0)
+        first_sweep = tl.sum(ready_of, 0)
+        placed = tl.minimum(missing, first_sweep + tl.sum(later_of, 0))
+        chunk = sweeper
+        ready_before = tl.sum(tl.where(one < chunk, ready_of, 0), 0)
+        while (chunk < chunks) & (ready_before < missing):
+            slot, ready, later = _loose_slots(
+                round_ptr,
+                oldest_ptr,
+                begun_ptr,
+                referenced_ptr,
+                stamps_ptr,
+                dirty_ptr,
+                row,
+                chunk,
+                slots,
+                CHUNK,
+            )
+            before = ready_before + tl.cumsum(ready, 0) - ready
+            later_before = tl.sum(tl.where(one < chunk, later_of, 0), 0) + tl.cumsum(later, 0) - later
+            order = tl.where(ready != 0, before, tl.where(later != 0, first_sweep + later_before, missing))
+            taken = order < missing
+            page = tl.load(missing_ptr + order, mask=taken, other=0)
+            old = tl.load(page_in_ptr + row * slots + slot, mask=taken, other=-1)
+            tl.debug_barrier()  # where a thread of another warp holds the same slots, it has read them now
+            tl.store(referenced_ptr + row * slots + slot, 0, mask=(later != 0) & (before < missing))
+            tl.store(slot_of_ptr + old, -1, mask=old >= 0)
+            tl.store(slot_of_ptr + page, slot, mask=taken)
+            tl.store(page_in_ptr + row * slots + slot, page, mask=taken)
+            tl.store(stamps_ptr + row * slots + slot, tl.load(round_ptr), mask=taken)
+            tl.store(taken_ptr + row * items * stretch + order, slot, mask=taken)
+            behind = tl.where(slot + 1 == slots, 0, slot + 1)
+            tl.store(hand_ptr + row + order * 0, behind, mask=order == missing - 1)
+            chunk += sweepers
+            ready_before = tl.sum(tl.where(one < chunk, ready_of, 0), 0)
+        # Claims that got nothing are taken back.
+        for start in tl.range(placed + sweeper * CHUNK, missing, sweepers * CHUNK):
+            place = start + tl.arange(0, CHUNK)
+            page = tl.load(missing_ptr + place, mask=place < missing, other=0)
+            tl.store(slot_of_ptr + page, -1, mask=place < missing)
+    if sweeper == 0:
+        tl.store(placed_ptr + row, placed)
+        tl.store(unplaced_ptr + row, missing - placed)
+
+
+@jit
+def _find_kernel(
+    lists_ptr,
+    counts_ptr,
+    page_tables_ptr,
+    slot_of_ptr,
+    slots_ptr,
+    late_ptr,
+    pages,
+    kv_heads,
+    width,
+    max_pages,
+    PER_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A chunk of one list; late has been cleared."""
+    follow(PDL)
+    listing = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    at = row * tl.num_programs(1) + listing
+    head = listing % kv_heads
+    count = tl.minimum(tl.load(counts_ptr + at), width) * PER_BLOCK
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    slot = tl.full([CHUNK], -1, tl.int32)
+    if tl.program_id(0) * CHUNK < count:
+        page_tables_ptr += (listing // kv_heads).to(tl.int64) * max_pages
+        page, listed = _pages_at(
+            lists_ptr + at * width,
+            page_tables_ptr,
+            place,
+            place < count,
+            pages,
+            head,
+            kv_heads,
+            max_pages,
+            PER_BLOCK,
+        )
+        slot = tl.load(slot_of_ptr + row * pages + page, mask=listed, other=-1)
+        late = tl.sum((listed & (slot < 0)).to(tl.int32), 0)
+        if late > 0:
+            tl.atomic_add(late_ptr + row, late, sem="relaxed")
+    tl.store(slots_ptr + at * (width * PER_BLOCK) + place, slot, mask=place < width * PER_BLOCK)
+
+
+@jit
+def _heads_at(pages_ptr, place, count, end, kv_heads):
+    """Of pages or frames, every head's at `place`, -1 where there is none below `end`."""
+    page = tl.load(pages_ptr + place // kv_heads, mask=place < count * kv_heads, other=-1)
+    return tl.where((page >= 0) & (page < end // kv_heads), page * kv_heads + place % kv_heads, -1)
+
+
+@jit
+def _pin_kernel(
+    pages_ptr,
+    frames_ptr,
+    round_ptr,
+    slot_of_ptr,
+    page_in_ptr,
+    referenced_ptr,
+    stamps_ptr,
+    dirty_ptr,
+    pages,
+    slots,
+    kv_heads,
+    count,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row. All is forgotten that lies in the frames, and where pages lie; only then anything is placed.
+
+    What is read and forgotten at the same time is placed anew in any case: reads may find it or not.
+    """
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot_of_ptr += row * pages
+    page_in_ptr += row * slots
+    referenced_ptr += row * slots
+    stamps_ptr += row * slots
+    dirty_ptr += row * slots
+    now = tl.load(round_ptr)
+    for start in tl.range(0, count * kv_heads, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page = _heads_at(pages_ptr, place, count, pages, kv_heads)
+        slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
+        listed = (page >= 0) & (slot >= 0)
+        former = tl.load(slot_of_ptr + page, mask=listed, other=-1)
+        other = tl.load(page_in_ptr + slot, mask=listed, other=-1)
+        tl.store(slot_of_ptr + other, -1, mask=other >= 0)
+        tl.store(page_in_ptr + former, -1, mask=former >= 0)
+        tl.store(referenced_ptr + former, 0, mask=former >= 0)
+        tl.store(dirty_ptr + former, 0, mask=former >= 0)
+    tl.debug_barrier()
+    for start in tl.range(0, count * kv_heads, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page = _heads_at(pages_ptr, place, count, pages, kv_heads)
+        slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
+        listed = (page >= 0) & (slot >= 0)
+        tl.store(slot_of_ptr + page, slot, mask=listed)
+        tl.store(page_in_ptr + slot, page, mask=listed)
+        tl.store(referenced_ptr + slot, 0, mask=listed)
+        tl.store(stamps_ptr + slot, now, mask=listed)
+        tl.store(dirty_ptr + slot, 1, mask=listed)
+
+
+@jit
+def _settle_kernel(
+    pages_ptr,
+    slot_of_ptr,
+    page_in_ptr,
+    referenced_ptr,
+    dirty_ptr,
+    pages,
+    slots,
+    kv_heads,
+    count,
+    DROP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Slots are clean, or with DROP free. A page listed twice is found as it was or as it will be."""
+    follow(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    page = _heads_at(pages_ptr, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), count, pages, kv_heads)
+    slot = tl.load(slot_of_ptr + row * pages + page, mask=page >= 0, other=-1)
+    hot = slot >= 0
+    tl.store(dirty_ptr + row * slots + slot, 0, mask=hot)
+    if DROP:
+        tl.store(referenced_ptr + row * slots + slot, 0, mask=hot)
+        tl.store(page_in_ptr + row * slots + slot, -1, mask=hot)
+        tl.store(slot_of_ptr + row * pages + page, -1, mask=hot)
