@@ -233,7 +233,7 @@ class GraphRunner(Runner):
     # Steps over KV that has partly left the GPU.
 
     def _step_over_tiers(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """By fetching what is listed, in one pass if it fits, else in halves; or by bringing whole sequences together."""
+        """By fetching what is listed, if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
         if self._can_fetch(shape):
             outputs = self._step_fetching(self._over_tiers(shape), inputs)

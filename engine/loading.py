@@ -15,6 +15,7 @@ from engine import attention
 from engine.attention_backends import check_attention_backend
 from engine.decoder import is_supported, read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.late_kv import LATE_KV
 from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
 from engine.runner import ModelRunner, Runner
 from engine.tiered_kv import TieredKV
@@ -24,7 +25,6 @@ from kernels.flashinfer_attention import check_flashinfer
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
 LOAD_FORMATS = ("auto", "dummy")
-LATE_KV = ("fetch", "means")
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,9 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
     if settings.host_kv_memory and at_home < max(_context(settings, shape), tokens):
         raise ValueError(
-            f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context has "
-            f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, "
-            "kv_tokens or kv_memory"
+            f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context "
+            f"has {_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower "
+            "max_context, kv_tokens or kv_memory"
         )
     late = settings.late_kv, settings.measure_kv_waits
     plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), *late)
@@ -245,8 +245,8 @@ def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape,
     chosen = settings.attention_backend
     if tiered and chosen == "flashinfer":
         raise NotImplementedError(
-            "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave host_kv_memory "
-            "out"
+            "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
+            "host_kv_memory out"
         )
     if tiered and not is_supported(config):
         raise NotImplementedError(

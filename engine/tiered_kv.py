@@ -101,9 +101,10 @@ class TieredKV(PagedKV):
 
     frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
     StagedReads has room for. means_for_late: steps that let group means stand in for what is not read have them stand
-    in for late blocks too, instead of fetching these. measures_waits: how long layers wait for what is fetched. k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host.
-    tables: rows are layers, a page of them is page * kv_heads + head, a slot frame * kv_heads +
-    head; they say nothing until KV has spilled. Raises MemoryError if the host has no room.
+    in for late blocks too, instead of fetching these. measures_waits: how long layers wait for what is fetched.
+    k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host. tables: rows are layers, a page of
+    them is page * kv_heads + head, a slot frame * kv_heads + head; they say nothing until KV has spilled.
+    Raises MemoryError if the host has no room.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class TieredKV(PagedKV):
     def begin(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Give the pages of so many tokens to come of each sequence frames, and let others leave theirs.
 
-        Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not enough pages or frames; then lengths
-        are as before.
+        Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not
+        enough pages or frames; then lengths are as before.
         """
         self._forget_freed()
         for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():

@@ -28,12 +28,12 @@ def count_late_blocks(
     """
     check_backend("count_late_blocks", backend, ("torch", "triton"))
     layers, sequences, _, width = lists.shape
-    if not (lists.is_contiguous() and counts.is_contiguous()):
-        raise ValueError("count_late_blocks: lists and counts must be contiguous, they may change in place")
     if backend == "torch":
         return _torch_count(
             slot_of, lists, counts, page_tables, kv_heads, pages_per_block, announced, leave_out
         )
+    if not (lists.is_contiguous() and counts.is_contiguous()):
+        raise ValueError("count_late_blocks: the Triton backend needs contiguous lists and counts")
     cold, late = torch.zeros(2, sequences, dtype=torch.int32, device=lists.device)
     _count_late_blocks_kernel[(layers * sequences * kv_heads,)](
         slot_of,

@@ -22,6 +22,7 @@ from target_service.service import run as run_target
 from target_service.verifier import VerifierSettings
 from wire.handshake import SideSettings
 from wire.server import RunningServer
+from wire.service_flags import TIER_FLAGS
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import yaml
 
 import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
-from engine.loading import LATE_KV
+from engine.late_kv import LATE_KV
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 

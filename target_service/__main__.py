@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 
-from engine.loading import LATE_KV
+from engine.late_kv import LATE_KV
 from target_service.service import TargetProcess, TargetServiceSettings, run
 from target_service.verifier import VerifierSettings
 from wire.server import serve_until_signal

@@ -6,7 +6,6 @@ from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP
 from engine.loading import LOAD_FORMATS, ModelSettings
 from wire.handshake import SideSettings
 
-
 TIER_FLAGS = ("host_kv_memory", "late_kv", "measure_kv_waits")
 
 

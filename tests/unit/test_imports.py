@@ -94,6 +94,7 @@ def test_kernels_know_torch_and_triton_alone() -> None:
         "dataclasses",
         "functools",
         "inspect",
+        "time",
         "types",
     }
     for name, names in FILES.items():
