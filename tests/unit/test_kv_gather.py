@@ -32,7 +32,9 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
 
 
-@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize(
+    ("host", "pairs"), [("source", 1), ("source", 2), ("destination", 2), ("neither", 1)]
+)
 @pytest.mark.parametrize(
     ("row_bytes", "dtype"),
     [
@@ -46,26 +48,30 @@ def on_host(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(("count", "programs"), [(0, 3), (1, 3), (13, 1), (13, 2), (16, 40)])
 @backends
 def test_rows_arrive_and_no_others(
-    backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: bool
+    backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: str, pairs: int
 ) -> None:
     n, m, capacity = 23, 19, 16
-    source, before = random_bytes(n, row_bytes, dtype, 0), random_bytes(m, row_bytes, dtype, 1)
+    sources = [random_bytes(n, row_bytes, dtype, seed) for seed in range(pairs)]
+    before = [random_bytes(m, row_bytes, dtype, seed + 2) for seed in range(pairs)]
     torch.manual_seed(count)
     origins, places = torch.randint(n, (capacity,)), torch.randperm(m)[:capacity]
-    wanted = before.clone()
-    for origin, place in zip(origins[:count].tolist(), places[:count].tolist(), strict=True):
-        wanted[place] = source[origin]
-    destination = before.to(DEVICE)
+    wanted = [tensor.clone() for tensor in before]
+    for source, tensor in zip(sources, wanted, strict=True):
+        for origin, place in zip(origins[:count].tolist(), places[:count].tolist(), strict=True):
+            tensor[place] = source[origin]
+    destinations = tuple(on_host(t) if host == "destination" else t.to(DEVICE, copy=True) for t in before)
     gather_blocks(
-        on_host(source) if host else source.to(DEVICE),
-        destination,
+        tuple(on_host(t) if host == "source" else t.to(DEVICE) for t in sources),
+        destinations,
         ints(origins.tolist()),
         ints(places.tolist()),
         ints([count]),
         programs,
         backend,
     )
-    assert same_bytes(destination, wanted)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert all(same_bytes(*both) for both in zip(destinations, wanted, strict=True))
 
 
 @pytest.mark.parametrize("in_flight", [512, 4096])
@@ -76,16 +82,19 @@ def test_lists_longer_than_what_is_in_flight(in_flight: int, monkeypatch: pytest
     destination = torch.zeros_like(source, device=DEVICE)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     rows = ints(list(range(64)))
-    gather_blocks(on_host(source), destination, ints(order.tolist()), rows, ints([61]), 3, "triton")
-    assert same_bytes(destination[:61], source[order[:61]])
-    assert not destination[61:].any()
+    destinations = destination, torch.zeros_like(destination)
+    sources = on_host(source), on_host(source.flip(0))
+    gather_blocks(sources, destinations, ints(order.tolist()), rows, ints([61]), 3, "triton")
+    for origin, copy in zip(sources, destinations, strict=True):
+        assert same_bytes(copy[:61], origin[order[:61]])
+        assert not copy[61:].any()
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
     """Valid arguments of gather_blocks, some of them replaced."""
     return {
-        "source": on_host(torch.zeros(4, 64)),
-        "destination": torch.zeros(3, 64, device=DEVICE),
+        "sources": (on_host(torch.zeros(4, 64)),),
+        "destinations": (torch.zeros(3, 64, device=DEVICE),),
         "source_rows": ints([3, 0]),
         "destination_rows": ints([1, 2]),
         "count": ints([2]),
@@ -97,11 +106,24 @@ def arguments(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"destination": torch.zeros(3, 32, device=DEVICE)}, "rows differ"),
-        ({"destination": torch.zeros(64, device=DEVICE)}, "rows differ"),
-        ({"destination": torch.zeros(3, 64, dtype=torch.int32, device=DEVICE)}, "float32 into torch.int32"),
-        ({"destination": torch.zeros(3, 128, device=DEVICE)[:, ::2]}, "contiguous"),
-        ({"source": torch.zeros(64, 4).T}, "contiguous"),
+        ({"destinations": (torch.zeros(3, 32, device=DEVICE),)}, "rows differ"),
+        ({"destinations": (torch.zeros(64, device=DEVICE),)}, "rows differ"),
+        (
+            {"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),)},
+            "float32 into torch.int32",
+        ),
+        ({"destinations": (torch.zeros(3, 128, device=DEVICE)[:, ::2],)}, "contiguous"),
+        ({"sources": (torch.zeros(64, 4).T,)}, "contiguous"),
+        ({"sources": (torch.zeros(4, 64),) * 2}, "2 sources into 1"),
+        ({"sources": (), "destinations": ()}, "0 sources into 0"),
+        ({name: (torch.zeros(4, 64),) * 3 for name in ("sources", "destinations")}, "3 sources into 3"),
+        (
+            {
+                "sources": (torch.zeros(4, 64), torch.zeros(5, 64)),
+                "destinations": (torch.zeros(3, 64, device=DEVICE),) * 2,
+            },
+            r"pairs differ, \(5, 64\)",
+        ),
         ({"source_rows": ints([3, 0]).long()}, "int32"),
         ({"count": ints([2]).long()}, "int32"),
         ({"count": ints([2, 2])}, "one count"),
@@ -116,16 +138,21 @@ def test_what_does_not_fit_is_refused(backend: str, changes: dict[str, Any], mat
 
 
 def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
-    odd = {"source": torch.zeros(4, 6, device=DEVICE), "destination": torch.zeros(3, 6, device=DEVICE)}
+    odd = {
+        "sources": (torch.zeros(4, 6, device=DEVICE),),
+        "destinations": (torch.zeros(3, 6, device=DEVICE),),
+    }
     with pytest.raises(ValueError, match="16-byte words"):
         gather_blocks(**arguments(**odd), backend="triton")
-    # Pageable memory; without a GPU, a tensor of no memory stands for one on another device.
+    # Pageable memory; without a GPU, tensors of no memory stand for those on another device.
     device = DEVICE if DEVICE == "cuda" else "meta"
-    elsewhere = {
-        name: value.to(device) for name, value in arguments().items() if name not in ("source", "programs")
+    elsewhere: dict[str, Any] = {
+        name: value.to(device) for name, value in arguments().items() if isinstance(value, Tensor)
     }
-    with pytest.raises(ValueError, match="pinned"):
-        gather_blocks(**arguments(source=torch.zeros(4, 64), **elsewhere), backend="triton")
+    there, pageable = torch.zeros(4, 64, device=device), torch.zeros(4, 64)
+    for sources, destinations in (((pageable,), (there,)), ((there,), (pageable,))):
+        with pytest.raises(ValueError, match="pinned"):
+            gather_blocks(sources, destinations, **elsewhere, programs=2, backend="triton")
     with pytest.raises(NotImplementedError):
         gather_blocks(**arguments(), backend="cuda")
 
@@ -135,7 +162,7 @@ def test_a_captured_graph_serves_any_list() -> None:
     source = on_host(random_bytes(50, 4096, torch.bfloat16, 0))
     destination = torch.zeros(40, 2048, dtype=torch.bfloat16, device=DEVICE)
     origins, places, count = ints([0] * 40), ints(list(range(40))), ints([1])
-    call = (source, destination, origins, places, count, 4, "triton")
+    call = ((source,), (destination,), origins, places, count, 4, "triton")
     gather_blocks(*call)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, fields, replace
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -15,12 +15,13 @@ from torch import Tensor
 import kernels.residency as residency
 from kernels.residency import (
     ResidencyTables,
+    Transfers,
     drop_pages,
     empty_tables,
-    find_slots,
+    find_block_slots,
     mark_home,
-    place_new,
-    request_pages,
+    pin_frames,
+    request_blocks,
 )
 
 pytest.importorskip("triton")
@@ -32,14 +33,7 @@ def ints(values: Any, device: str = DEVICE) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def ragged(lists: list[list[int]], device: str = DEVICE) -> tuple[Tensor, Tensor]:
-    """[rows, width] with nonsense behind each list, and counts [rows]."""
-    width = max(map(len, lists), default=0)
-    padded = [[*pages, *[0] * (width - len(pages))] for pages in lists]
-    return ints(padded, device).reshape(len(lists), width), ints([len(pages) for pages in lists], device)
-
-
-# The clock by examples, one row each
+# The clock by examples: one row and one head, blocks of one page, which is that of their number
 
 
 @dataclass
@@ -52,23 +46,25 @@ class Row:
     def request(self, *lists: list[int], round: int, oldest: int) -> tuple[dict[int, int], list[int]]:
         """Where pages are copied to, in order, and which found no slot."""
         width = max(map(len, lists))
-        padded = ints([[[*pages, *[0] * (width - len(pages))]] for pages in lists])
-        counts = ints([[len(pages)] for pages in lists])
-        done = request_pages(self.tables, padded, counts, ints([round]), ints([oldest]), self.backend)
+        padded = ints([[[[*pages, *[0] * (width - len(pages))]] for pages in lists]])
+        counts = ints([[[len(pages)] for pages in lists]])
+        numbers = ints([list(range(20))] * len(lists))
+        done = request_blocks(
+            self.tables, padded, counts, numbers, 1, 1, ints([round]), ints([oldest]), self.backend
+        )
         pages, slots = done.pages[0].tolist(), done.slots[0].tolist()
         placed, unplaced = int(done.counts), int(done.unplaced)
         return dict(zip(pages[:placed], slots, strict=False)), pages[placed : placed + unplaced]
 
-    def place(self, *pages: int, round: int, oldest: int) -> tuple[list[int], int]:
-        listed = ints([list(pages)]), ints([len(pages)])
-        slots, unplaced = place_new(self.tables, *listed, ints([round]), ints([oldest]), self.backend)
-        return slots[0].tolist(), int(unplaced)
+    def pin(self, pages: dict[int, int], round: int) -> None:
+        frames = ints(list(pages.values()))
+        pin_frames(self.tables, ints(list(pages)), frames, ints([round]), 1, self.backend)
 
     def save(self, *pages: int) -> None:
-        mark_home(self.tables, ints([list(pages)]), ints([len(pages)]), self.backend)
+        mark_home(self.tables, ints(list(pages)), 1, self.backend)
 
     def drop(self, *pages: int) -> None:
-        drop_pages(self.tables, ints([list(pages)]), ints([len(pages)]), self.backend)
+        drop_pages(self.tables, ints(list(pages)), 1, self.backend)
 
     @property
     def hot(self) -> list[int]:
@@ -123,7 +119,7 @@ def test_all_bits_set_takes_a_second_sweep(backend: str) -> None:
 @both
 def test_rounds_in_flight_and_dirty_pages_are_passed_over_untouched(backend: str) -> None:
     row = one_row(3, backend)
-    assert row.place(8, round=0, oldest=0) == ([0], 0)
+    row.pin({8: 0}, round=0)
     for round in (1, 2):
         row.request([8, 0, 1], round=round, oldest=round)
     assert row.request([2, 3], round=3, oldest=2) == ({}, [2, 3])
@@ -139,41 +135,90 @@ def test_rounds_in_flight_and_dirty_pages_are_passed_over_untouched(backend: str
 @both
 def test_dropped_slots_are_free_when_their_round_has_ended(backend: str) -> None:
     row = one_row(2, backend)
-    assert row.place(3, 4, 5, round=0, oldest=0) == ([0, 1, -1], 1)
+    row.pin({3: 0, 4: 1}, round=0)
     row.drop(4, 4, 5, -1, 20)
     assert row.hot == [3, -1]
     assert row.tables.dirty.tolist() == [[1, 0]]
-    assert row.place(6, round=1, oldest=0) == ([-1], 1)
-    assert row.place(6, 3, round=1, oldest=1) == ([1, 0], 0)  # the second is written again
+    assert row.request([6], round=1, oldest=0) == ({}, [6])
+    assert row.request([6], round=1, oldest=1) == ({6: 1}, [])
+
+
+@both
+def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: str) -> None:
+    row = one_row(5, backend)
+    row.request([0, 1, 2, 3], round=0, oldest=0)
+    row.request([0, 1, 2, 3], round=1, oldest=1)
+    row.pin({1: 0, 9: 2}, round=2)
+    assert row.hot == [1, -1, 9, 3, -1]
+    assert row.tables.slot_of[0, :10].tolist() == [-1, 0, -1, 3, -1, -1, -1, -1, -1, 2]
+    assert row.tables.dirty.tolist() == [[1, 0, 1, 0, 0]]
+    assert row.bits == [0, 0, 0, 1, 0]
+    assert row.tables.stamps.tolist() == [[2, 1, 2, 1, -1]]
+    row.pin({9: 0, 1: 2, 3: 3, -1: 4, 5: -1, 20: 1, 6: 5}, round=3)  # two change places, one stays
+    assert row.hot == [9, -1, 1, 3, -1]
+    assert row.tables.dirty.tolist() == [[1, 0, 1, 1, 0]]
+    assert row.tables.stamps.tolist() == [[3, 1, 3, 3, -1]]
 
 
 @both
 def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) -> None:
     row = one_row(4, backend)
     assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0, oldest=0) == ({5: 0, 6: 1}, [])
-    lists = ints([[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]])
-    slots, late = find_slots(row.tables, lists, ints([[9], [3], [-2]]), backend)
-    assert slots.tolist() == [[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]
-    assert late.tolist() == [[1], [1], [0]]
-    done = request_pages(row.tables, lists, ints([[9], [-3], [0]]), ints([1]), ints([0]), backend)
+    lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
+    numbers = ints([list(range(20))] * 3)
+    slots, late = find_block_slots(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
+    assert slots.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
+    assert late.tolist() == [2]
+    counts = ints([[[9], [-3], [0]]])
+    done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), ints([0]), backend)
     assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.hot) == ([1], [7], [5, 6, 7, -1])
 
 
 @both
+def test_blocks_of_several_pages_and_heads(backend: str) -> None:
+    """Sequences of 5 and of 3 pages in a table of 10, two heads, blocks of 2 pages."""
+    tables, now = empty_tables(2, 20, 9, DEVICE), ints([0])
+    page_tables = ints([[4, 3, 8, 7, 5], [4, 2, 6, -1, 10]])
+    lists = ints([[[[2, 0], [0, 9]], [[0, 1], [2, -1]]], [[[1, 1], [0, 0]], [[2, 3], [1, 0]]]])
+    counts = ints([[[2, 1], [2, 2]], [[1, 0], [2, 2]]])
+    done = request_blocks(tables, lists, counts, page_tables, 2, 2, now, now, backend)
+    wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
+    assert ahead_of(done.pages, done.counts) == wanted
+    assert ahead_of(done.slots, done.counts) == [list(range(7)), list(range(5))]
+    slots, late = find_block_slots(tables, lists, counts, page_tables, 2, 2, backend)
+    assert slots[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
+    assert slots[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
+    assert late.tolist() == [0, 0]
+    pin_frames(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
+    assert tables.page_in.tolist() == [
+        [18, 19, 6, -1, 7, 4, 8, 9, -1],
+        [18, 19, 13, -1, 5, -1, 8, 9, -1],
+    ]
+    mark_home(tables, ints([9, 8, -1]), 2, backend)
+    assert tables.dirty.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 0]] * 2
+    drop_pages(tables, ints([3, 4]), 2, backend)
+    assert tables.page_in.tolist() == [[18, 19, -1, -1, -1, 4, -1, -1, -1], [18, 19, 13, -1, 5] + [-1] * 4]
+    assert not tables.dirty.any()
+    slots, late = find_block_slots(tables, lists, counts, page_tables, 2, 2, backend)
+    assert late.tolist() == [7, 3]
+
+
+@both
 def test_nothing_is_listed(backend: str) -> None:
-    tables = empty_tables(2, 3, 1, DEVICE)
+    tables = empty_tables(2, 6, 1, DEVICE)
     zero = ints([0])
-    for groups, width in ((0, 0), (0, 4), (2, 0)):
-        lists, counts = ints([]).reshape(groups, 2, width), ints([[0, 0]] * groups).reshape(groups, 2)
-        done = request_pages(tables, lists, counts, zero, zero, backend)
+    for sequences, width, length in ((0, 0, 3), (0, 4, 3), (2, 0, 3), (1, 3, 0)):
+        lists, counts = ints(0).expand(2, sequences, 3, width), ints(1).expand(2, sequences, 3)
+        page_tables = ints(0).expand(sequences, length)
+        done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, zero, backend)
         assert (done.counts.tolist(), done.unplaced.tolist()) == ([0, 0], [0, 0])
-        slots, late = find_slots(tables, lists, counts, backend)
-        assert (slots.shape, late.tolist()) == ((groups, 2, width), [[0, 0]] * groups)
-    none = ints([]).reshape(2, 0), ints([3, 0])
-    assert place_new(tables, *none, zero, zero, backend)[1].tolist() == [0, 0]
-    mark_home(tables, *none, backend)
-    drop_pages(tables, *none, backend)
-    assert all(torch.equal(a, b) for a, b in pairs(tables, empty_tables(2, 3, 1, DEVICE)))
+        slots, late = find_block_slots(tables, lists, counts, page_tables, 3, 2, backend)
+        assert (slots.shape, late.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
+        assert (slots == -1).all()
+    pin_frames(tables, ints([]), ints([]), zero, 3, backend)
+    mark_home(tables, ints([]), 3, backend)
+    drop_pages(tables, ints([]), 3, backend)
+    assert all(torch.equal(a, b) for a, b in pairs(tables, empty_tables(2, 6, 1, DEVICE)))
 
 
 # The kernels against the reference
@@ -207,11 +252,22 @@ def random_tables(
     return tables
 
 
-def random_lists(shape: tuple[int, ...], pages: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pages, some of them twice, a few outside of the table; counts from nothing to all."""
-    lists = torch.randint(-1, pages + 1, shape, generator=generator)
+def random_blocks(
+    shape: tuple[int, ...], pages: int, per_block: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, some of them twice, a few outside of a table; counts from nothing to all; tables that share pages."""
+    length = 2 * shape[-1] * per_block // 3 + 1
+    lists = torch.randint(-1, length // per_block + 2, shape, generator=generator)
     counts = torch.randint(-shape[-1] // 3, shape[-1] + 3, shape[:-1], generator=generator)
-    return lists.int(), counts.int()
+    page_tables = torch.randint(-1, pages + 1, (shape[1], length), generator=generator)
+    return lists.int(), counts.int(), page_tables.int()
+
+
+def random_pages(n: int, pages: int, generator: torch.Generator) -> Tensor:
+    """Each once, but for a few outside of the table."""
+    chosen = torch.randperm(pages, generator=generator)[:n].int()
+    chosen[torch.rand(len(chosen), generator=generator) < 0.2] = -1
+    return torch.cat([chosen, ints([pages] * (n - len(chosen)), "cpu")])
 
 
 def ahead_of(row: Tensor, counts: Tensor) -> list[list[int]]:
@@ -239,51 +295,85 @@ KINDS = {  # slots, full, dirty, stamped
 }
 
 
-@pytest.mark.parametrize("chunks", [(2048, 1024), (16, 8)])
-@pytest.mark.parametrize(("groups", "width"), [(1, 12), (5, 20)])
+SMALL = {"_LISTED": 32, "_PARTS": 3, "_FOUND": 32, "_JOINED": 2, "_CLAIMS": 4, "_SWEPT": 32, "_SWEEPERS": 2}
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "width", "per_block"), [(1, 1, 30, 1), (5, 2, 12, 3), (3, 4, 60, 1)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_equals_the_reference(
-    kind: str, groups: int, width: int, chunks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    sequences: int,
+    kv_heads: int,
+    width: int,
+    per_block: int,
+    small: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every operation, twice in a row, on the tables that the ones before left behind."""
-    monkeypatch.setattr(residency, "_LISTED", chunks[0])
-    monkeypatch.setattr(residency, "_SWEPT", chunks[1])
-    rows, pages = 3, 90
+    if small:
+        for name, value in SMALL.items():
+            monkeypatch.setattr(residency, name, value)
+    rows, pages = 2, 88 // kv_heads
     generator = torch.Generator().manual_seed(width + len(kind))
-    wanted = random_tables(rows, pages, *KINDS[kind], generator)
+    wanted = random_tables(rows, pages * kv_heads, *KINDS[kind], generator)
     got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
+    shape, sizes = (rows, sequences, kv_heads, width), (kv_heads, per_block)
     for round in (9, 10):
-        rounds = ints([round], "cpu"), ints([round - 1], "cpu")
-        shape = groups, rows, width
-        calls: list[tuple[Any, tuple[Tensor, ...]]] = [
-            (request_pages, (*random_lists(shape, pages, generator), *rounds)),
-            (place_new, (*random_lists(shape[1:], pages, generator), *rounds)),
-            (find_slots, random_lists(shape, pages, generator)),
-            (mark_home, random_lists(shape[1:], pages, generator)),
-            (drop_pages, random_lists(shape[1:], pages, generator)),
+        now, oldest = ints([round], "cpu"), ints([round - 1], "cpu")
+        n = 7 if round == 9 else 2
+        frames = random_pages(n, wanted.slots // kv_heads, generator)
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now, oldest)),
+            (pin_frames, (random_pages(n, pages, generator), frames, now, kv_heads)),
+            (find_block_slots, (*random_blocks(shape, pages, per_block, generator), *sizes)),
+            (mark_home, (random_pages(n, pages, generator), kv_heads)),
+            (drop_pages, (random_pages(n, pages, generator), kv_heads)),
         ]
         for operation, arguments in calls:
             reference = operation(wanted, *arguments, "torch")
-            done = operation(got, *(a.to(DEVICE) for a in arguments), "triton")
+            placed = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in arguments]
+            done = operation(got, *placed, "triton")
             assert outcome(done) == outcome(reference), operation.__name__
             for a, b in pairs(got, wanted):
                 assert torch.equal(a, b), operation.__name__
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the order of programs is the interpreter's")
+@pytest.mark.parametrize("kind", ["as served", "one slot", "more slots than pages"])
+def test_the_order_of_programs_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last comes first: claims lose the pages that they had."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    def from_the_end(*at: int) -> None:
+        builder.grid_idx = tuple(size - 1 - i for i, size in zip(at, builder.grid_dim, strict=True))
+
+    monkeypatch.setattr(builder, "set_grid_idx", from_the_end)
+    test_triton_equals_the_reference(kind, 5, 2, 12, 3, True, monkeypatch)
+
+
 @both
-def test_lists_need_not_be_contiguous(backend: str) -> None:
-    tables = empty_tables(2, 50, 16, DEVICE)
-    lists = ints([[4, 5], [6, 7]]).T.expand(3, 2, 2)
-    counts = ints([2, 1]).expand(3, 2)
-    request_pages(tables, lists, counts, ints([0]), ints([0]), backend)
-    slots, late = find_slots(tables, lists, counts, backend)
-    assert slots.tolist() == [[[0, 1], [0, -1]]] * 3
+def test_arguments_need_not_be_contiguous(backend: str) -> None:
+    tables, now = empty_tables(2, 50, 16, DEVICE), ints([0])
+    lists = ints([[4, 5], [6, 7]]).T[:, None, None].expand(2, 3, 1, 2)
+    counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
+    numbers = ints(list(range(50))).expand(3, 50)
+    request_blocks(tables, lists, counts, numbers, 1, 1, now, now, backend)
+    slots, late = find_block_slots(tables, lists, counts, numbers, 1, 1, backend)
+    assert slots.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
     assert not late.any()
+    pages, frames = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
+    pin_frames(tables, pages, frames, now, 1, backend)
+    assert tables.page_in[:, 5:7].tolist() == [[1, 2]] * 2
+    drop_pages(tables, pages, 1, backend)
+    assert tables.page_in[:, 5:7].tolist() == [[-1, -1]] * 2
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_a_captured_graph_serves_any_round() -> None:
-    at_full_size(rows=16, rounds=6, captured=True)
+    at_full_size(rows=4, rounds=6, captured=True)
 
 
 def test_full_size() -> None:
@@ -292,54 +382,63 @@ def test_full_size() -> None:
 
 
 def at_full_size(rows: int, rounds: int, captured: bool) -> None:
-    groups, width, pages, slots = 8, 640, 60_000, 10_000
+    sequences, kv_heads, width, pages, slots = 3, 4, 1300, 12_000, 10_000
     generator = torch.Generator().manual_seed(0)
-    wanted = random_tables(rows, pages, slots, 0.9, 0.1, 0.4, generator)
+    wanted = random_tables(rows, pages * kv_heads, slots, 0.9, 0.1, 0.4, generator)
     got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
-    lists, counts = ints(0).expand(groups, rows, width).clone(), ints(0).expand(groups, rows).clone()
-    inputs = lists, counts, ints([0]), ints([0])
-    done = request_pages(got, *inputs, "triton")  # nothing; compiled before the capture
+    shape = rows, sequences, kv_heads, width
+    lists, counts, page_tables = (t.to(DEVICE) for t in random_blocks(shape, pages, 1, generator))
+    inputs = lists, counts.zero_(), page_tables, ints([0]), ints([0])
+
+    def request() -> Transfers:
+        return request_blocks(got, *inputs[:3], kv_heads, 1, *inputs[3:], "triton")
+
+    done = request()  # nothing; compiled before the capture
     if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            done = request_pages(got, *inputs, "triton")
+            done = request()
     for round in range(9, 9 + rounds):
-        drawn = random_lists((groups, rows, width), pages // 4, generator)
-        arguments = *drawn, ints([round], "cpu"), ints([round - 1], "cpu")
-        for tensor, value in zip(inputs, arguments, strict=True):
+        drawn = random_blocks(shape, pages // 3, 1, generator)
+        rounds_now = ints([round], "cpu"), ints([round - 1], "cpu")
+        for tensor, value in zip(inputs, (*drawn, *rounds_now), strict=True):
             tensor.copy_(value)
         if captured:
             graph.replay()
         else:
-            done = request_pages(got, *inputs, "triton")
-        assert outcome(done) == outcome(request_pages(wanted, *arguments))
+            done = request()
+        assert outcome(done) == outcome(request_blocks(wanted, *drawn, kv_heads, 1, *rounds_now))
         assert all(torch.equal(a, b) for a, b in pairs(got, wanted))
 
 
 # What sessions do, against contents
 
-ROWS, PAGES, SLOTS = 2, 14, 5
-Key = tuple[int, int]  # row and page, or row and slot
-shares = st.lists(st.integers(0, PAGES - 1), max_size=8)
+ROWS, HEADS, PAGES, PER_BLOCK = 2, 2, 9, 2
+SLOTS = 7  # three frames, and a slot that no frame has
+LENGTH = 6  # pages of a session, at most
+Key = tuple[int, int]  # row and page of a head, or row and slot
+blocks = st.lists(st.integers(0, LENGTH // PER_BLOCK), max_size=4)
+wanted_blocks = st.lists(blocks, min_size=ROWS * HEADS, max_size=ROWS * HEADS)
 
 
 @dataclass
 class Session:
+    """Pages as all rows and heads have them."""
+
     pages: list[int] = field(default_factory=list)
 
 
 class Offload(RuleBasedStateMachine):
-    """Contents are numbers; those on the GPU change only by transfers and writes, those at home only by copies home
-    and by late writes of what found no slot. Pages have the same numbers in all rows, but are there one by one."""
+    """Contents are numbers; those on the GPU change only by transfers and writes, those at home only by copies home."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = empty_tables(ROWS, PAGES, SLOTS)
+        self.tables = empty_tables(ROWS, PAGES * HEADS, SLOTS)
         self.sessions: list[Session] = []
         self.free = list(range(PAGES))
         self.written: dict[Key, int] = {}  # (row, page): what it must hold
         self.home: dict[Key, int] = {}
-        self.unsaved: set[Key] = set()
+        self.unsaved: set[int] = set()  # pages, of all rows and heads
         self.gpu: dict[Key, int] = {}  # (row, slot)
         self.needed: dict[
             Key, tuple[int, int]
@@ -347,13 +446,13 @@ class Offload(RuleBasedStateMachine):
         self.round, self.oldest = 0, 0
         self.numbers = count(1)
 
-    @initialize(lengths=st.lists(st.integers(2, 5), min_size=1, max_size=2))
+    @initialize(lengths=st.lists(st.integers(2, 4), min_size=1, max_size=2))
     def read_prompts(self, lengths: list[int]) -> None:
         """Sessions all of whose pages are at home."""
         for length in lengths:
             pages = [self.free.pop(0) for _ in range(length)]
             self.sessions.append(Session(pages))
-            for key in [(row, page) for row in range(ROWS) for page in pages]:
+            for key in self.keys(pages):
                 self.written[key] = self.home[key] = next(self.numbers)
 
     def where(self) -> dict[Key, int]:
@@ -361,28 +460,28 @@ class Offload(RuleBasedStateMachine):
         table = self.tables.slot_of.tolist()
         return {(r, page): slot for r in range(ROWS) for page, slot in enumerate(table[r]) if slot >= 0}
 
-    def rounds(self) -> tuple[Tensor, Tensor]:
-        return ints([self.round], "cpu"), ints([self.oldest], "cpu")
-
-    def keys(self, lists: list[list[int]]) -> set[Key]:
-        return {(row, page) for row, pages in enumerate(lists) for page in pages}
+    def keys(self, pages: Iterable[int]) -> list[Key]:
+        return [(row, page * HEADS + head) for row in range(ROWS) for page in pages for head in range(HEADS)]
 
     def in_flight(self, at: Key) -> bool:
         return at in self.needed and self.needed[at][0] >= self.oldest
 
+    def is_unsaved(self, key: Key) -> bool:
+        return key[1] // HEADS in self.unsaved
+
     def check_placing(self, before: dict[Key, int], wanted: set[Key], unplaced: list[int]) -> None:
         """Who was evicted might be; who is wanted is hot, or counted, and then there was no slot left."""
         after = self.where()
-        for (row, page), slot in before.items():
-            if after.get((row, page)) != slot:
-                assert (row, page) not in wanted
-                assert (row, page) not in self.unsaved
-                assert self.home[row, page] == self.written[row, page]
-                assert not self.in_flight((row, slot))
+        for key, slot in before.items():
+            if after.get(key) != slot:
+                assert key not in wanted
+                assert not self.is_unsaved(key)
+                assert self.home[key] == self.written[key]
+                assert not self.in_flight((key[0], slot))
         for key in after.keys() - before.keys():
             assert key in wanted
             assert not self.in_flight((key[0], after[key]))  # also of pages that were dropped
-        dirty = {(row, before[row, page]) for row, page in self.unsaved if (row, page) in before}
+        dirty = {(key[0], slot) for key, slot in before.items() if self.is_unsaved(key)}
         for row, missed in enumerate(unplaced):
             assert missed == len({key for key in wanted if key[0] == row} - after.keys())
             taken = {(row, slot) for (r, _), slot in after.items() if r == row and (r, _) in wanted}
@@ -397,51 +496,90 @@ class Offload(RuleBasedStateMachine):
     def open(self) -> None:
         self.sessions.append(Session())
 
+    def frames_for(self, page: int) -> list[int]:
+        """Those that hold nothing that is still to be saved or read, unless it is this page's."""
+        blocked = set()
+        for key, slot in self.where().items():
+            if key[1] // HEADS != page and self.is_unsaved(key):
+                blocked.add(slot // HEADS)
+        for (row, slot), (_, held) in self.needed.items():
+            if held // HEADS != page and self.in_flight((row, slot)):
+                blocked.add(slot // HEADS)
+        return [frame for frame in range(SLOTS // HEADS) if frame not in blocked]
+
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), new=st.integers(0, 4), again=st.integers(0, 2))
-    def write(self, data: st.DataObject, new: int, again: int) -> None:
-        """New pages behind a session's last ones, of which some are written again, all in some rows only."""
+    @rule(data=st.data(), steps=st.lists(st.booleans(), min_size=1, max_size=2))
+    def write(self, data: st.DataObject, steps: list[bool]) -> None:
+        """New pages behind a session's last one, or all of that one again, each in a frame of its own."""
         session = data.draw(st.sampled_from(self.sessions))
-        old = session.pages[len(session.pages) - min(again, len(session.pages)) :]
-        fresh = [self.free.pop(0) for _ in range(min(new, len(self.free)))]
-        session.pages += fresh
-        lists = [fresh + (old if data.draw(st.booleans()) else []) for _ in range(ROWS)]
+        pinned: dict[int, int] = {}
+        for new in steps:
+            new &= bool(self.free) and len(session.pages) < LENGTH
+            if not new and (not session.pages or session.pages[-1] in pinned):
+                continue
+            page = self.free[0] if new else session.pages[-1]
+            frames = [frame for frame in self.frames_for(page) if frame not in pinned.values()]
+            if not frames:
+                continue
+            pinned[page] = data.draw(st.sampled_from(frames))
+            if new:
+                session.pages.append(self.free.pop(0))
         before = self.where()
-        slots, unplaced = place_new(self.tables, *ragged(lists, "cpu"), *self.rounds())
-        self.check_placing(before, self.keys(lists), unplaced.tolist())
-        for row, pages in enumerate(lists):
-            for page, slot in zip(pages, slots[row].tolist(), strict=False):
-                value = self.written[row, page] = next(self.numbers)
-                if slot >= 0:
-                    self.gpu[row, slot] = value
-                    self.unsaved.add((row, page))
-                else:
-                    self.home[row, page] = value
+        listed = ints([-1, *pinned], "cpu"), ints([0, *pinned.values()], "cpu")
+        pin_frames(self.tables, *listed, ints([self.round], "cpu"), HEADS)
+        after = self.where()
+        keys = set(self.keys(pinned))
+        slots = {(row, pinned[page // HEADS] * HEADS + page % HEADS): page for row, page in keys}
+        expected = {key: at for key, at in before.items() if key not in keys and (key[0], at) not in slots}
+        assert after == expected | {(row, page): slot for (row, slot), page in slots.items()}
+        for key in keys & before.keys():
+            at = key[0], before[key]
+            if at in self.needed:
+                self.needed[at] = self.needed[at][0], -1
+        for (row, slot), page in slots.items():
+            self.needed[row, slot] = self.round, page
+            self.gpu[row, slot] = self.written[row, page] = next(self.numbers)
+        self.unsaved |= pinned.keys()
+
+    @precondition(lambda self: self.unsaved)
+    @rule(data=st.data())
+    def write_on(self, data: st.DataObject) -> None:
+        """Into a page that is in a frame already."""
+        hot = self.where()
+        for key in self.keys([data.draw(st.sampled_from(sorted(self.unsaved)))]):
+            self.gpu[key[0], hot[key]] = self.written[key] = next(self.numbers)
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
     @rule(
         data=st.data(),
         ahead=st.integers(0, 2),
         in_flight=st.integers(1, 3),
-        draws=st.lists(st.tuples(shares, shares), min_size=1, max_size=3),
+        draws=st.lists(wanted_blocks, min_size=1, max_size=3),
     )
-    def request(
-        self, data: st.DataObject, ahead: int, in_flight: int, draws: list[tuple[list[int], list[int]]]
-    ) -> None:
-        """Some sessions want some of their pages, in the round before or a new one; older rounds may have ended."""
+    def request(self, data: st.DataObject, ahead: int, in_flight: int, draws: list[list[list[int]]]) -> None:
+        """Some sessions want some of their blocks, in the round before or a new one; older rounds may have ended."""
         self.round += ahead
         self.oldest = max(self.oldest, self.round + 1 - in_flight)
-        groups = []
-        for drawn in draws:
-            pages = data.draw(st.sampled_from([s.pages for s in self.sessions if s.pages]))
-            groups.append([[pages[i % len(pages)] for i in part] for part in drawn])
-        width = max(len(part) for group in groups for part in group)
-        lists = ints([[part + [0] * (width - len(part)) for part in group] for group in groups], "cpu")
-        counts = ints([[len(part) for part in group] for group in groups], "cpu")
+        owners = [data.draw(st.sampled_from([s.pages for s in self.sessions if s.pages])) for _ in draws]
+        page_tables = ints([pages + [-1] * (LENGTH - len(pages)) for pages in owners], "cpu")
+        width = max(len(part) for drawn in draws for part in drawn)
+        padded = [[part + [0] * (width - len(part)) for part in drawn] for drawn in draws]
+        shape = len(draws), ROWS, HEADS
+        lists = ints(padded, "cpu").view(*shape, width).transpose(0, 1)
+        counts = ints([[len(part) for part in drawn] for drawn in draws], "cpu").view(shape).transpose(0, 1)
+        listed = lists, counts, page_tables, HEADS, PER_BLOCK
+        ids = {}  # of each list: -1 where a block has no page
+        for place in product(range(ROWS), range(len(draws)), range(HEADS)):
+            row, owner, head = place
+            pages = [*owners[owner], *[-1] * (LENGTH + PER_BLOCK - len(owners[owner]))]
+            part = draws[owner][row * HEADS + head]
+            chosen = [pages[block * PER_BLOCK + i] for block in part for i in range(PER_BLOCK)]
+            ids[place] = [page * HEADS + head if page >= 0 else -1 for page in chosen]
+        wanted = {(place[0], page) for place, pages in ids.items() for page in pages if page >= 0}
         before = self.where()
-        done = request_pages(self.tables, lists, counts, *self.rounds())
-        lists_of_rows = [[page for group in groups for page in group[row]] for row in range(ROWS)]
-        self.check_placing(before, self.keys(lists_of_rows), done.unplaced.tolist())
+        now = ints([self.round], "cpu"), ints([self.oldest], "cpu")
+        done = request_blocks(self.tables, *listed, *now)
+        self.check_placing(before, wanted, done.unplaced.tolist())
         after = self.where()
         transfers = [
             (row, page, slot)
@@ -454,26 +592,25 @@ class Offload(RuleBasedStateMachine):
             assert after[row, page] == slot
             assert self.home[row, page] == self.written[row, page]
             self.gpu[row, slot] = self.home[row, page]
-        slots, late = find_slots(self.tables, lists, counts)
-        for group, parts in enumerate(groups):
-            for row, part in enumerate(parts):
-                found = [after.get((row, page), -1) for page in part]
-                assert slots[group, row].tolist() == found + [-1] * (width - len(part))
-                assert late[group, row] == found.count(-1)
+        slots, late = find_block_slots(self.tables, *listed)
+        missed = [0] * ROWS
+        for place, pages in ids.items():
+            found = [after.get((place[0], page), -1) for page in pages]
+            assert slots[place].tolist() == found + [-1] * (width * PER_BLOCK - len(found))
+            missed[place[0]] += sum(page >= 0 > slot for page, slot in zip(pages, found, strict=True))
+        assert late.tolist() == missed
 
     @precondition(lambda self: self.unsaved)
     @rule(data=st.data(), all_of_them=st.booleans())
     def copy_home(self, data: st.DataObject, all_of_them: bool) -> None:
-        keys = sorted(self.unsaved)
+        pages = sorted(self.unsaved)
         if not all_of_them:
-            keys = data.draw(st.lists(st.sampled_from(keys), min_size=1, unique=True))
+            pages = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
         hot = self.where()
-        for row, page in keys:
-            self.home[row, page] = self.gpu[row, hot[row, page]]
-        mark_home(
-            self.tables, *ragged([[page for r, page in keys if r == row] for row in range(ROWS)], "cpu")
-        )
-        self.unsaved -= set(keys)
+        for key in self.keys(pages):
+            self.home[key] = self.gpu[key[0], hot[key]]
+        mark_home(self.tables, ints([-1, *pages], "cpu"), HEADS)
+        self.unsaved -= set(pages)
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
     @rule(data=st.data(), n=st.integers(1, 3))
@@ -491,14 +628,14 @@ class Offload(RuleBasedStateMachine):
 
     def forget(self, pages: list[int]) -> None:
         for (row, page), slot in self.where().items():
-            if page in pages and (row, slot) in self.needed:
+            if page // HEADS in pages and (row, slot) in self.needed:
                 self.needed[row, slot] = self.needed[row, slot][0], -1
-        drop_pages(self.tables, *ragged([pages] * ROWS, "cpu"))
+        drop_pages(self.tables, ints([*pages, -1], "cpu"), HEADS)
         self.free += pages
-        for key in [(row, page) for row in range(ROWS) for page in pages]:
+        for key in self.keys(pages):
             self.written.pop(key, None)
             self.home.pop(key, None)
-            self.unsaved.discard(key)
+        self.unsaved -= set(pages)
 
     @precondition(lambda self: self.oldest <= self.round)
     @rule(all_of_them=st.booleans())
@@ -527,9 +664,8 @@ class Offload(RuleBasedStateMachine):
     @invariant()
     def nothing_dirty_is_lost(self) -> None:
         hot = self.where()
-        assert self.unsaved <= hot.keys()
         marked = {(row, slot) for row, slot in self.tables.dirty.nonzero().tolist()}
-        assert marked == {(row, hot[row, page]) for row, page in self.unsaved}
+        assert marked == {(key[0], hot[key]) for key in self.keys(self.unsaved)}
 
     @invariant()
     def rounds_in_flight_keep_their_pages(self) -> None:
@@ -569,37 +705,38 @@ def test_tables_that_do_not_fit(changes: dict[str, Tensor], match: str) -> None:
 
 @both
 def test_arguments_that_do_not_fit(backend: str) -> None:
-    tables, one = empty_tables(2, 9, 5, DEVICE), ints([1])
-    lists, counts = ints([[[1], [2]]]), ints([[1, 1]])
-    pages, ends = lists[0], counts[0]
+    tables, one = empty_tables(2, 8, 5, DEVICE), ints([1])
+    lists, counts, page_tables = ints([[[[1]] * 2]] * 2), ints([[[1] * 2]] * 2), ints([[3, 1]])
     for operation, name, rest in (
-        (request_pages, "request_pages", (one, one)),
-        (find_slots, "find_slots", ()),
+        (request_blocks, "request_blocks", (one, one)),
+        (find_block_slots, "find_block_slots", ()),
     ):
         for given, match in (
-            ((pages, counts), r"lists are \[groups, rows, width\], not \(2, 1\)"),
-            ((lists[:, :1], counts), r"lists is \(1, 1, 1\) .*, not \(1, 2, 1\)"),
-            ((lists.long(), counts), "lists is .*int64 .*, not .*int32"),
-            ((lists, ends), r"counts is \(2,\) .*, not \(1, 2\)"),
+            ((lists[0], counts, page_tables, 2, 1), r"lists are \[rows, .*, width\], not \(1, 2, 1\)"),
+            ((lists[:1], counts, page_tables, 2, 1), r"lists is \(1, 1, 2, 1\) .*, not \(2, 1, 2, 1\)"),
+            ((lists.long(), counts, page_tables, 2, 1), "lists is .*int64 .*, not .*int32"),
+            ((lists, counts[0], page_tables, 2, 1), r"counts is \(1, 2\) .*, not \(2, 1, 2\)"),
+            ((lists, counts, page_tables[0], 2, 1), r"page_tables are \[sequences, pages\], not \(2,\)"),
+            ((lists, counts, page_tables[:0], 2, 1), r"page_tables is \(0, 2\) .*, not \(1, 2\)"),
+            ((lists, counts, page_tables, 4, 1), r"lists is .*, not \(2, 1, 4, 1\)"),
+            ((lists, counts, page_tables, 3, 1), "8 pages are not of 3 heads"),
+            ((lists, counts, page_tables, 2, 0), "a block of 0 pages"),
         ):
             with pytest.raises(ValueError, match=f"^{name}: {match}"):
                 operation(tables, *given, *rest, backend)
-    for operation, name, rest in (
-        (place_new, "place_new", (one, one)),
-        (mark_home, "mark_home", ()),
-        (drop_pages, "drop_pages", ()),
-    ):
-        for given, match in (
-            ((lists, ends), r"pages are \[rows, width\], not \(1, 2, 1\)"),
-            ((pages[:1], ends), r"pages is \(1, 1\) .*, not \(2, 1\)"),
-            ((pages, ends.long()), "counts is .*int64 .*, not .*int32"),
-            ((pages, counts), r"counts is \(1, 2\) .*, not \(2,\)"),
+    for operation, name in ((mark_home, "mark_home"), (drop_pages, "drop_pages")):
+        for pages, heads, match in (
+            (page_tables, 2, r"pages are \[n\], not \(1, 2\)"),
+            (one.long(), 2, "pages is .*int64 .*, not .*int32"),
+            (one, 3, "8 pages are not of 3 heads"),
         ):
             with pytest.raises(ValueError, match=f"^{name}: {match}"):
-                operation(tables, *given, *rest, backend)
+                operation(tables, pages, heads, backend)
+    with pytest.raises(ValueError, match=r"^pin_frames: frames is \(2,\) .*, not \(1,\)"):
+        pin_frames(tables, one, page_tables[0], one, 2, backend)
+    with pytest.raises(ValueError, match=r"^pin_frames: round is .*int64"):
+        pin_frames(tables, one, one, one.long(), 2, backend)
     with pytest.raises(ValueError, match=r"round is \(\) .*, not \(1,\)"):
-        request_pages(tables, lists, counts, ints(1), one, backend)
-    with pytest.raises(ValueError, match=r"oldest is .*int64"):
-        place_new(tables, pages, ends, one, one.long(), backend)
+        request_blocks(tables, lists, counts, page_tables, 2, 1, ints(1), one, backend)
     with pytest.raises(NotImplementedError, match="'cuda' is not built"):
-        find_slots(tables, lists, counts, "cuda")
+        find_block_slots(tables, lists, counts, page_tables, 2, 1, "cuda")
