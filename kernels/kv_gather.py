@@ -140,7 +140,7 @@ def _gather_blocks_kernel(
     destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
     for _ in tl.range(0, pieces, programs * LANES):
         at = (piece % PARTS)[:, None] * PIECE + word[None, :]
-        inside = here[:, None] & (at < WORDS)
+        inside = (here & (source >= 0))[:, None] & (at < WORDS)
         origin = source.to(tl.int64)[:, None] * WORDS + at
         # Read once: L1 is passed by. (PTX takes no eviction policy beside it, and Triton 3.6 loads no ".cs".)
         data = tl.load(source_ptr + origin, mask=inside, cache_modifier=".cg")
