@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,14 +120,6 @@ class Reader:
         assert self.method.announcing is not None
         return torch.from_numpy(announced.resized(blocks).matrix())[self.method.announcing.expand(self.plan)]
 
-    def expand_all(self, announced: BlockSelection, base: int, length: int) -> Tensor:
-        """What an announcement makes likely, mandatory blocks and dense layers included: [layers, kv_heads, blocks]"""
-        plan, blocks = self.plan, self.plan.num_blocks(length)
-        likely = torch.ones(plan.target_layers, plan.target_kv_heads, blocks, dtype=torch.bool)
-        always = mandatory(plan, base, blocks, self.method.window)
-        likely[plan.sparse_layers] = self.expand(announced, blocks) | always
-        return likely
-
     def finish(self, read_weights: Tensor | None, blocks_read: int | None = None) -> None:
         """Remember what the pass read, by its SequenceOutput. read_weights: [layers, kv_heads, blocks], if emitted."""
         plan, blocks = self.plan, self.plan.num_blocks(self._length)
@@ -191,10 +182,3 @@ def to_lists(chosen: Tensor, plan: Plan) -> LayerLists:
 def _fit(values: Tensor, blocks: int) -> Tensor:
     """The last dimension cut or filled with zeros to `blocks`."""
     return torch.nn.functional.pad(values, (0, blocks - values.shape[-1]))
-
-
-def pages_of(chosen: Tensor, block_size: int, page_size: int, length: int) -> np.ndarray:
-    """bool [..., blocks] to bool [..., pages] over `length` tokens."""
-    tokens = chosen.repeat_interleave(block_size, -1)[..., :length]
-    missing = -length % page_size
-    return torch.nn.functional.pad(tokens, (0, missing)).unflatten(-1, (-1, page_size)).any(-1).numpy()

@@ -1,1 +1,1 @@
-"""The verifier, its KV residency and its server. Knows nothing of the draft's model."""
+"""The verifier and its server. Knows nothing of the draft's model."""

@@ -20,7 +20,6 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
-from target_service.residency import Residency
 from target_service.session import Announced, TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted, ServiceError
 from wire.messages import (
@@ -106,7 +105,6 @@ class Verifier:
         self.plan = plan
         self.settings = settings
         self.counters: Counter[str] = Counter()
-        self.residency = Residency(plan.block_size)
         self._sessions: dict[str, TargetSession] = {}
         self._emit: dict[str, Callable[[ServedEvent], None]] = {}
         self._queue: deque[TargetSession] = deque()
@@ -241,7 +239,6 @@ class Verifier:
         if session.draft is not None:
             session.draft.sessions.discard(session.id)
             session.draft.send(End(session.id))
-        self.residency.forget(session.id)
         self._closed.append(session)
         self._first_epoch = max(self._first_epoch, session.epoch + 1)
         del self._sessions[session.id], self._emit[session.id]
@@ -276,7 +273,6 @@ class Verifier:
         for name in peer.sessions:
             session = self._sessions[name]
             session.forget_draft()
-            self.residency.forget(name)
             self._assign_draft(session, wait=False)
 
     def _assign_draft(self, session: TargetSession, wait: bool) -> None:
@@ -368,12 +364,6 @@ class Verifier:
         session.announced[key] = Announced(selection, event.assumed_token, event.part)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
-        if (
-            not self.runner.shares_budgets
-        ):  # there all KV is where it is read, and what is read is known there only
-            length = event.at.base + self.settings.gamma
-            likely = reader.expand_all(selection, event.at.base, length)
-            self.residency.prepare((session.id, *key), likely, length)
 
     def _receive_proposal(self, peer: DraftPeer, session: TargetSession, event: Proposal) -> None:
         if not self._is_current(peer, session, event):
@@ -513,10 +503,6 @@ class Verifier:
         )
         session.commit(tokens, agreed, judged)
         self.runner.kv.truncate(session.kv, len(session.tokens) - 1)
-        if session.reader is not None and session.reader.chosen is not None:
-            late = self.residency.settle((session.id, *key), session.reader.chosen, item.length)
-            self.counters["late_pages"] += late
-        self.residency.forget(session.id, before=session.key)
         self._index(session)
         self.counters["committed_tokens"] += len(tokens)
         self.counters["rounds" if proposal else "plain_rounds"] += 1

@@ -40,7 +40,6 @@ FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 WITHOUT_GRPC = {
     "draft_service/drafter.py",
     "draft_service/session.py",
-    "target_service/residency.py",
     "target_service/session.py",
     "target_service/verifier.py",
     "orchestrator/ledger.py",

@@ -16,7 +16,7 @@ from sparsity.in_advance import RoundView
 from sparsity.just_in_time import JustInTime, KeyBounds, LayerView
 from sparsity.methods import METHODS, check_method, method_named, methods_of
 from sparsity.plan import Plan, PlanError, uniform_plan
-from sparsity.reader import Reader, pages_of
+from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 
 LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS = 4, 2, 2, 3
@@ -404,10 +404,3 @@ def test_tokens_read_include_summaries() -> None:
     reader.finish(torch.zeros(LAYERS, KV_HEADS, 50))
     assert reader.chosen is not None
     assert reader.tokens_read[0] == 16 * int(reader.chosen.sum()) + LAYERS * KV_HEADS * 3 * 1.5
-
-
-def test_pages_of_blocks() -> None:
-    chosen = torch.zeros(1, 40, dtype=torch.bool)
-    chosen[0, [3, 17, 39]] = True
-    assert pages_of(chosen, 1, 16, 40)[0].tolist() == [True, True, True]
-    assert pages_of(chosen[:, :10], 64, 16, 600)[0].nonzero()[0].tolist() == [12, 13, 14, 15]

@@ -17,7 +17,7 @@ from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
 from sparsity.head_map import best_draft_heads, top_k_overlap
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
-from sparsity.reader import Reader, pages_of
+from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from wire.handshake import SideSettings, open_side
 
@@ -272,13 +272,12 @@ def test_what_is_read_is_what_was_announced_and_what_must_be(
 
 @settings(max_examples=40)
 @given(contexts(), st.integers(1, 70))
-def test_budget_1_reads_every_page(context: tuple[Plan, int, np.ndarray], more: int) -> None:
+def test_budget_1_reads_every_block(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     plan, base, weights = context
     plan = overridden(plan, 1.0)
     read = read_by(plan, base, base + more, sts(plan, base, weights))
-    pages = pages_of(torch.from_numpy(read), plan.block_size, 16, base + more)
-    assert pages.shape[-1] == -(-(base + more) // 16)
-    assert pages.all()
+    assert read.shape[-1] == plan.num_blocks(base + more)
+    assert read.all()
 
 
 def test_a_plan_without_sparse_layers_announces_nothing() -> None:
@@ -293,14 +292,6 @@ def test_a_plan_without_sparse_layers_announces_nothing() -> None:
         reader.finish(None)
         assert reader.chosen is not None
         assert reader.chosen.all()
-
-
-def test_pages_by_hand() -> None:
-    """A block of 48 tokens is three pages of 16; the last block may end early."""
-    wanted = torch.tensor([[True, False, True], [False, True, False]])
-    pages = pages_of(wanted, 48, 16, 120)
-    assert pages.astype(int).tolist() == [[1, 1, 1, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0, 0]]
-    assert np.array_equal(pages_of(wanted, 16, 16, 48), wanted.numpy())
 
 
 # Selections

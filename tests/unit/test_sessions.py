@@ -32,7 +32,6 @@ from sparsity.announce import announce, draft_heads
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
-from target_service.residency import Residency
 from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
 from wire import convert
 from wire import messages as m
@@ -346,7 +345,6 @@ class World:
         self.commits[event.at.session].append(event)
         session = self.verifier._sessions[event.at.session]
         kept = [*session.proposals, *session.announced]
-        kept += [key[1:] for key in self.verifier.residency._marks if key[0] == session.id]
         assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
 
     def ended(self, name: str) -> bool:
@@ -470,7 +468,6 @@ class World:
         assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
         assert self.verifier._reserved == self.drafter._reserved == 0
         assert not self.verifier._emit
-        assert not self.verifier.residency._marks
         assert self.drafter.session_count == 0
         assert not self.drafter._waiting
         assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
@@ -1099,8 +1096,7 @@ class Stand:
         """All that a frame could change, but counters and statistics."""
         session = self.session
         announced = {key: (a.part, a.selection.keys.tolist()) for key, a in session.announced.items()}
-        marks = {key: pages.tolist() for key, pages in self.verifier.residency._marks.items()}
-        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced, marks)
+        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
         return *known, list(session.held), session.kv.length, list(session.kv.pages)
 
 
@@ -1132,18 +1128,6 @@ def test_the_last_part_of_an_announcement_is_waited_for_and_counts() -> None:
     assert stand.session.reader.chosen is not None
     assert stand.session.reader.chosen[1:, :, 4].all()
     assert not stand.session.reader.chosen[1:, :, 2].any()
-    assert stand.verifier.counters["late_pages"] == 0, "both parts were marked"
-
-
-def test_pages_read_without_notice_are_late() -> None:
-    stand = Stand()
-    stand.receive(stand.announcement())
-    stand.receive(stand.proposal())
-    for marks in stand.verifier.residency._marks.values():
-        marks[..., 2] = False
-    assert stand.step()
-    assert stand.verifier.counters["late_pages"] == LAYERS * KV_HEADS
-    assert not stand.verifier.residency._marks
 
 
 def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
@@ -1317,7 +1301,6 @@ def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
     stand.verifier.detach_draft(stand.peer)
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     assert stand.session.draft is None
-    assert not stand.verifier.residency._marks
     assert len(stand.served) == 1
     assert stand.step()  # plainly
 
@@ -1647,27 +1630,6 @@ def test_rounds_are_judged_as_each_by_hand() -> None:
     outcomes = judge_rounds(all_logits, rounds)
     assert outcomes == [judged_by_hand(*item) for item in zip(all_logits, rounds, strict=True)]
     assert {accepted for accepted, _ in outcomes} == {0, 1, 2, 3}
-
-
-def test_residency_counts_what_was_not_marked() -> None:
-    residency = Residency(16)
-    key = ("a", 0, 0)
-
-    def blocks(*chosen: int) -> Tensor:
-        matrix = torch.zeros(2, 2, 7, dtype=torch.bool)
-        matrix[..., list(chosen)] = True
-        return matrix
-
-    residency.prepare(key, blocks(2), 104)
-    residency.prepare(key, blocks(3), 104)
-    residency.prepare(("a", 0, 1), blocks(1), 109)
-    residency.prepare(("b", 0, 0), blocks(1), 104)
-    assert residency.settle(key, blocks(2, 3, 5), 101) == 4, "block 5 of four heads"
-    assert residency.settle(key, blocks(2, 3, 5), 101) == 0, "nothing was announced any more"
-    residency.forget("a", before=(0, 1))
-    assert set(residency._marks) == {("a", 0, 1), ("b", 0, 0)}
-    residency.forget("a")
-    assert set(residency._marks) == {("b", 0, 0)}
 
 
 @pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
