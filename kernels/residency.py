@@ -33,9 +33,7 @@ _FOUND = 1024  # listed pages whose slots a program looks up
 _JOINED = 16  # programs' claims that one program joins
 _CLAIMS = 32  # of each of these, at once
 _SWEPT = 1024  # slots whose fate a program decides at once
-_SWEEPERS = (
-    32  # programs that share a row's slots: few, so that all are there at once where nothing is missing
-)
+_SWEEPERS = 32  # programs that share a row's slots: all are there at once, and gone where nothing is missing
 _CLEARED = 1024
 
 
@@ -453,12 +451,7 @@ def _launch_request(
         transfers.counts.zero_()
         transfers.unplaced.zero_()
         return transfers
-    firsts, claimed, tallies, begun = (
-        new(rows, items),
-        new(rows, items),
-        new(rows, 2, chunks),
-        new(rows),
-    )
+    firsts, claimed, tallies, begun = new(rows, items), new(rows, items), new(rows, 2, chunks), new(rows)
     claims = transfers.slots  # until the slots are known
     overlap = overlapping_launch(device)
     _launch_clear(firsts)
