@@ -67,7 +67,7 @@ def fetch_listed(
     cold, late = count_late_blocks(kv.tables.slot_of, *listed, announced, leave_out_late, kv.backend)
     waited = torch.zeros(2 * kv.num_layers, dtype=torch.int64, device=kv.device) if measure else None
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
-    slots = find_block_slots(kv.tables, *listed, kv.backend)[0].clamp_(min=0)
+    slots, _ = find_block_slots(kv.tables, *listed, kv.backend, absent=0)  # which attention may look at
     events: list[torch.cuda.Event] = []
     if kv.link_stream is None:
         for layer in range(kv.num_layers):

@@ -164,11 +164,12 @@ def find_block_slots(
     kv_heads: int,
     pages_per_block: int,
     backend: str = "torch",
+    absent: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """The slots of the pages of listed blocks; changes nothing. The arguments are those of request_blocks.
 
-    Returns slots [rows, sequences, kv_heads, width * pages_per_block] int32, -1 for what is not hot and beyond the
-    counts, and late [rows] int32, how many listed pages are not hot, each as often as it is listed.
+    Returns slots [rows, sequences, kv_heads, width * pages_per_block] int32, `absent` for what is not hot, and late
+    [rows] int32, how many listed pages are not hot, each as often as it is listed. Slots beyond a count say nothing.
     """
     check_backend("find_block_slots", backend, ("torch", "triton"))
     _check_blocks("find_block_slots", tables, lists, counts, page_tables, kv_heads, pages_per_block)
@@ -176,7 +177,8 @@ def find_block_slots(
         pages = _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block)
         row = torch.arange(tables.rows, device=lists.device)[:, None, None, None]
         slots = tables.slot_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
-        return slots, ((pages >= 0) & (slots < 0)).sum((1, 2, 3), dtype=torch.int32)
+        late = ((pages >= 0) & (slots < 0)).sum((1, 2, 3), dtype=torch.int32)
+        return slots.masked_fill(slots < 0, absent), late
     return _launch_find(tables, lists, counts, page_tables, pages_per_block)
 
 
@@ -556,6 +558,7 @@ def _launch_find(
             kv_heads,
             width,
             page_tables.shape[1],
+            absent,
             PER_BLOCK=pages_per_block,
             CHUNK=_FOUND,
             num_warps=_warps(_FOUND),
@@ -884,6 +887,7 @@ def _find_kernel(
     kv_heads,
     width,
     max_pages,
+    absent,
     PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -896,7 +900,6 @@ def _find_kernel(
     head = listing % kv_heads
     count = tl.minimum(tl.load(counts_ptr + at), width) * PER_BLOCK
     place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    slot = tl.full([CHUNK], -1, tl.int32)
     if tl.program_id(0) * CHUNK < count:
         page_tables_ptr += (listing // kv_heads).to(tl.int64) * max_pages
         page, listed = _pages_at(
@@ -914,7 +917,8 @@ def _find_kernel(
         late = tl.sum((listed & (slot < 0)).to(tl.int32), 0)
         if late > 0:
             tl.atomic_add(late_ptr + row, late, sem="relaxed")
-    tl.store(slots_ptr + at * (width * PER_BLOCK) + place, slot, mask=place < width * PER_BLOCK)
+        slot = tl.where(slot < 0, absent, slot)
+        tl.store(slots_ptr + at * (width * PER_BLOCK) + place, slot, mask=place < count)
 
 
 @jit

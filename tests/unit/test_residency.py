@@ -29,6 +29,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
+def found_slots(
+    tables: ResidencyTables,
+    lists: Tensor,
+    counts: Tensor,
+    page_tables: Tensor,
+    kv_heads: int,
+    per_block: int,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """find_block_slots, with -1 beyond the counts."""
+    slots, late = find_block_slots(tables, lists, counts, page_tables, kv_heads, per_block, backend)
+    place = torch.arange(slots.shape[3], device=slots.device)
+    return slots.masked_fill(place >= counts[..., None] * per_block, -1), late
+
+
 def ints(values: Any, device: str = DEVICE) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -166,7 +181,7 @@ def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) ->
     assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0, oldest=0) == ({5: 0, 6: 1}, [])
     lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
     numbers = ints([list(range(20))] * 3)
-    slots, late = find_block_slots(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
+    slots, late = found_slots(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
     assert slots.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
     assert late.tolist() == [2]
     counts = ints([[[9], [-3], [0]]])
@@ -185,7 +200,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
     assert ahead_of(done.pages, done.counts) == wanted
     assert ahead_of(done.slots, done.counts) == [list(range(7)), list(range(5))]
-    slots, late = find_block_slots(tables, lists, counts, page_tables, 2, 2, backend)
+    slots, late = found_slots(tables, lists, counts, page_tables, 2, 2, backend)
     assert slots[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
     assert slots[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
     assert late.tolist() == [0, 0]
@@ -199,7 +214,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     drop_pages(tables, ints([3, 4]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, -1, -1, -1, 4, -1, -1, -1], [18, 19, 13, -1, 5] + [-1] * 4]
     assert not tables.dirty.any()
-    slots, late = find_block_slots(tables, lists, counts, page_tables, 2, 2, backend)
+    slots, late = found_slots(tables, lists, counts, page_tables, 2, 2, backend)
     assert late.tolist() == [7, 3]
 
 
@@ -212,7 +227,7 @@ def test_nothing_is_listed(backend: str) -> None:
         page_tables = ints(0).expand(sequences, length)
         done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, zero, backend)
         assert (done.counts.tolist(), done.unplaced.tolist()) == ([0, 0], [0, 0])
-        slots, late = find_block_slots(tables, lists, counts, page_tables, 3, 2, backend)
+        slots, late = found_slots(tables, lists, counts, page_tables, 3, 2, backend)
         assert (slots.shape, late.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
         assert (slots == -1).all()
     pin_frames(tables, ints([]), ints([]), zero, 3, backend)
@@ -328,7 +343,7 @@ def test_triton_equals_the_reference(
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now, oldest)),
             (pin_frames, (random_pages(n, pages, generator), frames, now, kv_heads)),
-            (find_block_slots, (*random_blocks(shape, pages, per_block, generator), *sizes)),
+            (found_slots, (*random_blocks(shape, pages, per_block, generator), *sizes)),
             (mark_home, (random_pages(n, pages, generator), kv_heads)),
             (drop_pages, (random_pages(n, pages, generator), kv_heads)),
         ]
@@ -361,7 +376,7 @@ def test_arguments_need_not_be_contiguous(backend: str) -> None:
     counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
     numbers = ints(list(range(50))).expand(3, 50)
     request_blocks(tables, lists, counts, numbers, 1, 1, now, now, backend)
-    slots, late = find_block_slots(tables, lists, counts, numbers, 1, 1, backend)
+    slots, late = found_slots(tables, lists, counts, numbers, 1, 1, backend)
     assert slots.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
     assert not late.any()
     pages, frames = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
@@ -592,7 +607,7 @@ class Offload(RuleBasedStateMachine):
             assert after[row, page] == slot
             assert self.home[row, page] == self.written[row, page]
             self.gpu[row, slot] = self.home[row, page]
-        slots, late = find_block_slots(self.tables, *listed)
+        slots, late = found_slots(self.tables, *listed)
         missed = [0] * ROWS
         for place, pages in ids.items():
             found = [after.get((place[0], page), -1) for page in pages]
