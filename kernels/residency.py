@@ -179,7 +179,7 @@ def find_block_slots(
         slots = tables.slot_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
         late = ((pages >= 0) & (slots < 0)).sum((1, 2, 3), dtype=torch.int32)
         return slots.masked_fill(slots < 0, absent), late
-    return _launch_find(tables, lists, counts, page_tables, pages_per_block)
+    return _launch_find(tables, lists, counts, page_tables, pages_per_block, absent)
 
 
 def pin_frames(
@@ -539,7 +539,12 @@ def _launch_request(
 
 
 def _launch_find(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
+    tables: ResidencyTables,
+    lists: Tensor,
+    counts: Tensor,
+    page_tables: Tensor,
+    pages_per_block: int,
+    absent: int,
 ) -> tuple[Tensor, Tensor]:
     rows, sequences, kv_heads, width = lists.shape
     listed = width * pages_per_block
