@@ -160,9 +160,10 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
     if any(item.read is not None and item.read.budget is not None for item in inputs):
         raise NotImplementedError("budgets that are shared out on the device run in GraphRunner")
     kv.begin([(item.kv, len(item.tokens)) for item in inputs])
-    if not all(kv.is_resident(item.kv) for item in inputs):
+    if kv.lies_apart or not all(kv.is_resident(item.kv) for item in inputs):
         raise NotImplementedError(
-            "KV that has left the GPU is read by GraphRunner; methods that choose while the target runs are not built "
+            "KV in tiers, once it has left the GPU or where some layers stay there, is read by GraphRunner; methods "
+            "that choose while the target runs are not built "
             "for it: choose another, or leave --host-kv-memory out"
         )
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))

@@ -128,7 +128,7 @@ def run_decoder(
     decoder: Decoder,
     token_ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    slots: Tensor | list[Tensor],
     k_pages: list[Tensor],
     v_pages: list[Tensor],
     attend: Attend,
@@ -137,7 +137,7 @@ def run_decoder(
 ) -> Tensor:
     """Logits [rows, vocab] of all tokens or of `logits_rows` (int64); writes the tokens' KV.
 
-    token_ids, positions, slots: [tokens] int64; a negative slot is not written
+    token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each
     """
 
     def attention(index: int, qkv: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def run_decoder(
             decoder.cosines,
             decoder.sines,
             positions,
-            slots,
+            slots if isinstance(slots, Tensor) else slots[index],
             k_pages[index],
             v_pages[index],
             decoder.heads,

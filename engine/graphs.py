@@ -50,7 +50,7 @@ from engine.steps import (
     run_step,
 )
 from engine.tier_reads import StagedReads
-from engine.tiered_kv import TieredKV
+from engine.tiered_kv import TieredKV, check_kept_layers
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
 from kernels.flashinfer_attention import (
     Planned,
@@ -249,8 +249,9 @@ class GraphRunner(Runner):
         ]
 
     def _can_fetch(self, shape: StepShape) -> bool:
-        """Whether a step lists all that it reads, in whole pages."""
-        return shape.width > 0 and not shape.dense_layers and shape.block_size % PAGE_SIZE == 0
+        """Whether a step lists all that it reads of the layers in tiers, in whole pages."""
+        kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
+        return shape.width > 0 and shape.dense_layers == kept and shape.block_size % PAGE_SIZE == 0
 
     def _over_tiers(self, shape: StepShape) -> StepShape:
         assert isinstance(self.kv, TieredKV)
@@ -389,6 +390,7 @@ class GraphRunner(Runner):
             queries=next(n for n in sizes if n >= longest),
             pages=self.max_pages,
             pinned=self.deterministic,
+            apart=isinstance(self.kv, TieredKV) and bool(self.kv.kept_layers),
         )
         if first.emitting:
             return replace(shape, block_size=first.block_size, emitting=first.emitting)
@@ -398,7 +400,12 @@ class GraphRunner(Runner):
         read = first.read
         if read is None:
             return shape
-        shape = replace(shape, block_size=read.block_size)
+        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
+        if read.budget is not None:
+            dense = read.budget.dense_layers
+        if isinstance(self.kv, TieredKV):
+            check_kept_layers(self.kv, dense)
+        shape = replace(shape, block_size=read.block_size, dense_layers=dense)
         if read.group_means:
             assert self.kv.means is not None
             shape = replace(shape, groups=max(1, self.max_pages * PAGE_SIZE // self.kv.means.group_size))
@@ -407,13 +414,11 @@ class GraphRunner(Runner):
                 shape,
                 width=shape.blocks,
                 read_weights=True,
-                dense_layers=read.budget.dense_layers,
                 decay=read.budget.memory.decay,
             )
         lists = [entry for item in inputs for entry in item.read.lists if entry is not None]  # type: ignore[union-attr]
         width = max((entry[0].shape[1] for entry in lists), default=0)
-        dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
-        return replace(shape, width=max(16, power_of_two(width)), read_weights=read.emit, dense_layers=dense)
+        return replace(shape, width=max(16, power_of_two(width)), read_weights=read.emit)
 
     def _capture(self, buffers: Buffers, work: Callable[[], None]) -> _Captured[Buffers]:
         """Raises what the capture raises: there is no quiet way back to eager steps."""
@@ -598,9 +603,10 @@ class GraphRunner(Runner):
         longest = max(rows, *(len(item.tokens) for item in inputs))
         tiled = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
         pages = max(len(item.kv.pages) for item in inputs)
+        kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
         host = {
             name: np.zeros(shape, np.int64 if dtype == torch.int64 else np.int32)
-            for name, (shape, dtype) in rows_layout(len(inputs), longest, pages).items()
+            for name, (shape, dtype) in rows_layout(len(inputs), longest, pages, bool(kept)).items()
         }
         tables = None if staged is None else staged.tables
         lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
@@ -609,7 +615,7 @@ class GraphRunner(Runner):
         run = rows or count
         for item, start, end in zip(inputs, host["query_starts"], host["query_starts"][1:], strict=False):
             wanted[{"none": end, "last": end - 1, "all": start}[item.logits] : end] = True
-        block_tables, lengths, starts, token_ids, positions, slots, kept = (
+        block_tables, lengths, starts, token_ids, positions, slots, logits_rows = (
             torch.from_numpy(array).to(self.device)
             for array in (
                 host["block_tables"],
@@ -621,6 +627,11 @@ class GraphRunner(Runner):
                 np.flatnonzero(wanted),
             )
         )
+        layer_slots: Tensor | list[Tensor] = slots
+        if kept:
+            kept_tables = torch.from_numpy(host["kept_tables"]).to(self.device)
+            kept_slots = torch.from_numpy(host["kept_slots"][:run]).to(self.device)
+            layer_slots = [kept_slots if layer in kept else slots for layer in range(self.kv.num_layers)]
         backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
         work: Work | None = None
         planned = None if self._flashinfer is None else self._flashinfer.dense
@@ -637,11 +648,14 @@ class GraphRunner(Runner):
                 pages = staged.layer(layer)
             if planned is not None:
                 return run_flashinfer(planned, queries, *pages)
-            arguments = (queries, *pages, block_tables, lengths, starts, dim**-0.5)
+            table = kept_tables if layer in kept else block_tables
+            arguments = (queries, *pages, table, lengths, starts, dim**-0.5)
             return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages
-        logits = run_decoder(self.decoder, token_ids, positions, slots, *kv, attend, backend, kept)
+        logits = run_decoder(
+            self.decoder, token_ids, positions, layer_slots, *kv, attend, backend, logits_rows
+        )
         outputs, row = [], 0
         for item in inputs:
             item.kv.length += len(item.tokens)

@@ -101,10 +101,12 @@ def make_runner(
     longest: int = 0,
     late_kv: str = "fetch",
     measure_kv_waits: bool = False,
+    dense_layers: tuple[int, ...] = (),
 ) -> ModelRunner:
     """host_kv_tokens: that have their home on the host, of which `kv_tokens` lie on the device at once; 0: none.
 
-    longest: tokens of a sequence, at most, where there are any. late_kv, measure_kv_waits: as in ModelSettings.
+    longest: tokens of a sequence, at most, where there are any. late_kv, measure_kv_waits, dense_layers: as in
+    ModelSettings.
     """
     if late_kv not in LATE_KV:
         raise ValueError(f"late_kv {late_kv!r}: expected {' or '.join(LATE_KV)}")
@@ -116,7 +118,8 @@ def make_runner(
     kv: PagedKV
     if host_kv_tokens:
         rooms = pages, host_kv_tokens // PAGE_SIZE, longest
-        kv = TieredKV(*of_model, *rooms, *of_weights, late_kv == "means", measure_kv_waits)
+        late = late_kv == "means", measure_kv_waits
+        kv = TieredKV(*of_model, *rooms, *of_weights, *late, kept_layers=dense_layers)
     else:
         kv = PagedKV(*of_model, pages, *of_weights)
     return ModelRunner(loaded, kv, shape.vocab_size)
@@ -180,7 +183,8 @@ class ModelSettings:
     engine.attention_backends.ATTENTION_BACKENDS. host_kv_memory: GiB of KV of all sessions in host memory, of which the
     room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device. late_kv: one of
     LATE_KV, what becomes of KV that a step needs, that is on the host and that nobody has announced: it is fetched, or
-    means stand in for it. measure_kv_waits: how long each layer waits for what is fetched.
+    means stand in for it. measure_kv_waits: how long each layer waits for what is fetched. dense_layers: that sparse
+    sessions read wholly, whose KV then stays on the device.
     """
 
     model: str
@@ -200,6 +204,7 @@ class ModelSettings:
     host_kv_memory: float = 0.0
     late_kv: str = "fetch"
     measure_kv_waits: bool = False
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -232,8 +237,8 @@ def open_model(settings: ModelSettings) -> OpenedModel:
             f"has {_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower "
             "max_context, kv_tokens or kv_memory"
         )
-    late = settings.late_kv, settings.measure_kv_waits
-    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), *late)
+    how = settings.late_kv, settings.measure_kv_waits, settings.dense_layers
+    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), *how)
     tiered = at_home > 0
     runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
     return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
@@ -281,11 +286,10 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
         return settings.kv_tokens
     a_token = _bytes_of_token(shape, dtype)
     context = _context(settings, shape)
-    # Where tiers bring whole sequences together: two layers' worth of one sequence; and what says what lies where.
     beside = 0.0
     if settings.host_kv_memory:
-        beside = 2 * _longest(settings, shape) * a_token / shape.num_layers
-        beside += room_at_home(settings, shape, dtype) / PAGE_SIZE * shape.num_layers * shape.num_kv_heads * 4
+        beside = _beside_tiers(settings, shape, dtype)
+        a_token = _bytes_in_tiers(settings, shape, dtype)
     if settings.kv_memory:
         tokens = max(0, int((settings.kv_memory * 2**30 - beside) / a_token))
     elif device == "cpu":
@@ -313,7 +317,29 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 def room_at_home(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
     """Tokens of KV that host memory is the home of; 0 without tiers."""
-    return int(settings.host_kv_memory * 2**30 / _bytes_of_token(shape, dtype))
+    return int(settings.host_kv_memory * 2**30 / _bytes_in_tiers(settings, shape, dtype))
+
+
+def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Of a token, in the layers whose KV does not stay on the device. Raises ValueError if there are none."""
+    layers = shape.num_layers - len(settings.dense_layers)
+    if layers < 1:
+        raise ValueError(
+            f"{settings.model}: the plan reads all {shape.num_layers} layers wholly, so their KV stays: leave "
+            "host_kv_memory out"
+        )
+    return _bytes_of_token(shape, dtype) // shape.num_layers * layers
+
+
+def _beside_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
+    """Bytes on the device beside the frames: two layers of one sequence, which passes that read everything are brought
+    together in; the layers that stay; and what says where each page of the others lies."""
+    of_layer, at_home = (
+        _bytes_of_token(shape, dtype) / shape.num_layers,
+        room_at_home(settings, shape, dtype),
+    )
+    tables = at_home / PAGE_SIZE * shape.num_layers * shape.num_kv_heads * 4
+    return 2 * _longest(settings, shape) * of_layer + len(settings.dense_layers) * at_home * of_layer + tables
 
 
 def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

@@ -291,6 +291,11 @@ class PagedKV:
         """int32 [pages], where in `k_pages` and `v_pages` the sequence's pages lie."""
         return sequence.table()
 
+    @property
+    def lies_apart(self) -> bool:
+        """Whether the pages of some layers do not lie where `frames` says."""
+        return False
+
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all of the sequence's pages lie in `k_pages` and `v_pages`, as whole pages."""
         return True

@@ -53,7 +53,8 @@ class StepShape:
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists. judged: whether
     the pass ends in verdicts, each sequence having drafted all its tokens but the first; support: entries of a
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
-    the batch. tiered: block tables name pages of a TieredKV; what is listed, in every layer, is fetched first.
+    the batch. apart: some layers' pages lie at their numbers, others in frames (TieredKV.kept_layers). tiered: block
+    tables name pages of a TieredKV; what is listed, in every layer that lies in tiers, is fetched first.
     leaves_out_late: but not what nobody had announced, which group means stand in for. measures_waits: for what is
     fetched, by layer.
     """
@@ -71,6 +72,7 @@ class StepShape:
     judged: bool = False
     support: int = 0
     pinned: bool = False
+    apart: bool = False
     tiered: bool = False
     leaves_out_late: bool = False
     measures_waits: bool = False
@@ -117,6 +119,9 @@ class StepBuffers:
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
     round: Tensor | None = None  # [1] int32, TieredKV.next_round
+    # Of layers whose pages lie at their numbers, where others' do not.
+    kept_slots: Tensor | None = None  # [rows] int64
+    kept_tables: Tensor | None = None  # [sequences, pages] int32
     # Where FlashInfer attends: in dense layers, planned before each step; over lists, planned layer by layer.
     dense_plan: Planned | None = None
     listed_plan: Planned | None = None
@@ -124,10 +129,12 @@ class StepBuffers:
     weights: list[Tensor | None] = field(default_factory=list)  # a layer each: emitted, or of what was read
 
 
-def rows_layout(sequences: int, queries: int, pages: int) -> Layout:
-    """Where the tokens of a pass come from and go to; the same for steps and rounds."""
+def rows_layout(sequences: int, queries: int, pages: int, apart: bool = False) -> Layout:
+    """Where the tokens of a pass come from and go to; the same for steps and rounds. apart: as in StepShape."""
     rows = sequences * queries
+    kept: Layout = {"kept_slots": ((rows,), torch.int64), "kept_tables": ((sequences, pages), torch.int32)}
     return {
+        **(kept if apart else {}),
         "token_ids": ((rows,), torch.int64),
         "positions": ((rows,), torch.int64),
         "slots": ((rows,), torch.int64),
@@ -141,7 +148,8 @@ def make_buffers(
     shape: StepShape, layers: int, kv_heads: int, device: torch.device, memory: Tensor | None = None
 ) -> StepBuffers:
     """memory: [places, rows, blocks] float32, for a shape that shares budgets out."""
-    rows, count = rows_layout(shape.sequences, shape.queries, shape.pages), shape.sequences
+    count = shape.sequences
+    rows = rows_layout(count, shape.queries, shape.pages, shape.apart)
     sparse = layers - len(shape.dense_layers)
     lists: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     budget: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -244,9 +252,14 @@ def run_step(
             dense_work = plan_work(*common, tuning=tuning)
         if shape.width and buffers.listed_plan is None:
             assert buffers.lists is not None and buffers.counts is not None
-            slots = None if fetched is None else fetched.slots
-            blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, slots)
+            found = None if fetched is None else fetched.slots
+            blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, found)
             sparse_work = plan_work(*common, blocks, None if means is None else means[0], tuning)
+    kept = kv.kept_layers if isinstance(kv, TieredKV) else ()
+    kept_tables, kept_slots = buffers.kept_tables, buffers.kept_slots
+    slots: Tensor | list[Tensor] = buffers.slots
+    if kept_slots is not None:
+        slots = [kept_slots if layer in kept else buffers.slots for layer in range(len(decoder.layers))]
     buffers.weights = [None] * len(decoder.layers)
     read_weights: Tensor | None = None
     if buffers.budget is not None:
@@ -255,7 +268,8 @@ def run_step(
 
     def attend(layer: int, queries: Tensor) -> Tensor:
         pages = (kv.k_pages[layer], kv.v_pages[layer]) if layer_pages is None else layer_pages(layer)
-        arguments = (queries, *pages, tables, lengths, buffers.query_starts, scale)
+        table = kept_tables if layer in kept and kept_tables is not None else tables
+        arguments = (queries, *pages, table, lengths, buffers.query_starts, scale)
         at = place.get(layer)
         if at is None:
             if buffers.dense_plan is not None:
@@ -280,11 +294,11 @@ def run_step(
             plan(buffers.listed_plan, requests, *of_model)
             return run(buffers.listed_plan, *arguments[:3])
         assert buffers.lists is not None and buffers.counts is not None
-        slots = None
+        places = None
         if fetched is not None:
             fetched.wait(at)
-            slots = fetched.slots[at]
-        blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size, slots)
+            places = fetched.slots[at]
+        blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size, places)
         work = None if sparse_work is None else sparse_work.layer(at)
         stand_ins = None if means is None else means[layer]
         if not shape.read_weights:
@@ -304,7 +318,7 @@ def run_step(
         decoder,
         buffers.token_ids,
         buffers.positions,
-        buffers.slots,
+        slots,
         kv.k_pages,
         kv.v_pages,
         attend,
@@ -453,6 +467,8 @@ def lay_out_rows(
     """
     host["slots"][:] = -1
     host["lengths"][:] = 0
+    if "kept_slots" in host:
+        host["kept_slots"][:] = -1
     row = 0
     for i, (kv, tokens) in enumerate(items):
         at = np.arange(kv.length, kv.length + len(tokens))
@@ -461,6 +477,10 @@ def lay_out_rows(
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = pages[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
         host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
+        if "kept_slots" in host:
+            numbers = kv.table()
+            host["kept_slots"][here] = numbers[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
+            host["kept_tables"][i, : len(numbers)] = numbers
         host["lengths"][i] = kv.length + len(tokens)
         host["query_starts"][i] = row
         row += len(tokens)

@@ -16,7 +16,7 @@ from kernels.residency import Transfers, find_block_slots, request_blocks
 
 @dataclass
 class Fetched:
-    """Of a sparse pass, all layers' lists at once. It must be kept until the last layer has waited.
+    """Of a sparse pass, the lists of all layers in tiers. It must be kept until the last one has waited.
 
     slots: [layers, sequences, kv_heads, width * pages of a block] int32, where the listed pages lie, once `wait` has
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
@@ -33,14 +33,14 @@ class Fetched:
     waited: Tensor | None
     backend: str
 
-    def wait(self, layer: int) -> None:
+    def wait(self, index: int) -> None:
         """Let the current stream wait until this layer's pages are there."""
         if self.waited is not None:
-            stamp_time(self.waited, 2 * layer, self.backend)
+            stamp_time(self.waited, 2 * index, self.backend)
         if self.events:
-            torch.cuda.current_stream().wait_event(self.events[layer])
+            torch.cuda.current_stream().wait_event(self.events[index])
         if self.waited is not None:
-            stamp_time(self.waited, 2 * layer + 1, self.backend)
+            stamp_time(self.waited, 2 * index + 1, self.backend)
 
 
 def fetch_listed(
@@ -56,7 +56,8 @@ def fetch_listed(
 ) -> Fetched:
     """Request all pages that a pass lists, and start copying those that are not hot, layer by layer on a side stream.
 
-    lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
+    lists: [layers, sequences, kv_heads, width] int32 blocks, of the layers that lie in tiers
+    counts: [layers, sequences, kv_heads] int32
     page_tables: [sequences, max_pages] int32, pages of `kv`; round: [1] int32, `kv.next_round()`
     announced: [sequences, layers * kv_heads, blocks] uint8, blocks that were known beforehand; None: all
     leave_out_late: take late blocks out of `lists` and `counts` instead of fetching them
@@ -65,31 +66,32 @@ def fetch_listed(
     per_block = block_size // PAGE_SIZE
     listed = lists, counts, page_tables, kv.kv_heads, per_block
     cold, late = count_late_blocks(kv.tables.slot_of, *listed, announced, leave_out_late, kv.backend)
-    waited = torch.zeros(2 * kv.num_layers, dtype=torch.int64, device=kv.device) if measure else None
+    waited = torch.zeros(2 * len(lists), dtype=torch.int64, device=kv.device) if measure else None
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
     slots, _ = find_block_slots(kv.tables, *listed, kv.backend, absent=0)  # which attention may look at
     events: list[torch.cuda.Event] = []
     if kv.link_stream is None:
-        for layer in range(kv.num_layers):
-            _fetch_layer(kv, transfers, layer)
+        for index in range(len(lists)):
+            _fetch_layer(kv, transfers, index)
     else:
         kv.link_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(kv.link_stream):
-            for layer in range(kv.num_layers):
-                _fetch_layer(kv, transfers, layer)
+            for index in range(len(lists)):
+                _fetch_layer(kv, transfers, index)
                 events.append(torch.cuda.Event())
                 events[-1].record()
     refused = transfers.unplaced.sum(dtype=torch.int32)
     return Fetched(slots, refused, cold, late, transfers, events, waited, kv.backend)
 
 
-def _fetch_layer(kv: TieredKV, transfers: Transfers, layer: int) -> None:
+def _fetch_layer(kv: TieredKV, transfers: Transfers, index: int) -> None:
+    layer = kv.tiered_layers[index]
     gather_blocks(
-        (head_rows(kv.k_home[layer]), head_rows(kv.v_home[layer])),
+        (head_rows(kv.k_home[index]), head_rows(kv.v_home[index])),
         (head_rows(kv.k_pages[layer]), head_rows(kv.v_pages[layer])),
-        transfers.pages[layer],
-        transfers.slots[layer],
-        transfers.counts[layer : layer + 1],
+        transfers.pages[index],
+        transfers.slots[index],
+        transfers.counts[index : index + 1],
         PROGRAMS,
         kv.backend,
     )
@@ -97,6 +99,8 @@ def _fetch_layer(kv: TieredKV, transfers: Transfers, layer: int) -> None:
 
 class StagedReads:
     """Whole sequences, brought together layer by layer from frames, slots and home. Always possible, seldom fast.
+
+    Layers that stay on the GPU are read where they lie.
 
     tables: of each sequence, where its pages are brought to: its block table in the pass. Pages that are only at home
     come a layer ahead, on a side stream; what is on the GPU when the layer's own KV has been written.
@@ -118,30 +122,35 @@ class StagedReads:
         self._brought: dict[int, torch.cuda.Event | None] = {}
         kv.counters.stages += 1
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [places, kv_heads, PAGE_SIZE, head_dim]; to be called for each layer in turn."""
         kv = self._kv
+        if layer in kv.kept_layers:
+            return kv.k_pages[layer], kv.v_pages[layer]
+        index = kv.tiered_layers.index(layer)
         if index not in self._brought:
             self._bring_cold(index)
         arrived = self._brought.pop(index)
-        if index + 1 < kv.num_layers:  # its buffer was last read by layer index - 1, which has been launched
+        if index + 1 < len(
+            kv.tiered_layers
+        ):  # its buffer was last read by layer index - 1, which has been launched
             self._bring_cold(index + 1)
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
         kv.bring_hot(index, index % 2, self._slots.pop(index))
         return kv.k_staged[index % 2], kv.v_staged[index % 2]
 
-    def _bring_cold(self, layer: int) -> None:
+    def _bring_cold(self, index: int) -> None:
         kv = self._kv
-        self._slots[layer] = slots = kv.slots_of(layer, self._wanted)
+        self._slots[index] = slots = kv.slots_of(index, self._wanted)
         self.cold += (slots < 0).sum()
         if kv.link_stream is None:
-            kv.bring_cold(layer, layer % 2, self._wanted, slots)
-            self._brought[layer] = None
+            kv.bring_cold(index, index % 2, self._wanted, slots)
+            self._brought[index] = None
             return
         kv.link_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(kv.link_stream):
-            kv.bring_cold(layer, layer % 2, self._wanted, slots)
-            self._brought[layer] = torch.cuda.Event()
-            self._brought[layer].record()  # type: ignore[union-attr]
+            kv.bring_cold(index, index % 2, self._wanted, slots)
+            self._brought[index] = torch.cuda.Event()
+            self._brought[index].record()  # type: ignore[union-attr]
         slots.record_stream(kv.link_stream)

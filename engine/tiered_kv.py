@@ -102,8 +102,9 @@ class TieredKV(PagedKV):
     frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
     StagedReads has room for. means_for_late: steps that let group means stand in for what is not read have them stand
     in for late blocks too, instead of fetching these. measures_waits: how long layers wait for what is fetched.
-    k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host. tables: rows are layers, a page of
-    them is page * kv_heads + head, a slot frame * kv_heads + head; they say nothing until KV has spilled.
+    kept_layers: whose pages all stay on the GPU, at their numbers. k_home, v_home: of each other layer, [pages,
+    kv_heads, PAGE_SIZE, head_dim] on the host. tables: rows are these layers, a page of them is page * kv_heads + head,
+    a slot frame * kv_heads + head; they say nothing until KV has spilled.
     Raises MemoryError if the host has no room.
     """
 
@@ -119,13 +120,20 @@ class TieredKV(PagedKV):
         device: torch.device | str = "cpu",
         means_for_late: bool = False,
         measures_waits: bool = False,
+        kept_layers: tuple[int, ...] = (),
     ) -> None:
         if not 0 < frames <= pages:
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
         super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
         home = (pages, kv_heads, PAGE_SIZE, head_dim)
+        self.kept_layers = kept_layers
+        self.tiered_layers = [layer for layer in range(num_layers) if layer not in kept_layers]
+        for layer in kept_layers:
+            self.k_pages[layer], self.v_pages[layer] = (
+                torch.zeros(home, dtype=dtype, device=self.device) for _ in range(2)
+            )
         self.k_home, self.v_home = (
-            [host_zeros(home, dtype, self.device) for _ in range(num_layers)] for _ in range(2)
+            [host_zeros(home, dtype, self.device) for _ in self.tiered_layers] for _ in range(2)
         )
         self._freed: list[int] = []
         self._last_work: list[SequenceKV] = []
@@ -138,7 +146,8 @@ class TieredKV(PagedKV):
         self._home_stream, self.link_stream = (
             torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
         )
-        self.tables = empty_tables(num_layers, pages * kv_heads, frames * kv_heads, self.device)
+        rows = max(1, len(self.tiered_layers))
+        self.tables = empty_tables(rows, pages * kv_heads, frames * kv_heads, self.device)
         self.spilled = False
         self.means_for_late, self.measures_waits = means_for_late, measures_waits
         self.round = 0  # of the residency tables
@@ -161,7 +170,7 @@ class TieredKV(PagedKV):
     def totals(self) -> dict[str, float]:
         """Counters since the start, by name."""
         page_bytes = 2 * self.k_pages[0][0, 0].nbytes
-        values = self.counters.values(page_bytes, self.num_layers * self.kv_heads)
+        values = self.counters.values(page_bytes, len(self.tiered_layers) * self.kv_heads)
         return {f"kv_{name}": value for name, value in values.items()}
 
     @property
@@ -175,6 +184,10 @@ class TieredKV(PagedKV):
     def frames(self, sequence: SequenceKV) -> np.ndarray:
         """int32 [pages], the frame of each page, -1 where it has none."""
         return self.frame_of[sequence.table()]
+
+    @property
+    def lies_apart(self) -> bool:
+        return bool(self.kept_layers)
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all pages are in frames, so that block tables can name these."""
@@ -264,10 +277,10 @@ class TieredKV(PagedKV):
         self.counters.copied_home += len(pages)
 
     def _copy_layers_home(self, frames: Tensor, places: Tensor, count: Tensor) -> None:
-        for layer in range(self.num_layers):
+        for row, layer in enumerate(self.tiered_layers):
             gather_blocks(
                 (_rows(self.k_pages[layer]), _rows(self.v_pages[layer])),
-                (_rows(self.k_home[layer]), _rows(self.v_home[layer])),
+                (_rows(self.k_home[row]), _rows(self.v_home[row])),
                 frames,
                 places,
                 count,
@@ -337,8 +350,15 @@ class TieredKV(PagedKV):
 
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         frames = self.frame_of[pages]
-        if (frames >= 0).all():
+        in_frames = bool((frames >= 0).all())
+        if in_frames and not self.kept_layers:
             super().make_means(frames, slots, pool)
+            return
+        for layer in self.kept_layers:
+            self._make_layer_means(layer, self.k_pages[layer], self.v_pages[layer], pages, slots, pool)
+        if in_frames:
+            for layer in self.tiered_layers:
+                self._make_layer_means(layer, self.k_pages[layer], self.v_pages[layer], frames, slots, pool)
             return
         at_once = max(1, self.staged_pages // pages.shape[1])
         for first in range(0, len(pages), at_once):
@@ -347,20 +367,31 @@ class TieredKV(PagedKV):
 
     def _make_means_apart(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Layer by layer, from pages that are brought together."""
-        places = torch.arange(pages.size, device=self.device).view(pages.shape)
+        places = np.arange(pages.size).reshape(pages.shape)
         wanted = self.rows_of(pages.reshape(-1))
-        for layer in range(self.num_layers):
-            self.bring(layer, 0, wanted)
-            make_group_means(
-                [self.k_staged[0]],
-                [self.v_staged[0]],
-                places,
-                slots,
-                pool.k[layer : layer + 1],
-                pool.v[layer : layer + 1],
-                pool.k_variance[layer : layer + 1],
-                default_backend(self.device),
-            )
+        for row, layer in enumerate(self.tiered_layers):
+            self.bring(row, 0, wanted)
+            self._make_layer_means(layer, self.k_staged[0], self.v_staged[0], places, slots, pool)
+
+    def _make_layer_means(
+        self,
+        layer: int,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        pages: np.ndarray,
+        slots: Tensor,
+        pool: GroupMeanPool,
+    ) -> None:
+        make_group_means(
+            [k_pages],
+            [v_pages],
+            torch.from_numpy(pages.astype(np.int64)).to(self.device),
+            slots,
+            pool.k[layer : layer + 1],
+            pool.v[layer : layer + 1],
+            pool.k_variance[layer : layer + 1],
+            default_backend(self.device),
+        )
 
     def rows_of(self, pages: np.ndarray) -> Tensor:
         """int32 [pages * kv_heads]: the rows of the residency tables' pages, head by head."""
@@ -369,23 +400,26 @@ class TieredKV(PagedKV):
             self.device
         )
 
-    def bring(self, layer: int, buffer: int, wanted: Tensor) -> None:
-        """Rows of a layer, from where they lie, to the first places of a staging buffer; negative ones are left out."""
-        hot = self.slots_of(layer, wanted)
-        self.bring_hot(layer, buffer, hot)
-        self.bring_cold(layer, buffer, wanted, hot)
+    # Layers that lie in tiers are counted among themselves here: `index` is a row of the residency tables.
 
-    def slots_of(self, layer: int, wanted: Tensor) -> Tensor:
-        """Where rows of a layer are on the GPU, -1 where they are only at home."""
-        slots = self.tables.slot_of[layer][wanted.clamp(min=0).long()]
+    def bring(self, index: int, buffer: int, wanted: Tensor) -> None:
+        """Pages of a layer, from where they lie, to the first places of a staging buffer; without negative ones."""
+        hot = self.slots_of(index, wanted)
+        self.bring_hot(index, buffer, hot)
+        self.bring_cold(index, buffer, wanted, hot)
+
+    def slots_of(self, index: int, wanted: Tensor) -> Tensor:
+        """Where pages of a layer are on the GPU, -1 where they are only at home."""
+        slots = self.tables.slot_of[index][wanted.clamp(min=0).long()]
         return slots.masked_fill(wanted < 0, -1)
 
-    def bring_hot(self, layer: int, buffer: int, slots: Tensor) -> None:
+    def bring_hot(self, index: int, buffer: int, slots: Tensor) -> None:
+        layer = self.tiered_layers[index]
         self._bring(head_rows(self.k_pages[layer]), head_rows(self.v_pages[layer]), buffer, slots)
 
-    def bring_cold(self, layer: int, buffer: int, wanted: Tensor, slots: Tensor) -> None:
+    def bring_cold(self, index: int, buffer: int, wanted: Tensor, slots: Tensor) -> None:
         cold = wanted.masked_fill(slots >= 0, -1)
-        self._bring(head_rows(self.k_home[layer]), head_rows(self.v_home[layer]), buffer, cold)
+        self._bring(head_rows(self.k_home[index]), head_rows(self.v_home[index]), buffer, cold)
 
     def _bring(self, keys: Tensor, values: Tensor, buffer: int, rows: Tensor) -> None:
         places = torch.arange(len(rows), dtype=torch.int32, device=self.device)
@@ -410,11 +444,19 @@ class TieredKV(PagedKV):
         assert sorted(owned + list(self._free_frames)) == list(range(self.num_frames))
         home = np.flatnonzero(self._at_home & (self.frame_of >= 0))
         for frames, places in ((self.k_pages, self.k_home), (self.v_pages, self.v_home)):
-            for near, far in zip(frames, places, strict=True):
+            for near, far in zip((frames[layer] for layer in self.tiered_layers), places, strict=True):
                 assert torch.equal(near[self.frame_of[home]].cpu(), far[home].cpu())
         movable = {**self._home.movable, **self._home.movable_dense}
         assert all(self._at_home[page] and self.frame_of[page] >= 0 for page in movable)
         assert not (set(movable) & set(self._home.waiting)) and not (set(movable) & set(self._home.copying))
+
+
+def check_kept_layers(kv: TieredKV, dense_layers: tuple[int, ...]) -> None:
+    """Raise ValueError for a sparse read that lists blocks of a layer that is kept whole."""
+    if not set(kv.kept_layers) <= set(dense_layers):
+        raise ValueError(
+            f"layers {kv.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
+        )
 
 
 def _rows(pages: Tensor) -> Tensor:
