@@ -1,6 +1,8 @@
 """How a pass reads KV that lies in tiers: by fetching what it lists, or by having whole sequences brought together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,33 +20,47 @@ class Fetched:
 
     slots: [layers, sequences, kv_heads, width * pages of a block] int32, where the listed pages lie, once `wait` has
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
+    copy_late: copies a layer's pages once the layer waits for them; None: they are under way.
     """
 
     slots: Tensor
     refused: Tensor
     transfers: Transfers
     events: list[torch.cuda.Event]
+    copy_late: Callable[[int], None] | None = None
 
     def wait(self, layer: int) -> None:
-        """Let the current stream wait until this layer's pages are there."""
+        """Let the current stream wait until this layer's pages are there; to be called once for each layer."""
+        if self.copy_late is not None:
+            self.copy_late(layer)
         if self.events:
             torch.cuda.current_stream().wait_event(self.events[layer])
 
 
 def fetch_listed(
-    kv: TieredKV, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
+    kv: TieredKV,
+    lists: Tensor,
+    counts: Tensor,
+    block_size: int,
+    page_tables: Tensor,
+    round: Tensor,
+    overlap: bool = True,
 ) -> Fetched:
     """Request all pages that a pass lists, and start copying those that are not hot, layer by layer on a side stream.
 
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
     page_tables: [sequences, max_pages] int32, pages of `kv`; round: [1] int32, `kv.next_round()`
+    overlap: False: a layer's pages are copied in `wait`, on the stream that waits, as if nobody had announced them
     Launches only: works inside a CUDA graph.
     """
     per_block = block_size // PAGE_SIZE
     listed = lists, counts, page_tables, kv.kv_heads, per_block
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
     slots = find_block_slots(kv.tables, *listed, kv.backend)[0].clamp_(min=0)
+    refused = transfers.unplaced.sum(dtype=torch.int32)
     events: list[torch.cuda.Event] = []
+    if not overlap:
+        return Fetched(slots, refused, transfers, events, partial(_fetch_layer, kv, transfers))
     if kv.link_stream is None:
         for layer in range(kv.num_layers):
             _fetch_layer(kv, transfers, layer)
@@ -55,7 +71,7 @@ def fetch_listed(
                 _fetch_layer(kv, transfers, layer)
                 events.append(torch.cuda.Event())
                 events[-1].record()
-    return Fetched(slots, transfers.unplaced.sum(dtype=torch.int32), transfers, events)
+    return Fetched(slots, refused, transfers, events)
 
 
 def _fetch_layer(kv: TieredKV, transfers: Transfers, layer: int) -> None:

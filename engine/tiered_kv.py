@@ -79,6 +79,7 @@ class TieredKV(PagedKV):
 
     frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
     StagedReads has room for. k_home, v_home: a layer each, [pages, kv_heads, PAGE_SIZE, head_dim] on the host.
+    home: these two lists, if they are there already (for a GPU pinned; layers may share one if contents do not matter).
     tables: rows are layers, a page of them is page * kv_heads + head, a slot frame * kv_heads +
     head; they say nothing until KV has spilled. Raises MemoryError if the host has no room.
     """
@@ -93,14 +94,15 @@ class TieredKV(PagedKV):
         longest: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        home: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
         if not 0 < frames <= pages:
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
         super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
-        home = (pages, kv_heads, PAGE_SIZE, head_dim)
-        self.k_home, self.v_home = (
-            [host_zeros(home, dtype, self.device) for _ in range(num_layers)] for _ in range(2)
-        )
+        shape = (pages, kv_heads, PAGE_SIZE, head_dim)
+        if home is not None and any(part.shape != shape for part in (*home[0], *home[1])):
+            raise ValueError(f"pages at home that are there already must be {shape}")
+        self.k_home, self.v_home = home or self._make_home(shape, dtype)
         self._freed: list[int] = []
         self._last_work: list[SequenceKV] = []
         self.pool = PagePool(pages, self._freed)
@@ -120,6 +122,12 @@ class TieredKV(PagedKV):
             torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2)
         )
         self.counters = TierCounters()
+
+    def _make_home(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        keys, values = (
+            [host_zeros(shape, dtype, self.device) for _ in range(self.num_layers)] for _ in range(2)
+        )
+        return keys, values
 
     @property
     def backend(self) -> str:
@@ -149,6 +157,16 @@ class TieredKV(PagedKV):
     def next_round(self) -> int:
         self.round += 1
         return self.round
+
+    def adopt_home(self, sequence: SequenceKV) -> None:
+        """Take it that the full pages of a sequence are at home, for who has put them there; they have no frames yet.
+
+        For a new sequence: `grow` it, set its length, adopt, and `begin`, which then finds that KV has spilled.
+        """
+        full = sequence.table()[: sequence.length // PAGE_SIZE]
+        if (self.frame_of[full] >= 0).any():
+            raise ValueError("adopt_home is for pages that no frame was given for")
+        self._at_home[full] = True
 
     # Before a pass.
 
