@@ -50,15 +50,17 @@ def read_shape_of(name: str) -> Shape:
     )
 
 
-def random_decoder(shape: Shape, positions: int) -> Decoder:
-    """Random bfloat16 weights on the GPU."""
+def random_decoder(
+    shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Decoder:
+    """Random weights."""
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size
 
     def weight(*size: int) -> torch.Tensor:
-        return torch.empty(*size, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+        return torch.empty(*size, device=device, dtype=dtype).normal_(0, 0.02)
 
-    ones = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    ones = torch.ones(hidden, device=device, dtype=dtype)
     layers = [
         DecoderLayer(
             input_norm=ones,
@@ -71,7 +73,7 @@ def random_decoder(shape: Shape, positions: int) -> Decoder:
         )
         for _ in range(shape.num_hidden_layers)
     ]
-    angles = torch.rand(2, positions, dim // 2, device="cuda")
+    angles = torch.rand(2, positions, dim // 2, device=device)
     embedding, head = weight(shape.vocab_size, hidden), weight(shape.vocab_size, hidden)
     return Decoder(embedding, layers, ones, head, angles[0], angles[1], heads, kv_heads, 1e-5)
 

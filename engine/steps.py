@@ -215,12 +215,14 @@ def run_step(
     buffers: StepBuffers,
     attention: Backend | None = None,
     layer_pages: LayerPages | None = None,
+    overlap: bool = True,
 ) -> None:
     """One pass over what the buffers hold: launches only, the same for all steps of a shape.
 
     attention: what attends where no FlashInfer is planned in the buffers; the device's default if None. With
     buffers.listed_plan the pass plans on the host, and cannot be captured.
     layer_pages: what the block tables are of; the KV's own pages if None.
+    overlap: False: a tiered pass fetches a layer's pages only when the layer wants them (to compare with).
     """
     device = buffers.token_ids.device
     backend = default_backend(device)
@@ -239,7 +241,7 @@ def run_step(
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
         late = announced, shape.leaves_out_late, shape.measures_waits
-        fetched = fetch_listed(kv, *listed, tables, buffers.round, *late)
+        fetched = fetch_listed(kv, *listed, tables, buffers.round, *late, overlap)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None

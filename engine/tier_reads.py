@@ -1,6 +1,8 @@
 """How a pass reads KV that lies in tiers: by fetching what it lists, or by having whole sequences brought together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ class Fetched:
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
     cold, late: [sequences] int32, listed blocks that were not hot, and those of them that nobody had announced
     waited: [2 * layers] int64, nanoseconds before and after each layer's wait; None if that is not measured
+    copy_late: copies a layer's pages once the layer waits for them; None: they are under way.
     """
 
     slots: Tensor
@@ -32,11 +35,14 @@ class Fetched:
     events: list[torch.cuda.Event]
     waited: Tensor | None
     backend: str
+    copy_late: Callable[[int], None] | None = None
 
     def wait(self, index: int) -> None:
-        """Let the current stream wait until this layer's pages are there."""
+        """Let the current stream wait until this layer's pages are there; to be called once for each layer."""
         if self.waited is not None:
             stamp_time(self.waited, 2 * index, self.backend)
+        if self.copy_late is not None:
+            self.copy_late(index)
         if self.events:
             torch.cuda.current_stream().wait_event(self.events[index])
         if self.waited is not None:
@@ -53,6 +59,7 @@ def fetch_listed(
     announced: Tensor | None = None,
     leave_out_late: bool = False,
     measure: bool = False,
+    overlap: bool = True,
 ) -> Fetched:
     """Request all pages that a pass lists, and start copying those that are not hot, layer by layer on a side stream.
 
@@ -61,6 +68,7 @@ def fetch_listed(
     page_tables: [sequences, max_pages] int32, pages of `kv`; round: [1] int32, `kv.next_round()`
     announced: [sequences, layers * kv_heads, blocks] uint8, blocks that were known beforehand; None: all
     leave_out_late: take late blocks out of `lists` and `counts` instead of fetching them
+    overlap: False: a layer's pages are copied in `wait`, on the stream that waits, as if nobody had announced them
     Launches only: works inside a CUDA graph.
     """
     per_block = block_size // PAGE_SIZE
@@ -69,7 +77,11 @@ def fetch_listed(
     waited = torch.zeros(2 * len(lists), dtype=torch.int64, device=kv.device) if measure else None
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
     slots, _ = find_block_slots(kv.tables, *listed, kv.backend, absent=0)  # which attention may look at
+    refused = transfers.unplaced.sum(dtype=torch.int32)
+    found = slots, refused, cold, late, transfers
     events: list[torch.cuda.Event] = []
+    if not overlap:
+        return Fetched(*found, events, waited, kv.backend, partial(_fetch_layer, kv, transfers))
     if kv.link_stream is None:
         for index in range(len(lists)):
             _fetch_layer(kv, transfers, index)
@@ -80,8 +92,7 @@ def fetch_listed(
                 _fetch_layer(kv, transfers, index)
                 events.append(torch.cuda.Event())
                 events[-1].record()
-    refused = transfers.unplaced.sum(dtype=torch.int32)
-    return Fetched(slots, refused, cold, late, transfers, events, waited, kv.backend)
+    return Fetched(*found, events, waited, kv.backend)
 
 
 def _fetch_layer(kv: TieredKV, transfers: Transfers, index: int) -> None:

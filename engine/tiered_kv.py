@@ -105,7 +105,8 @@ class TieredKV(PagedKV):
     kept_layers: whose pages all stay on the GPU, at their numbers. k_home, v_home: of each other layer, [pages,
     kv_heads, PAGE_SIZE, head_dim] on the host. tables: rows are these layers, a page of them is page * kv_heads + head,
     a slot frame * kv_heads + head; they say nothing until KV has spilled.
-    Raises MemoryError if the host has no room.
+    home: k_home and v_home, if they are there already (for a GPU pinned; layers may share one if contents do not
+    matter). Raises MemoryError if the host has no room.
     """
 
     def __init__(
@@ -121,20 +122,21 @@ class TieredKV(PagedKV):
         means_for_late: bool = False,
         measures_waits: bool = False,
         kept_layers: tuple[int, ...] = (),
+        home: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
         if not 0 < frames <= pages:
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
         super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
-        home = (pages, kv_heads, PAGE_SIZE, head_dim)
+        shape = (pages, kv_heads, PAGE_SIZE, head_dim)
+        if home is not None and any(part.shape != shape for part in (*home[0], *home[1])):
+            raise ValueError(f"pages at home that are there already must be {shape}")
         self.kept_layers = kept_layers
         self.tiered_layers = [layer for layer in range(num_layers) if layer not in kept_layers]
         for layer in kept_layers:
             self.k_pages[layer], self.v_pages[layer] = (
-                torch.zeros(home, dtype=dtype, device=self.device) for _ in range(2)
+                torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2)
             )
-        self.k_home, self.v_home = (
-            [host_zeros(home, dtype, self.device) for _ in self.tiered_layers] for _ in range(2)
-        )
+        self.k_home, self.v_home = home or self._make_home(shape, dtype)
         self._freed: list[int] = []
         self._last_work: list[SequenceKV] = []
         self.pool = PagePool(pages, self._freed)
@@ -156,6 +158,10 @@ class TieredKV(PagedKV):
             torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2)
         )
         self.counters = TierCounters()
+
+    def _make_home(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        keys, values = ([host_zeros(shape, dtype, self.device) for _ in self.tiered_layers] for _ in range(2))
+        return keys, values
 
     @property
     def backend(self) -> str:
@@ -196,6 +202,16 @@ class TieredKV(PagedKV):
     def next_round(self) -> int:
         self.round += 1
         return self.round
+
+    def adopt_home(self, sequence: SequenceKV) -> None:
+        """Take it that the full pages of a sequence are at home, for who has put them there; they have no frames yet.
+
+        For a new sequence: `grow` it, set its length, adopt, and `begin`, which then finds that KV has spilled.
+        """
+        full = sequence.table()[: sequence.length // PAGE_SIZE]
+        if (self.frame_of[full] >= 0).any():
+            raise ValueError("adopt_home is for pages that no frame was given for")
+        self._at_home[full] = True
 
     # Before a pass.
 

@@ -8,7 +8,8 @@ from evaluation.report import Row
 from sparsity.plan import Plan
 
 
-def _figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
+def make_figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
+    """A figure and its axes, side by side; width and height: inches of each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -18,7 +19,7 @@ def _figure(columns: int = 1, width: float = 6.4, height: float = 4.2) -> tuple[
     return figure, list(axes[0])
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a date and a version the same figures give the same file.
     figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
@@ -38,7 +39,7 @@ def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def plot_quality(rows: Sequence[Row], path: Path) -> Path:
     """Relative increase of the perplexity against the share of the KV read, a line a method."""
-    figure, (axis,) = _figure()
+    figure, (axis,) = make_figure()
     for name, found in _by_method(rows).items():
         wide = 2.5 if name == "ahead" else 1.2
         axis.plot(
@@ -55,12 +56,12 @@ def plot_quality(rows: Sequence[Row], path: Path) -> Path:
     axis.set_yscale("symlog", linthresh=1)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_churn(rows: Sequence[Row], path: Path) -> Path:
     """What of a round's blocks is not in a hot buffer of what the last rounds read, against the buffer's size."""
-    figure, (axis,) = _figure()
+    figure, (axis,) = make_figure()
     for row in rows:
         if row.method == "dense":
             continue
@@ -74,32 +75,32 @@ def plot_churn(rows: Sequence[Row], path: Path) -> Path:
     axis.set(xscale="log", yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_maps(plan: Plan, overlap: Any, similarity: Any, directory: Path) -> list[Path]:
     """Heat maps. overlap: [target heads, draft heads] in [0, 1]; similarity: [draft layers, target layers], mean."""
-    figure, (heads,) = _figure(width=7, height=6)
+    figure, (heads,) = make_figure(width=7, height=6)
     image = heads.imshow(overlap, aspect="auto", vmin=0, vmax=1, cmap="viridis")
     best = overlap.argmax(1)
     heads.plot(best, range(len(best)), "r.", ms=3)
     heads.set(xlabel="draft head, layer by layer", ylabel="target KV head, layer by layer")
     heads.set_title("top-k overlap (STS, Algorithm 1); red: the map")
     figure.colorbar(image)
-    first = _save(figure, directory / "head-map.png")
-    figure, (layers,) = _figure()
+    first = save_figure(figure, directory / "head-map.png")
+    figure, (layers,) = make_figure()
     image = layers.imshow(similarity, aspect="auto", origin="lower", cmap="viridis")
     layers.plot(range(plan.target_layers), plan.layer_map, "r.-")
     layers.set(
         xlabel="target layer", ylabel="draft layer", title="−KL (SpecAttn, eq. 4); red: the monotone map"
     )
     figure.colorbar(image)
-    return [first, _save(figure, directory / "layer-map.png")]
+    return [first, save_figure(figure, directory / "layer-map.png")]
 
 
 def plot_prunable(plan: Plan, path: Path) -> Path:
     """The share of blocks that each layer's own weights could leave out, by the mass that must stay."""
-    figure, (axis,) = _figure()
+    figure, (axis,) = make_figure()
     for mass, shares in plan.provenance["prunable_by_layer"].items():
         axis.plot(range(len(shares)), [100 * s for s in shares], "o-", label=f"mass {mass} stays")
     axis.set(
@@ -108,4 +109,4 @@ def plot_prunable(plan: Plan, path: Path) -> Path:
     axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)
     axis.legend()
-    return _save(figure, path)
+    return save_figure(figure, path)

@@ -36,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     _add_bench_kernels(bench.add_parser("kernels", help="attention and selection kernels on a GPU"))
     _add_bench_step(bench.add_parser("step", help="whole steps of target and draft on a GPU"))
+    _add_bench_offload(
+        bench.add_parser(
+            "offload", help="whole steps over KV of which a part lies on the GPU, by recorded reads"
+        )
+    )
     _add_bench_serve(
         bench.add_parser("serve", help="tokens a second of the services, random weights, imposed acceptance")
     )
@@ -362,6 +367,56 @@ def _bench_step(flags: argparse.Namespace) -> None:
     require_gpu()
     pair = [(name, read_shape_of(name)) for name in (flags.target_shape, flags.draft_shape)]
     run_step_benchmark(*pair[0], *pair[1], flags.repeats, flags.json)
+
+
+def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768, 102400], metavar="N")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.1], metavar="X", help="of the pages that a step selects"
+    )
+    parser.add_argument(
+        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="frames, of all pages"
+    )
+    parser.add_argument("--queries", type=int, default=5, help="of each sequence")
+    parser.add_argument(
+        "--passes", type=int, default=4, help="over the recorded rounds, with nothing hot at first"
+    )
+    parser.add_argument(
+        "--home-layers",
+        type=int,
+        default=1,
+        help="layers with pinned memory of their own; the others share it",
+    )
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)"
+    )
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
+    parser.set_defaults(run=_bench_offload)
+
+
+def _bench_offload(flags: argparse.Namespace) -> None:
+    from benchmarks.gpu_timing import require_gpu
+    from benchmarks.offload import Settings, run_offload_benchmark
+    from benchmarks.shapes import read_shape_of
+
+    if flags.shape != "tiny":  # which is rehearsed without a GPU
+        require_gpu()
+    settings = Settings(
+        tuple(flags.batches),
+        tuple(flags.contexts),
+        tuple(flags.shares),
+        tuple(flags.hot),
+        flags.queries,
+        flags.passes,
+        flags.home_layers,
+        None if flags.host_memory is None else int(flags.host_memory * 2**30),
+    )
+    run_offload_benchmark(flags.shape, read_shape_of(flags.shape), settings, flags.json, flags.plot)
 
 
 def _add_bench_serve(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def test_a_row_is_set_against_its_floor_and_its_rival(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["kernels", "step"])
+@pytest.mark.parametrize("name", ["kernels", "step", "offload"])
 def test_without_a_gpu_there_is_one_line(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -1,0 +1,400 @@
+"""`specahead bench offload`: verification steps over KV in tiers against the same steps over KV wholly on the GPU.
+
+Recorded selections (benchmarks/selection_trace.py) are read round after round. Three ways:
+
+    resident   all KV is on the GPU
+    prefetch   pages that are not hot are fetched on a side stream, layer by layer, from the step's beginning on
+    on demand  a layer's pages are fetched when its queries are there, as must be where nobody has announced them
+
+The bound of a step is the resident step or the link's time for what was fetched at its bulk rate, whichever is longer.
+"""
+
+import gc
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.offload_steps import (
+    Case,
+    Home,
+    Measured,
+    Step,
+    link_rate,
+    make_home,
+    pack_rounds,
+    replay,
+    resident_kv,
+    tiered_kv,
+)
+from benchmarks.residency import SETTLED
+from benchmarks.selection_trace import (
+    BLOCK,
+    BLOCKS,
+    BUNDLED,
+    ROUNDS,
+    ROWS,
+    SEGMENTS,
+    SHARE,
+    Trace,
+    load_traces,
+)
+from benchmarks.shapes import Shape, random_decoder
+from engine.paged_kv import PAGE_SIZE
+from evaluation.plots import make_figure, save_figure
+
+TRACE = "ahead sticky"
+LARGEST_SHARE = 0.16  # that a recorded tenth and another give
+SHORTEST = 16 * PAGE_SIZE
+SPARE = 8 << 30  # bytes of the GPU's memory for all but weights and KV
+RESIDENT, PREFETCH, ON_DEMAND = "resident", "prefetch", "on demand"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """shares: of the pages, selected. hot: shares of the pages that there are frames for. passes: over all rounds.
+
+    home_layers: layers that have a home of their own; the others share these. host_memory: bytes that homes may take;
+    None: what is free.
+    """
+
+    batches: tuple[int, ...] = (1, 8)
+    contexts: tuple[int, ...] = (10240, 32768, 102400)
+    shares: tuple[float, ...] = (SHARE,)
+    hot: tuple[float, ...] = (0.125, 0.25, 0.5)
+    queries: int = 5
+    passes: int = 4
+    home_layers: int = 1
+    host_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, values, largest in (("shares", self.shares, LARGEST_SHARE), ("hot", self.hot, 1.0)):
+            if not values or not all(0 < value <= largest for value in values):
+                raise ValueError(f"{name} must lie in (0, {largest}], got {list(values)}")
+        if any(context % PAGE_SIZE or context < SHORTEST for context in self.contexts):
+            raise ValueError(
+                f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
+            )
+        if self.queries < 2 or min(*self.batches, self.passes, self.home_layers) < 1:
+            raise ValueError("there must be 2 queries at least, and one of batches, passes and home layers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step's mean and p95. resident: mean of the resident step, None where that does not fit the GPU.
+
+    pages, each of a layer and KV head: read, fetched over the link (in tiers), and listed without finding a slot; where
+    there are any of these the step is void, and the services would verify fewer sessions at once.
+    link: bytes a second of fetches over the whole step; link_used: the same, of the bulk rate. bound: milliseconds.
+    """
+
+    batch: int
+    context: int
+    share: float
+    way: str
+    hot: float
+    milliseconds: float
+    p95: float
+    resident: float | None
+    pages_read: float
+    pages_fetched: float
+    pages_refused: float
+    bytes_fetched: float
+    link: float
+    link_used: float
+    bound: float
+
+    @property
+    def to_resident(self) -> float | None:
+        return None if self.resident is None else self.milliseconds / self.resident
+
+
+# What is selected.
+
+
+@lru_cache
+def _recorded() -> tuple[Trace, dict[str, str]]:
+    traces, about = load_traces(BUNDLED)
+    return next(trace for trace in traces if trace.name == TRACE), about
+
+
+def selections(context: int, share: float, session: int) -> list[np.ndarray]:
+    """Of each round bool [ROWS, blocks of the context]: what a session selects.
+
+    The recorded passages stand in another order in each session; a context that is longer than all of them begins anew,
+    and of the last passage as many blocks are taken as there is room for, evenly spread. For shares below a tenth, each
+    (row, block) is dropped in all rounds or in none; above, what is missing is added in the same way, from other texts
+    in the recording.
+    """
+    trace, _ = _recorded()
+    random = np.random.default_rng(session)
+    order = random.permutation(SEGMENTS)
+    whole, part = divmod(context // BLOCK, BLOCKS)
+    passages = order.take(np.arange(whole + 1), mode="wrap")[:, None] * BLOCKS + np.arange(BLOCKS)
+    last = passages[-1][np.arange(part) * BLOCKS // max(1, part)]
+    blocks = np.concatenate([passages[:-1].flatten(), last])
+    history = trace.history[:, blocks]
+    lots = random.random(history.shape)
+    if share < SHARE:
+        history = np.where(lots < share / _mean_share(history), history, 0)
+    elif share > SHARE:
+        other = np.roll(trace.history, (trace.heads, BLOCKS // 2), (0, 1))[:, blocks] & ~history
+        history = history | np.where(lots < (share - SHARE) / _mean_share(other), other, 0)
+    return [(history >> i & 1).astype(bool) for i in range(ROUNDS)]
+
+
+def _mean_share(history: np.ndarray) -> float:
+    return float(np.bitwise_count(history).mean()) / ROUNDS
+
+
+def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
+    """int64 [rounds, batch, rows, words]"""
+    if case.rows > ROWS:
+        raise ValueError(f"{case.rows} KV heads in all layers; the recorded selections have {ROWS} rows")
+    rows = (2 * np.arange(case.rows) + 1) * ROWS // (2 * case.rows)  # evenly spread
+    sessions = [selections(case.context, share, session) for session in range(case.batch)]
+    rounds = [[chosen[rows] for chosen in each] for each in zip(*sessions, strict=True)]
+    return pack_rounds(rounds, device)
+
+
+# Measuring.
+
+
+class Bench:
+    """A decoder, and homes for the largest case."""
+
+    def __init__(self, settings: Settings, cases: list[Case], device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        largest = max(cases, key=lambda case: case.pages)
+        longest = max(case.context for case in cases) + settings.queries
+        layers = min(settings.home_layers, largest.shape.num_hidden_layers)
+        self.home: Home = make_home(largest, layers, device)
+        self.link = link_rate(self.home, device)
+        self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
+
+    def rows(self, case: Case) -> Iterator[Row]:
+        """Resident first: what it takes of the GPU is given back before there are tiers."""
+        rounds = {share: rounds_of(case, share, self.device) for share in self.settings.shares}
+        resident: dict[float, float] = {}
+        for share, measured in self._measure(case, rounds, None, True).items():
+            row = self._row(case, share, RESIDENT, 1.0, measured, None)
+            resident[share] = row.milliseconds
+            yield row
+        for hot in self.settings.hot:
+            for way in (PREFETCH, ON_DEMAND):
+                for share, measured in self._measure(case, rounds, hot, way == PREFETCH).items():
+                    yield self._row(case, share, way, hot, measured, resident.get(share))
+
+    def _measure(
+        self, case: Case, rounds: dict[float, Tensor], hot: float | None, overlap: bool
+    ) -> dict[float, Measured]:
+        """By share. hot: None: resident. Nothing if the GPU has no room."""
+        if not self._fits(case, 1.0 if hot is None else hot):
+            where = "wholly on the GPU" if hot is None else f"{hot:.1%} of it on the GPU"
+            print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
+            return {}
+        kv = resident_kv(case, self.device) if hot is None else tiered_kv(case, hot, self.home, self.device)
+        step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], overlap)
+        measured = {share: replay(step, words, self.settings.passes) for share, words in rounds.items()}
+        del step, kv
+        _give_memory_back(self.device)
+        return measured
+
+    def _fits(self, case: Case, hot: float) -> bool:
+        if self.device.type != "cuda":
+            return True
+        kv = case.layer_bytes * case.shape.num_hidden_layers * case.frames(hot) / case.pages
+        return kv + SPARE <= torch.cuda.mem_get_info(self.device)[0]
+
+    def _row(
+        self, case: Case, share: float, way: str, hot: float, measured: Measured, resident: float | None
+    ) -> Row:
+        mean, size = float(np.mean(measured.milliseconds)), measured.fetched * case.page_bytes
+        if way == RESIDENT:
+            resident = mean
+        rate = 1e3 * size / mean
+        return Row(
+            batch=case.batch,
+            context=case.context,
+            share=share,
+            way=way,
+            hot=hot,
+            milliseconds=mean,
+            p95=float(np.percentile(measured.milliseconds, 95)),
+            resident=resident,
+            pages_read=measured.read,
+            pages_fetched=measured.fetched,
+            pages_refused=measured.refused,
+            bytes_fetched=size,
+            link=rate,
+            link_used=rate / self.link,
+            bound=max(resident or 0.0, 1e3 * size / self.link),
+        )
+
+
+def _give_memory_back(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def home_bytes(case: Case, settings: Settings) -> int:
+    return case.layer_bytes * min(settings.home_layers, case.shape.num_hidden_layers)
+
+
+def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[Case]:
+    """Those whose home the host has room for; says what is left out. Raises ValueError if that is all."""
+    room = settings.host_memory
+    if room is None:
+        room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cases = []
+    for context in settings.contexts:
+        for batch in settings.batches:
+            case = Case(shape, batch, context, settings.queries, dtype)
+            needed = home_bytes(case, settings)
+            if needed <= room:
+                cases.append(case)
+            else:
+                print(
+                    f"skipped: {batch} x {context}: its home takes {needed / 2**30:.1f} GiB of the host's memory, "
+                    f"of which there are {room / 2**30:.1f} (--host-memory, --home-layers)"
+                )
+    if not cases:
+        raise ValueError("the host has no room for the home of any case")
+    return cases
+
+
+def run_offload_benchmark(
+    name: str, shape: Shape, settings: Settings, json_file: str | None, plot_file: str | None
+) -> list[Row]:
+    """Measure, print the table, write it to `json_file` and plot it to `plot_file` if given.
+
+    Without a CUDA device it is a rehearsal: all runs eagerly, and times say nothing.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cases = choose_cases(settings, shape, dtype)
+    homes = max(home_bytes(case, settings) for case in cases)
+    print(f"page-locked host memory: {homes / 2**30:.2f} GiB", flush=True)
+    with torch.inference_mode():
+        bench = Bench(settings, cases, device)
+        rows = [row for case in tqdm(cases, desc="replaying") for row in bench.rows(case)]
+    head = _head(name, settings, device, bench.link, homes)
+    print(report(head, rows))
+    if json_file:
+        content = head | {"rows": [asdict(row) for row in rows]}
+        Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
+    if plot_file:
+        print(plot_rows(rows, Path(plot_file)))
+    return rows
+
+
+# The table.
+
+
+def _head(
+    name: str, settings: Settings, device: torch.device, link: float, homes: int
+) -> dict[str, str | float]:
+    machine = "no GPU: a rehearsal, times say nothing"
+    if device.type == "cuda":
+        import triton
+
+        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    _, about = _recorded()
+    head: dict[str, str | float] = {
+        "machine": machine,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command_of(name, settings),
+        "link": f"{link / 1e9:.1f} GB/s, bulk copies",
+        "link_bytes_a_second": link,
+        "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {settings.home_layers} layers, the others share them",
+        "traces": f"{TRACE}, " + ", ".join(f"{key} {value}" for key, value in about.items()),
+    }
+    derived = [share for share in settings.shares if share != SHARE]
+    if derived:
+        head["derived"] = (
+            f"selections of {', '.join(f'{share:.2%}' for share in derived)} are not recorded, but the recorded tenth "
+            "with blocks dropped or added at random, the same in all rounds"
+        )
+    return head
+
+
+def command_of(name: str, settings: Settings) -> str:
+    lists = {
+        "batches": settings.batches,
+        "contexts": settings.contexts,
+        "shares": settings.shares,
+        "hot": settings.hot,
+    }
+    words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
+    numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
+    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
+
+
+def report(head: dict[str, str | float], rows: list[Row]) -> str:
+    lines = [f"{name}: {value}" for name, value in head.items() if isinstance(value, str)]
+    lines.append(
+        f"{'':<12} {'read':>7} {'hot':>6} {'way':<9} {'step':>10} {'p95':>10} {'to resident':>11} {'pages':>8} "
+        f"{'missed':>14} {'no slot':>7} {'fetched':>9} {'GB/s':>5} {'of link':>7} {'bound':>10} {'to bound':>8}"
+    )
+    for row in rows:
+        ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
+        excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
+        missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
+        lines.append(
+            f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
+            f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
+            f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
+            f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8}"
+        )
+    lines.append(
+        f"Means over the rounds from the {SETTLED + 1}th on, nothing hot before the first; p95 of the same. Read: as "
+        "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
+        "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
+        "nor fetched, and the step is void.\nGB/s: fetched over the whole step. Bound: the resident step, or what was "
+        "fetched at the link's bulk rate."
+    )
+    return "\n".join(lines)
+
+
+def plot_rows(rows: list[Row], path: Path) -> Path:
+    """Steps over tiers, as multiples of the resident step, against the size of the hot buffer; a batch a panel."""
+    batches = sorted({row.batch for row in rows})
+    figure, axes = make_figure(len(batches))
+    colors: dict[tuple[int, float], Any] = {}
+    for axis, batch in zip(axes, batches, strict=True):
+        for (context, share, way), line in _lines(rows, batch).items():
+            color = colors.setdefault((context, share), f"C{len(colors) % 10}")
+            hot = [100 * row.hot for row in line]
+            label = f"{context:,} tokens, {share:.1%} read, "
+            style = "o-" if way == PREFETCH else "s--"
+            axis.plot(hot, [row.to_resident for row in line], style, ms=3, color=color, label=label + way)
+            if way == PREFETCH:
+                bounds = [row.bound / row.resident for row in line if row.resident]
+                axis.plot(hot, bounds, ":", color=color, label=label + "bound")
+        axis.axhline(1.0, color="gray", lw=0.8)
+        axis.set(
+            xlabel="hot buffer, % of the KV", ylabel="step, of the resident step", title=f"batch {batch}"
+        )
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
+    return save_figure(figure, path)
+
+
+def _lines(rows: list[Row], batch: int) -> dict[tuple[int, float, str], list[Row]]:
+    lines: dict[tuple[int, float, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.hot):
+        if row.batch == batch and row.way != RESIDENT and row.resident is not None:
+            lines.setdefault((row.context, row.share, row.way), []).append(row)
+    return lines

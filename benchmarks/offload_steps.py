@@ -1,0 +1,276 @@
+"""Verification steps as `approximate` sessions are served, over KV that lies wholly on the GPU or in tiers, replayed.
+
+Random weights and KV. What a step reads is imposed: the announced words of its shared budget carry the selection, and
+there is no room for more. On a GPU a step is one CUDA graph; without one it runs eagerly, so that all can be rehearsed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
+from benchmarks.residency import SETTLED
+from benchmarks.shapes import GROUP, Shape
+from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from engine.decoder import Decoder
+from engine.host_memory import host_zeros
+from engine.judging import Drafted
+from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.sampling import Sampling
+from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
+from engine.tiered_kv import TieredKV
+from kernels.shared_budget import WORD
+
+SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
+LINK_COPY = 1 << 30  # bytes of a bulk copy at most
+
+Home = tuple[
+    list[Tensor], list[Tensor]
+]  # keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each."""
+
+    shape: Shape
+    batch: int
+    context: int
+    queries: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all layers."""
+        return self.shape.num_hidden_layers * self.shape.num_key_value_heads
+
+    @property
+    def pages_each(self) -> int:
+        return pages_for(self.context + self.queries)
+
+    @property
+    def pages(self) -> int:
+        return self.batch * self.pages_each
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of one KV head."""
+        return 2 * PAGE_SIZE * self.shape.head_dim * self.dtype.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.pages * self.shape.num_key_value_heads * self.page_bytes
+
+    def frames(self, hot: float) -> int:
+        """A share of all pages, but room for what a step writes."""
+        written = self.pages_each - self.context // PAGE_SIZE
+        return min(self.pages, max(self.batch * written, int(hot * self.pages)))
+
+
+def make_home(case: Case, layers: int, device: torch.device) -> Home:
+    """Random pages on the host for a case and any smaller one; `layers` tensors stand in turn for those of all layers.
+
+    What the link carries is the same whichever memory it comes from, and the whole KV of a batch need not be pinned.
+    """
+    shape = case.pages, case.shape.num_key_value_heads, PAGE_SIZE, case.shape.head_dim
+
+    def side() -> list[Tensor]:
+        made = [host_zeros(shape, case.dtype, device) for _ in range(layers)]
+        for part in made:
+            part.copy_(torch.randn(shape, dtype=case.dtype, device=device))
+        return [made[layer % layers] for layer in range(case.shape.num_hidden_layers)]
+
+    return side(), side()
+
+
+def link_rate(home: Home, device: torch.device) -> float:
+    """Bytes a second of bulk copies from there to the device (without a GPU: from memory to memory)."""
+    source = home[0][0].flatten()
+    source = source[: LINK_COPY // source.element_size()]
+    target = torch.empty_like(source, device=device)
+    if device.type == "cuda":
+        return 1e3 * source.nbytes / copy_milliseconds(source, target, 20)
+    began = time.perf_counter()
+    target.copy_(source)
+    return source.nbytes / (time.perf_counter() - began)
+
+
+def resident_kv(case: Case, device: torch.device) -> PagedKV:
+    shape = case.shape
+    of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    kv = PagedKV(*of_model, case.pages, case.dtype, device)
+    for part in (*kv.k_pages, *kv.v_pages):
+        part.normal_()
+    return kv
+
+
+def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> TieredKV:
+    """hot: share of all pages that there are frames for."""
+    shape = case.shape
+    of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
+    keys, values = ([part[: case.pages] for part in side] for side in home)
+    sizes = case.frames(hot), case.pages, PAGE_SIZE
+    return TieredKV(*of_model, *sizes, case.dtype, device, (keys, values))
+
+
+def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
+    """Before a pass: all full pages hold KV, in tiers at home and nowhere else; there is room for the queries'."""
+    sequences = [SequenceKV() for _ in range(case.batch)]
+    for sequence in sequences:
+        kv.grow(sequence, case.context)
+        sequence.length = case.context
+        if isinstance(kv, TieredKV):
+            kv.adopt_home(sequence)
+    kv.begin([(sequence, case.queries) for sequence in sequences])
+    kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
+    for i, sequence in enumerate(sequences):  # they are all alike: what stands in makes no difference to time
+        count = case.context // GROUP
+        sequence.groups = list(range(i * count, (i + 1) * count))
+    return sequences
+
+
+def step_shape(case: Case, tiered: bool) -> StepShape:
+    """As GraphRunner has it for verification with a shared budget."""
+    return StepShape(
+        *(case.batch, case.queries, case.pages_each, PAGE_SIZE),
+        width=case.pages_each,
+        groups=case.context // GROUP,
+        read_weights=True,
+        decay=DECAY,
+        judged=True,
+        tiered=tiered,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for."""
+
+    milliseconds: list[float]
+    read: float
+    fetched: float
+    refused: float
+
+
+class Step:
+    """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
+
+    def __init__(
+        self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, overlap: bool = True
+    ) -> None:
+        """words: int64 [batch, rows, words], what the step reads while it is captured; overlap: as run_step's"""
+        self.kv, self.case, device = kv, case, kv.device
+        shape = step_shape(case, isinstance(kv, TieredKV))
+        memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
+        self.buffers: StepBuffers = make_buffers(shape, kv.num_layers, kv.kv_heads, device, memory)
+        sequences = open_sequences(kv, case)
+        inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
+        tables = [sequence.table() for sequence in sequences] if shape.tiered else None
+        lay_out_step(self.buffers, shape, inputs, list(range(case.batch)), kv, tables)
+        self._tables = self._copy_tables()  # nothing is hot but what a step writes
+        work = partial(run_step, decoder, kv, shape, self.buffers, overlap=overlap)
+        self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
+
+    def choose(self, words: Tensor) -> None:
+        """What the next run reads; in tiers it is another round."""
+        budget = self.buffers.budget
+        assert budget is not None
+        budget.words[..., : words.shape[-1]].copy_(words)
+        if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
+            self.buffers.round.fill_(self.kv.next_round())
+
+    def forget(self) -> None:
+        """Nothing is hot any more."""
+        if isinstance(self.kv, TieredKV):
+            for name, part in self._tables.items():
+                getattr(self.kv.tables, name).copy_(part)
+
+    def counts(self) -> Tensor:
+        """[3]: pages that the last run read, fetched, and had no slot for."""
+        results = self.buffers.results.device
+        nothing = torch.zeros_like(results["blocks_read"][:1])
+        tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
+        return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
+
+    def _copy_tables(self) -> dict[str, Tensor]:
+        if not isinstance(self.kv, TieredKV):
+            return {}
+        return {item.name: getattr(self.kv.tables, item.name).clone() for item in fields(self.kv.tables)}
+
+
+def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:
+    last = case.context // PAGE_SIZE - WINDOW
+    memory = ReadMemory(torch.ones(case.rows), DECAY)
+    budget = SharedBudget(words.view(np.uint64), SINK, last, 0, memory, ())
+    read = SparseRead(PAGE_SIZE, group_means=True, emit=True, budget=budget)
+    tokens = list(range(1, case.queries + 1))
+    drafted = Drafted(tokens[1:], [], Sampling(0.0), case.context)
+    return SequenceInput(sequence, tokens, "all", read, drafted=drafted)
+
+
+def pack_rounds(rounds: list[list[np.ndarray]], device: torch.device) -> Tensor:
+    """Of each round and session bool [rows, blocks], to int64 [rounds, sessions, rows, words], the lowest bit first."""
+    packed = [np.stack([_pack(chosen) for chosen in sessions]) for sessions in rounds]
+    return torch.from_numpy(np.stack(packed)).to(device)
+
+
+def _pack(chosen: np.ndarray) -> np.ndarray:
+    padded = np.pad(chosen, ((0, 0), (0, -chosen.shape[1] % WORD)))
+    return np.packbits(padded, axis=1, bitorder="little").view("<i8")
+
+
+class _Mark:
+    """A moment: of the device's stream, without a GPU of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def milliseconds_to(self, later: "_Mark") -> float:
+        if self._event is not None and later._event is not None:
+            return self._event.elapsed_time(later._event)
+        return 1e3 * (later._time - self._time)
+
+
+def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
+    """Run all rounds so many times, each time with nothing hot at first; from round SETTLED on they count.
+
+    rounds: int64 [rounds, batch, rows, words]. Not to and fro, nor round and round: what was once fetched would be hot.
+    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends.
+    """
+    device = rounds.device
+    _wake(step, rounds[0])
+    marks: list[tuple[_Mark, _Mark]] = []
+    counted: list[Tensor] = []
+    for _ in range(passes):
+        step.forget()
+        for number, words in enumerate(rounds):
+            step.choose(words)
+            begin = _Mark(device)
+            step.run()
+            end = _Mark(device)
+            if number >= SETTLED:
+                marks.append((begin, end))
+                counted.append(step.counts())
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    read, fetched, refused = torch.stack(counted).float().mean(0).tolist()
+    return Measured([begin.milliseconds_to(end) for begin, end in marks], read, fetched, refused)
+
+
+def _wake(step: Step, words: Tensor) -> None:
+    """Until the clocks of an idle GPU are up."""
+    if words.device.type != "cuda":
+        return
+    step.choose(words)
+    began = time.perf_counter()
+    while time.perf_counter() < began + AWAKE:
+        step.run()
+        torch.cuda.synchronize()

@@ -1,0 +1,178 @@
+"""Steps over tiers give what steps over resident KV give, however pages are fetched; and the benchmark's rehearsal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.offload import Settings, home_bytes, rounds_of, selections
+from benchmarks.offload_steps import Case, Step, pack_rounds, replay, resident_kv, tiered_kv
+from benchmarks.residency import SETTLED
+from benchmarks.selection_trace import ROUNDS, ROWS
+from benchmarks.shapes import SHAPES, random_decoder
+from engine.paged_kv import SequenceKV
+from engine.tiered_kv import TieredKV
+from orchestrator.cli import main
+from sparsity.selection import BlockSelection
+
+CPU = torch.device("cpu")
+CASE = Case(SHAPES["tiny"], 2, 512, 3, torch.float32)
+
+
+def steps() -> list[Step]:
+    """Resident, prefetching, on demand, over the same KV."""
+    torch.manual_seed(0)
+    decoder = random_decoder(CASE.shape, CASE.context + CASE.queries, "cpu", torch.float32)
+    resident = resident_kv(CASE, CPU)
+    home = [part.clone() for part in resident.k_pages], [part.clone() for part in resident.v_pages]
+    words = rounds_of(CASE, 0.1, CPU)[0]
+    return [
+        Step(decoder, resident, CASE, words),
+        *(Step(decoder, tiered_kv(CASE, 0.5, home, CPU), CASE, words, overlap) for overlap in (True, False)),
+    ]
+
+
+@torch.inference_mode()
+def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
+    resident, *tiered = steps()
+    seen = np.zeros((CASE.batch, CASE.rows, CASE.pages_each), bool)
+    for number, words in enumerate(rounds_of(CASE, 0.1, CPU)[:4]):
+        for step in (resident, *tiered):
+            step.choose(words)
+            step.run()
+        assert resident.buffers.logits is not None
+        for step in tiered:
+            torch.testing.assert_close(step.buffers.logits, resident.buffers.logits)
+        read, fetched, refused = tiered[0].counts().tolist()
+        assert tiered[1].counts().tolist() == [read, fetched, refused]
+        assert resident.counts().tolist() == [read, 0, 0]
+        for name in ("slot_of", "page_in", "stamps", "hand"):
+            one, other = (getattr(step.kv.tables, name) for step in tiered)  # type: ignore[attr-defined]
+            assert torch.equal(one, other)
+        chosen = listed(tiered[0])
+        assert chosen.sum() == read and refused == 0
+        new = (chosen & ~seen)[..., : CASE.context // 16].sum()
+        assert new == fetched if number < 2 else new <= fetched
+        seen |= chosen
+    for step in tiered:
+        step.kv.check_integrity()  # type: ignore[attr-defined]
+
+
+def listed(step: Step) -> np.ndarray:
+    """bool [sequences, rows, pages]: what the step has read."""
+    assert step.buffers.lists is not None and step.buffers.counts is not None
+    lists, counts = step.buffers.lists, step.buffers.counts
+    chosen = torch.zeros(*lists.shape[:3], CASE.pages_each + 1, dtype=torch.bool)
+    valid = torch.arange(lists.shape[3]) < counts[..., None]
+    chosen.scatter_(3, lists.long().where(valid, CASE.pages_each), True)
+    return chosen[..., :-1].transpose(0, 1).flatten(1, 2).numpy()
+
+
+@torch.inference_mode()
+def test_a_step_reads_what_is_selected_and_what_is_always_read() -> None:
+    step = steps()[1]
+    rounds = rounds_of(CASE, 0.125, CPU)
+    step.choose(rounds[3])
+    step.run()
+    bits = np.unpackbits(rounds[3].numpy().view(np.uint8), axis=2, bitorder="little").astype(bool)
+    blocks = CASE.context // 16
+    assert bits[..., 1 : blocks - 4].any()
+    expected = np.zeros((CASE.batch, CASE.rows, CASE.pages_each), bool)
+    expected[..., :blocks] = bits[..., :blocks]
+    expected[..., :1] = expected[..., blocks - 4 :] = True
+    assert np.array_equal(listed(step), expected)
+
+
+@torch.inference_mode()
+def test_every_pass_of_a_replay_finds_nothing_hot() -> None:
+    step = steps()[2]
+    rounds = rounds_of(CASE, 0.1, CPU)
+    once, twice = (replay(step, rounds, passes) for passes in (1, 2))
+    assert len(once.milliseconds) == ROUNDS - SETTLED and len(twice.milliseconds) == 2 * len(
+        once.milliseconds
+    )
+    assert (once.read, once.fetched, once.refused) == (twice.read, twice.fetched, twice.refused)
+
+
+def test_only_pages_without_frames_are_adopted() -> None:
+    kv = TieredKV(1, 1, 4, 4, 8, 16)
+    sequence = SequenceKV()
+    kv.begin([(sequence, 20)])
+    sequence.length = 20
+    with pytest.raises(ValueError, match="no frame"):
+        kv.adopt_home(sequence)
+    with pytest.raises(ValueError, match="there already"):
+        TieredKV(1, 1, 4, 4, 8, 16, home=([torch.zeros(7, 1, 16, 4)], [torch.zeros(8, 1, 16, 4)]))
+
+
+@pytest.mark.parametrize("share", [0.03125, 0.0625, 0.1, 0.125])
+def test_selections_have_the_share_and_the_churn(share: float) -> None:
+    rounds = selections(102400, share, 1)
+    assert len(rounds) == ROUNDS and rounds[0].shape == (ROWS, 6400)
+    assert np.mean([chosen.mean() for chosen in rounds]) == pytest.approx(share, rel=0.01)
+    new = rounds[6] & ~rounds[5]
+    assert new.sum() / rounds[6].sum() == pytest.approx(0.108, abs=0.01)  # as recorded (docs/performance.md)
+    other = selections(102400, share, 2)  # not in lockstep
+    assert (new & other[6] & ~other[5]).sum() < 0.5 * new.sum()
+
+
+def test_rounds_are_packed_as_selections_are() -> None:
+    chosen = [np.random.default_rng(seed).random((3, 130)) < 0.3 for seed in range(4)]
+    packed = pack_rounds([chosen[:2], chosen[2:]], CPU)
+    assert packed.shape == (2, 2, 3, 3)
+    for i, matrix in enumerate(chosen):
+        words = BlockSelection.from_matrix(matrix).words
+        assert np.array_equal(packed[i // 2, i % 2].numpy().view(np.uint64), words)
+
+
+def test_an_8b_target_needs_little_host_memory() -> None:
+    case = Case(SHAPES["8b"], 8, 102400, 5, torch.bfloat16)
+    assert home_bytes(case, Settings()) == pytest.approx(3.36e9, rel=0.01)
+    assert home_bytes(case, Settings(home_layers=99)) == pytest.approx(107.4e9, rel=0.01)
+    assert case.frames(0.25) == case.pages // 4
+
+
+def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    sizes = [
+        "--contexts",
+        "512",
+        "--batches",
+        "2",
+        "--hot",
+        "0.5",
+        "--passes",
+        "1",
+        "--shares",
+        "0.1",
+        "0.0625",
+    ]
+    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file), "--plot", str(plot)])
+    content = json.loads(file.read_text())
+    ways = ["resident"] * 2 + ["prefetch"] * 2 + ["on demand"] * 2
+    assert [(row["way"], row["share"]) for row in content["rows"]] == [
+        (way, share) for way, share in zip(ways, [0.1, 0.0625] * 3, strict=True)
+    ]
+    prefetch, on_demand = content["rows"][2], content["rows"][4]
+    assert 0 < prefetch["pages_fetched"] < prefetch["pages_read"]
+    assert prefetch["bytes_fetched"] == prefetch["pages_fetched"] * 2 * 16 * 16 * 4
+    for name in ("pages_read", "pages_fetched", "pages_refused"):
+        assert prefetch[name] == on_demand[name]
+    assert prefetch["bound"] >= prefetch["resident"] == content["rows"][0]["milliseconds"]
+    assert "derived" in content and plot.stat().st_size > 0
+    if not torch.cuda.is_available():
+        assert "a rehearsal" in capsys.readouterr().out
+
+
+def test_what_is_refused() -> None:
+    for flags, message in (
+        (["--hot", "1.5"], "hot must lie"),
+        (["--shares", "0.5"], "shares must lie"),
+        (["--contexts", "1000"], "multiples of 16"),
+        (["--queries", "1"], "2 queries at least"),
+        (["--host-memory", "0"], "no room for the home"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(["bench", "offload", "--shape", "tiny", *flags])
