@@ -1,5 +1,7 @@
 """Top-k and nucleus of rows in Triton (on a GPU, or interpreted) against the torch reference and by definition."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,9 +78,71 @@ def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch)
     assert len(chosen) == int((weights >= held.min()).sum())
 
 
+@pytest.mark.parametrize("room", [64, 16384])
+@pytest.mark.parametrize("kind", [*KINDS, "mostly zeros", "infinities", "clustered"])
+def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and counts of all kinds, in spans of 256: none, one, in the first span only, all but one, beyond all."""
+    monkeypatch.setattr(selection, "_CHUNK", 256)
+    monkeypatch.setattr(selection, "_ASIDE", room)
+    n = 1101
+    valid = torch.tensor([n, n, n, n, n - 1, 700, 700, 256, 20, 1, 0, n], dtype=torch.int32)
+    k = torch.tensor([n // 10, n // 2, 1, 0, n - 2, 70, 701, 255, 7, 1, 5, n], dtype=torch.int32)
+    if kind in KINDS:
+        weights = weights_of(kind, len(k), n, n)
+    else:
+        weights = weights_of("uniform", len(k), n, n)
+        if kind == "mostly zeros":
+            weights[weights < 0.8] = 0
+        elif kind == "infinities":
+            weights[weights > 0.9] = torch.inf
+        else:  # all that is near the threshold in one span
+            weights[:, :256] = 0.9 + weights[:, :256] / 1e4
+    wanted = lists_of(select_top_k(weights, valid, k))
+    got = select_top_k(weights.to(DEVICE), valid.to(DEVICE), k.to(DEVICE), "triton")
+    assert lists_of(got) == wanted
+
+
+def test_ties_that_a_row_begins_to_take_in_a_later_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_CHUNK", 128)
+    weights = torch.full((3, 600), 0.5)
+    weights[:, 100:130] = 0.75
+    weights[1, ::7] = 0.25
+    weights[2, 400:] = 0.5000001
+    k, full = torch.tensor([300, 333, 290]), torch.tensor([600, 600, 600])
+    wanted = lists_of(select_top_k(weights, full, k))
+    assert lists_of(select_top_k(weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton")) == wanted
+    lists, counts = select_top_k(weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton", 200)
+    assert counts.tolist() == [200] * 3 and lists.tolist() == [row[:200] for row in wanted]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_entry_that_no_sample_sees_holds_the_nucleus(
+    backend: Literal["torch", "triton"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_CHUNK", 128)
+    weights = weights_of("uniform", 2, 700, 5).to(DEVICE)
+    weights[:, 301] = 1e6
+    full = torch.tensor([700, 300], device=DEVICE)
+    first, second = lists_of(select_nucleus(weights, full, 0.9, backend=backend))
+    assert first == [301] and 150 < len(second) < 270
+
+
+def test_shared_out_in_sizes_as_they_are() -> None:
+    weights, full = weights_of("peaked", 2, 20000, 9), torch.tensor([20000, 12345])
+    k = full // 10
+    wanted = lists_of(select_top_k(weights, full, k))
+    assert lists_of(select_top_k(weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton")) == wanted
+    got = lists_of(select_nucleus(weights.to(DEVICE), full.to(DEVICE), 0.75, backend="triton"))
+    for row, size, chosen in zip(weights.double(), full.tolist(), got, strict=True):
+        held, enough = row[chosen], 0.75 * float(row[:size].sum())
+        assert float(held.sum()) >= enough * (1 - 1e-5)
+        assert float(held[held > held.min()].sum()) < enough * (1 + 1e-5)
+        assert len(chosen) == int((row[:size] >= held.min()).sum())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mass", [0.05, 0.5, 0.95, 1.0])
-@pytest.mark.parametrize(("n", "chunk"), [(60, 8192), (150, 128)])
+@pytest.mark.parametrize(("n", "chunk"), [(60, 8192), (150, 128), (601, 256)])
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
     monkeypatch.setattr(selection, "_CHUNK", chunk)
