@@ -115,7 +115,7 @@ def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> Tiere
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     keys, values = ([part[: case.pages] for part in side] for side in home)
     sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, (keys, values))
+    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values))
 
 
 def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
