@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, SequenceKV
-from engine.tiered_kv import PROGRAMS, TieredKV, head_rows
+from engine.tiered_kv import PROGRAMS, TieredKV
 from kernels.device_clock import stamp_time
-from kernels.kv_gather import gather_blocks
+from kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
 from kernels.late_blocks import count_late_blocks
 from kernels.residency import Transfers, find_block_slots, request_blocks
 
@@ -32,7 +32,8 @@ class Fetched:
     cold: Tensor
     late: Tensor
     transfers: Transfers
-    events: list[torch.cuda.Event]
+    done: Tensor
+    ended: torch.cuda.Event | None
     waited: Tensor | None
     backend: str
     copy_late: Callable[[int], None] | None = None
@@ -43,8 +44,10 @@ class Fetched:
             stamp_time(self.waited, 2 * index, self.backend)
         if self.copy_late is not None:
             self.copy_late(index)
-        if self.events:
-            torch.cuda.current_stream().wait_event(self.events[index])
+        else:
+            wait_for_layer(self.done, index, PROGRAMS, self.backend)
+        if self.ended is not None and index + 1 == len(self.done):
+            torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
         if self.waited is not None:
             stamp_time(self.waited, 2 * index + 1, self.backend)
 
@@ -78,28 +81,26 @@ def fetch_listed(
     transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
     slots, _ = find_block_slots(kv.tables, *listed, kv.backend, absent=0)  # which attention may look at
     refused = transfers.unplaced.sum(dtype=torch.int32)
-    found = slots, refused, cold, late, transfers
-    events: list[torch.cuda.Event] = []
+    done = torch.zeros(len(lists), dtype=torch.int32, device=kv.device)
+    found = slots, refused, cold, late, transfers, done
     if not overlap:
-        return Fetched(*found, events, waited, kv.backend, partial(_fetch_layer, kv, transfers))
+        return Fetched(*found, None, waited, kv.backend, partial(_fetch_layer, kv, transfers))
+    copying = kv.fetches, transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
     if kv.link_stream is None:
-        for index in range(len(lists)):
-            _fetch_layer(kv, transfers, index)
-    else:
-        kv.link_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(kv.link_stream):
-            for index in range(len(lists)):
-                _fetch_layer(kv, transfers, index)
-                events.append(torch.cuda.Event())
-                events[-1].record()
-    return Fetched(*found, events, waited, kv.backend)
+        gather_layers(*copying)
+        return Fetched(*found, None, waited, kv.backend)
+    kv.link_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(kv.link_stream):
+        gather_layers(*copying)
+        ended = torch.cuda.Event()
+        ended.record()
+    return Fetched(*found, ended, waited, kv.backend)
 
 
 def _fetch_layer(kv: TieredKV, transfers: Transfers, index: int) -> None:
-    layer = kv.tiered_layers[index]
     gather_blocks(
-        (head_rows(kv.k_home[index]), head_rows(kv.v_home[index])),
-        (head_rows(kv.k_pages[layer]), head_rows(kv.v_pages[layer])),
+        kv.fetches.sources[index],
+        kv.fetches.destinations[index],
         transfers.pages[index],
         transfers.slots[index],
         transfers.counts[index : index + 1],

@@ -28,7 +28,7 @@ from engine.host_memory import host_zeros
 from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PagePool, SequenceKV, pages_for
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
-from kernels.kv_gather import gather_blocks
+from kernels.kv_gather import gather_blocks, layer_copies
 from kernels.residency import drop_pages, empty_tables, mark_home, pin_frames
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
@@ -146,7 +146,14 @@ class TieredKV(PagedKV):
         self._free_frames = deque(range(frames))
         self._home = _HomeState()
         self._home_stream, self.link_stream = (
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2)
+            # Before what computes, or it would find no room on the multiprocessors.
+            torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+            for _ in range(2)
+        )
+        self.fetches = layer_copies(
+            [(head_rows(k), head_rows(v)) for k, v in zip(self.k_home, self.v_home, strict=True)],
+            [(head_rows(self.k_pages[i]), head_rows(self.v_pages[i])) for i in self.tiered_layers],
+            self.device,
         )
         rows = max(1, len(self.tiered_layers))
         self.tables = empty_tables(rows, pages * kv_heads, frames * kv_heads, self.device)

@@ -5,6 +5,8 @@ no host planning, no copy per row, and a captured graph serves any list. Over PC
 53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ IN_FLIGHT = (
 MAX_PIECE = 4096  # bytes of a row that are taken at once
 MIN_PIECE = 512  # one 16-byte load of each lane of a warp
 WARPS = 8
+
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 def gather_blocks(
@@ -49,15 +53,10 @@ def gather_blocks(
     tensors = *sources, *destinations
     if any(t.device != source_rows.device and not t.is_pinned() for t in tensors):
         raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
-    row_bytes = sources[0].shape[1] * sources[0].element_size()
-    if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
-        raise ValueError(
-            f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes"
-        )
+    row_bytes = _row_bytes(tensors)
     if not source_rows.numel() or not row_bytes:
         return
-    # The largest power of two in a row wastes no lanes; below MIN_PIECE it would waste transactions instead.
-    piece = min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
+    piece = _piece(row_bytes)
     _gather_blocks_kernel[(programs,)](
         sources[0].view(torch.int32),
         destinations[0].view(torch.int32),
@@ -72,6 +71,84 @@ def gather_blocks(
         PAIRS=len(sources),
         num_warps=WARPS,
     )
+
+
+@dataclass(frozen=True)
+class LayerCopies:
+    """From where to where each layer's rows are copied: keys and values [n, size] of one shape, dtype and device.
+
+    addresses: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin
+    """
+
+    sources: list[Pair]
+    destinations: list[Pair]
+    addresses: Tensor
+
+
+def layer_copies(sources: list[Pair], destinations: list[Pair], device: torch.device) -> LayerCopies:
+    """device: where lists will be. Sources and destinations lie there or are pinned, and stay where they are."""
+    sides = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
+    return LayerCopies(sources, destinations, torch.tensor(sides, dtype=torch.int64).to(device))
+
+
+def gather_layers(
+    copies: LayerCopies,
+    source_rows: Tensor,
+    destination_rows: Tensor,
+    counts: Tensor,
+    done: Tensor,
+    programs: int,
+    backend: str = "torch",
+) -> None:
+    """`gather_blocks` layer after layer, in one launch; who needs a layer waits by `wait_for_layer`.
+
+    source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
+    done: [layers] int32, zeros: each program counts one in each layer that it has finished
+    """
+    check_backend("gather_layers", backend, ("torch", "triton"))
+    if backend == "torch":
+        for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
+            rows = source_rows[layer], destination_rows[layer]
+            gather_blocks(*pairs, *rows, counts[layer : layer + 1], programs)
+        done += programs
+        return
+    row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
+    piece = _piece(row_bytes)
+    _gather_layers_kernel[(programs,)](
+        copies.addresses,
+        source_rows,
+        destination_rows,
+        counts,
+        done,
+        len(counts),
+        source_rows.shape[1],
+        WORDS=row_bytes // 4,
+        PIECE=piece // 4,
+        LANES=max(IN_FLIGHT // (piece * 2), 1),
+        num_warps=WARPS,
+    )
+
+
+def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
+    """Let the stream wait until all programs of a `gather_layers` on another stream have finished a layer."""
+    check_backend("wait_for_layer", backend, ("torch", "triton"))
+    if backend == "triton":
+        _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
+
+
+def _row_bytes(tensors: tuple[Tensor, ...]) -> int:
+    row_bytes = tensors[0].shape[1] * tensors[0].element_size()
+    if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
+        raise ValueError(
+            f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes"
+        )
+    return row_bytes
+
+
+def _piece(row_bytes: int) -> int:
+    """Bytes of a row that are taken at once."""
+    # The largest power of two in a row wastes no lanes; below MIN_PIECE it would waste transactions instead.
+    return min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
 
 
 def _check_arguments(
@@ -116,23 +193,23 @@ def _check_arguments(
 
 
 @jit
-def _gather_blocks_kernel(
+def _copy_rows(
     source_ptr,
     destination_ptr,
     source2_ptr,
     destination2_ptr,
     source_rows_ptr,
     destination_rows_ptr,
-    count_ptr,
+    count,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Persistent: of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs."""
+    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs."""
     PARTS: tl.constexpr = (WORDS + PIECE - 1) // PIECE
     programs = tl.num_programs(0)
-    pieces = tl.load(count_ptr) * PARTS
+    pieces = count * PARTS
     word = tl.arange(0, PIECE)
     piece = tl.program_id(0) + tl.arange(0, LANES) * programs
     here = piece < pieces
@@ -155,3 +232,78 @@ def _gather_blocks_kernel(
         tl.store(destination_ptr + place, data, mask=inside)
         if PAIRS == 2:
             tl.store(destination2_ptr + place, data2, mask=inside)
+
+
+@jit
+def _gather_blocks_kernel(
+    source_ptr,
+    destination_ptr,
+    source2_ptr,
+    destination2_ptr,
+    source_rows_ptr,
+    destination_rows_ptr,
+    count_ptr,
+    WORDS: tl.constexpr,
+    PIECE: tl.constexpr,
+    LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    _copy_rows(
+        source_ptr,
+        destination_ptr,
+        source2_ptr,
+        destination2_ptr,
+        source_rows_ptr,
+        destination_rows_ptr,
+        tl.load(count_ptr),
+        WORDS,
+        PIECE,
+        LANES,
+        PAIRS,
+    )
+
+
+@jit
+def _words_at(addresses_ptr, at):
+    """A tensor of whole 16-byte words, by its address."""
+    return tl.multiple_of(tl.load(addresses_ptr + at), 16).to(tl.pointer_type(tl.int32))
+
+
+@jit
+def _gather_layers_kernel(
+    addresses_ptr,
+    source_rows_ptr,
+    destination_rows_ptr,
+    counts_ptr,
+    done_ptr,
+    layers,
+    capacity,
+    WORDS: tl.constexpr,
+    PIECE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
+    for layer in tl.range(0, layers):
+        rows = layer.to(tl.int64) * capacity
+        _copy_rows(
+            _words_at(addresses_ptr, layer),
+            _words_at(addresses_ptr, 2 * layers + layer),
+            _words_at(addresses_ptr, layers + layer),
+            _words_at(addresses_ptr, 3 * layers + layer),
+            source_rows_ptr + rows,
+            destination_rows_ptr + rows,
+            tl.load(counts_ptr + layer),
+            WORDS,
+            PIECE,
+            LANES,
+            2,
+        )
+        tl.debug_barrier()  # all threads have stored; the release makes that seen
+        tl.atomic_add(done_ptr + layer, 1, sem="release", scope="gpu")
+
+
+@jit
+def _wait_for_layer_kernel(done_ptr, layer, programs):
+    finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")
+    while finished < programs:
+        finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")

@@ -16,7 +16,7 @@ _CHUNK = 8192  # entries of a row that a program holds at a time, at most 65535;
 _SAMPLE = 128  # of these, compared all with all
 _WARPS = 16  # of a program that holds a chunk, at most
 # Of rows that are shared out.
-_SPAN = 4096  # entries a program
+_SPAN = 2048  # entries a program
 _PIVOTS = 16  # ranked by a program
 _PARTS = 2  # programs that rank a row's pivots
 _RANKED_IN = 4096  # entries of a sample, at most
