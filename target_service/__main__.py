@@ -17,6 +17,11 @@ def main() -> None:
         type=float,
         help="keep drafted tokens with this probability (measurements only)",
     )
+    parser.add_argument(
+        "--record-reads",
+        metavar="FILE",
+        help="write what approximate sessions read, round by round, when the service stops (CPU only)",
+    )
     flags = parser.parse_args()
     verifier = VerifierSettings(
         flags.gamma,
@@ -26,7 +31,8 @@ def main() -> None:
         synthetic_acceptance=flags.synthetic_acceptance,
     )
     process = TargetProcess(
-        side_settings("target", flags), TargetServiceSettings(flags.host, flags.port, verifier)
+        side_settings("target", flags),
+        TargetServiceSettings(flags.host, flags.port, verifier, flags.record_reads),
     )
     asyncio.run(serve_until_signal("target", lambda on_ready: run(process, on_ready)))
 
