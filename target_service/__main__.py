@@ -18,6 +18,12 @@ def main() -> None:
         help="keep drafted tokens with this probability (measurements only)",
     )
     parser.add_argument(
+        "--draft-timeout",
+        type=float,
+        default=VerifierSettings.draft_timeout,
+        help="seconds to wait for a proposal before decoding plainly",
+    )
+    parser.add_argument(
         "--record-reads",
         metavar="FILE",
         help="write what approximate sessions read, round by round, when the service stops (CPU only)",
@@ -26,6 +32,7 @@ def main() -> None:
     verifier = VerifierSettings(
         flags.gamma,
         prefill_chunk=flags.prefill_chunk,
+        draft_timeout=flags.draft_timeout,
         max_sessions=flags.max_sessions,
         max_context=flags.max_context,
         synthetic_acceptance=flags.synthetic_acceptance,
