@@ -10,8 +10,9 @@ the sink block and the plan's window of four when the first round is chosen. A r
 
 Shares. Sinks, window, group means and the blocks beside the window take much of a budget at 4,096 tokens and next to
 nothing at 100K. So the services are given more than the share, as much as leaves it within the 250 blocks, by trial.
-As a session generates, the new blocks at its end take their part of the budget: the share falls by 5 to 20 %
-of itself over the 20 rounds, most where it is least. A session's first round, before the target has weights of its own, reads nine tenths.
+As a session generates, the new blocks at its end take their part of the budget: the share falls by 5 to 20 % of itself
+over the 20 rounds, most where it is least. A session's first round, before the target has weights of its own, reads
+nine tenths.
 
 Stretching. A row is passages side by side, 250 blocks each. The 40 rows of a passage stay together and are a group;
 256 rows are six groups and 16 evenly spread heads of a seventh. Each group has the passages in an order of its own, by
