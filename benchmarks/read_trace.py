@@ -2,8 +2,8 @@
 
 Recording. Target and draft service and the client endpoints are started as any deployment would, on a CPU; passages of
 held-out books, evenly spread, are prompts of 4,076 tokens to `approximate` sessions of method `ahead`, four at once,
-which generate 64 tokens each (temperature 1, the passage's number as seed: greedy text soon repeats itself, and reads
-the same blocks over and over). The target writes what each round read (target_service/recording.py). Kept of a session
+which generate 64 tokens each (temperature 1, the passage's number as seed: greedy text repeats itself sooner,
+and what is read changes less). The target writes what each round read (target_service/recording.py). Kept of a session
 are its first 20 rounds, and sessions without 20 rounds in a row are left out, so rounds that accept all are a little
 rarer than they were. Of a round 250 blocks are kept for each of the 40 (layer, KV head) pairs: those that lie between
 the sink block and the plan's window of four when the first round is chosen. A run of its own is made for each share.
