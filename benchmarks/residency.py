@@ -1,27 +1,44 @@
 """`specahead bench residency`: what a hot buffer of KV pages would miss, by its size and by who shares it.
 
-A prediction for KV tiers, on a CPU: recorded selections (benchmarks/selection_trace.py: 256 rows, which stand for 32
-layers of 8 KV heads, at 100K context) are requested round by round from residency tables (kernels/residency.py). A
-block is a page. Nothing is timed; the link's time is bytes over its measured rate.
+A prediction for KV tiers, on a CPU: recorded selections (what a draft would announce, benchmarks/selection_trace.py, or
+what the target read behind the real services, benchmarks/read_trace.py; 256 rows, which stand for 32 layers of 8 KV
+heads, at 100K context) are requested round by round from residency tables (kernels/residency.py). A block is a page.
+Nothing is timed; the link's time is bytes over its measured rate.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.selection_trace import BUNDLED, ROWS, Trace, load_traces
+from benchmarks.read_trace import about_reads, load_reads
+from benchmarks.selection_trace import BUNDLED, ROWS, load_traces
 from kernels.residency import empty_tables, request_blocks
+from sparsity.selection import BlockSelection
 
 KV_HEADS = 8  # rows of a layer
 PAGE_BYTES = 2 * 16 * 128 * 2  # keys and values of 16 tokens of a head of 128, 16 bits
 LINK = 53e9  # bytes a second that a gather from pinned host memory reaches (docs/performance.md)
 SETTLED = 5  # rounds after which what a session reads first does not count any more
 POOLS = {"head": 1, "layer": KV_HEADS}
+TRACES = ("draft", "reads")
+
+
+class Recorded(Protocol):
+    """What both kinds of trace have."""
+
+    @property
+    def name(self) -> str: ...
+
+    def selections(self) -> list[BlockSelection]:
+        """Of each round, over ROWS rows."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
     return fetched, unplaced, selected
 
 
-def measure(trace: Trace, pool: str, hot: float, layers: int) -> Row:
+def measure(trace: Recorded, pool: str, hot: float, layers: int) -> Row:
     """layers: evenly spread ones that stand for all."""
     first = np.linspace(0, ROWS // KV_HEADS - 1, layers).astype(int) * KV_HEADS
     rows = (first[:, None] + np.arange(KV_HEADS)).flatten()
@@ -76,20 +93,23 @@ def measure(trace: Trace, pool: str, hot: float, layers: int) -> Row:
 
 
 def run_residency_benchmark(
-    shares: list[float], pools: list[str], layers: int, json_file: str | None
+    shares: list[float], pools: list[str], layers: int, json_file: str | None, kind: str = "draft"
 ) -> list[Row]:
-    """Print the table, and write it to `json_file` if given. Raises ValueError for shares or layers out of range."""
+    """Print the table, and write it to `json_file` if given. Raises ValueError for shares or layers out of range.
+
+    kind: of TRACES, `draft` for what a draft would announce, `reads` for what the target read.
+    """
     if not all(0 < share <= 1 for share in shares):
         raise ValueError(f"shares of slots must lie in (0, 1], got {shares}")
     if not 1 <= layers <= ROWS // KV_HEADS:
         raise ValueError(f"layers must lie in 1 … {ROWS // KV_HEADS}, got {layers}")
-    traces, about = load_traces(BUNDLED)
+    traces, about = _load(kind)
     cases = [(trace, pool, hot) for trace in traces for pool in pools for hot in shares]
     rows = [measure(*case, layers) for case in tqdm(cases, desc="replaying")]
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench residency --hot {' '.join(map(str, shares))} --pools {' '.join(pools)} "
-        f"--layers {layers}",
+        f"--layers {layers} --traces {kind}",
         "traces": ", ".join(f"{key} {value}" for key, value in about.items()),
     }
     print(_report(head, rows))
@@ -97,6 +117,14 @@ def run_residency_benchmark(
         content = head | {"rows": [asdict(row) for row in rows]}
         Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
     return rows
+
+
+def _load(kind: str) -> tuple[Sequence[Recorded], dict[str, str]]:
+    if kind == "reads":
+        return load_reads(), about_reads()
+    if kind == "draft":
+        return load_traces(BUNDLED)
+    raise ValueError(f"traces {kind!r}: expected one of {', '.join(TRACES)}")
 
 
 def _report(head: dict[str, str], rows: list[Row]) -> str:

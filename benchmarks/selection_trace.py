@@ -131,7 +131,8 @@ def record_traces(files: list[str], file: Path) -> None:
     blended = {i * most // few for i in range(few)}
     by_head: list[list[Tensor]] = []
     ahead: dict[float, list[tuple[list[Tensor], float]]] = {0.0: [], STICKINESS: []}
-    for i, tokens in enumerate(tqdm(_passages(texts, most), total=most, desc="recording", unit="passage")):
+    passages = evenly_spread(texts, most, PROMPT + GAMMA * ROUNDS)
+    for i, tokens in enumerate(tqdm(passages, total=most, desc="recording", unit="passage")):
         weights = _weights(runner, tokens)
         by_head.append([_heaviest(w) for w in weights])
         if i in blended:
@@ -160,9 +161,11 @@ def record_traces(files: list[str], file: Path) -> None:
     )
 
 
-def _passages(texts: list[list[int]], count: int) -> Iterator[list[int]]:
-    """Of equal length, their starts evenly spread over all places that leave room for one."""
-    length = PROMPT + GAMMA * ROUNDS
+def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[list[int]]:
+    """Passages of equal length, their starts evenly spread over all places that leave room for one.
+
+    Raises ValueError if no text is longer than a passage.
+    """
     places = [max(0, len(text) - length) for text in texts]
     if not sum(places):
         raise ValueError(f"the texts are too short for a passage of {length} tokens")

@@ -77,18 +77,22 @@ def gather_blocks(
 class LayerCopies:
     """From where to where each layer's rows are copied: keys and values [n, size] of one shape, dtype and device.
 
-    addresses: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin
+    offsets: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin, in words of
+        16 bytes from `anchor` [4] int32 on: by which the compiler knows that they are whole ones
     """
 
     sources: list[Pair]
     destinations: list[Pair]
-    addresses: Tensor
+    offsets: Tensor
+    anchor: Tensor
 
 
 def layer_copies(sources: list[Pair], destinations: list[Pair], device: torch.device) -> LayerCopies:
     """device: where lists will be. Sources and destinations lie there or are pinned, and stay where they are."""
-    sides = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
-    return LayerCopies(sources, destinations, torch.tensor(sides, dtype=torch.int64).to(device))
+    anchor = torch.zeros(4, dtype=torch.int32, device=device)
+    begins = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
+    offsets = (torch.tensor(begins, dtype=torch.int64) - anchor.data_ptr()) // 16
+    return LayerCopies(sources, destinations, offsets.to(device), anchor)
 
 
 def gather_layers(
@@ -115,7 +119,8 @@ def gather_layers(
     row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
     piece = _piece(row_bytes)
     _gather_layers_kernel[(programs,)](
-        copies.addresses,
+        copies.offsets,
+        copies.anchor,
         source_rows,
         destination_rows,
         counts,
@@ -264,14 +269,9 @@ def _gather_blocks_kernel(
 
 
 @jit
-def _words_at(addresses_ptr, at):
-    """A tensor of whole 16-byte words, by its address."""
-    return tl.multiple_of(tl.load(addresses_ptr + at), 16).to(tl.pointer_type(tl.int32))
-
-
-@jit
 def _gather_layers_kernel(
-    addresses_ptr,
+    offsets_ptr,
+    anchor_ptr,
     source_rows_ptr,
     destination_rows_ptr,
     counts_ptr,
@@ -286,10 +286,10 @@ def _gather_layers_kernel(
     for layer in tl.range(0, layers):
         rows = layer.to(tl.int64) * capacity
         _copy_rows(
-            _words_at(addresses_ptr, layer),
-            _words_at(addresses_ptr, 2 * layers + layer),
-            _words_at(addresses_ptr, layers + layer),
-            _words_at(addresses_ptr, 3 * layers + layer),
+            anchor_ptr + tl.load(offsets_ptr + layer) * 4,
+            anchor_ptr + tl.load(offsets_ptr + 2 * layers + layer) * 4,
+            anchor_ptr + tl.load(offsets_ptr + layers + layer) * 4,
+            anchor_ptr + tl.load(offsets_ptr + 3 * layers + layer) * 4,
             source_rows_ptr + rows,
             destination_rows_ptr + rows,
             tl.load(counts_ptr + layer),

@@ -31,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bench.add_parser("stack", help="what a round costs without the models: codec, gRPC, ledger, batching")
     )
     _add_bench_codec(bench.add_parser("codec", help="announcement sizes and times over recorded selections"))
+    _add_bench_reads(
+        bench.add_parser(
+            "reads", help="recorded reads of the target behind the real services, and their churn"
+        )
+    )
     _add_bench_residency(
         bench.add_parser("residency", help="what a hot buffer of KV pages would miss, by recorded selections")
     )
@@ -471,6 +476,12 @@ def _add_bench_residency(parser: argparse.ArgumentParser) -> None:
         "--pools", nargs="+", choices=["head", "layer"], default=["head", "layer"], help="who shares slots"
     )
     parser.add_argument("--layers", type=int, default=32, help="evenly spread ones; all 32 take some minutes")
+    parser.add_argument(
+        "--traces",
+        choices=["draft", "reads"],
+        default="draft",
+        help="draft: what a draft would announce (bench codec); reads: what the target read (bench reads)",
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_bench_residency)
 
@@ -478,7 +489,24 @@ def _add_bench_residency(parser: argparse.ArgumentParser) -> None:
 def _bench_residency(flags: argparse.Namespace) -> None:
     from benchmarks.residency import run_residency_benchmark
 
-    run_residency_benchmark(flags.hot, flags.pools, flags.layers, flags.json)
+    run_residency_benchmark(flags.hot, flags.pools, flags.layers, flags.json, flags.traces)
+
+
+def _add_bench_reads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record",
+        metavar="BOOKS",
+        help="record from a folder of .txt files first, by services started for it; half an hour on two cores",
+    )
+    parser.add_argument("--passages", type=int, default=32, help="recorded for each share")
+    parser.add_argument("--json", metavar="FILE")
+    parser.set_defaults(run=_bench_reads)
+
+
+def _bench_reads(flags: argparse.Namespace) -> None:
+    from benchmarks.read_trace import run_reads_benchmark
+
+    run_reads_benchmark(flags.record, flags.passages, flags.json)
 
 
 def _add_bench_codec(parser: argparse.ArgumentParser) -> None:

@@ -142,6 +142,11 @@ class Reader:
             self.memory = torch.maximum(read_weights, faded)
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether the last round's blocks were chosen; else it read everything."""
+        return not self._reads_all
+
+    @property
     def tokens_read(self) -> tuple[float, int]:
         """Of the last round: tokens of KV that its heads read, summaries included, and tokens that there are."""
         plan = self.plan

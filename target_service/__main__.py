@@ -34,16 +34,29 @@ def main() -> None:
     parser.add_argument(
         "--measure-kv-waits", action="store_true", help="count how long each layer waits for what is fetched"
     )
+    parser.add_argument(
+        "--draft-timeout",
+        type=float,
+        default=VerifierSettings.draft_timeout,
+        help="seconds to wait for a proposal before decoding plainly",
+    )
+    parser.add_argument(
+        "--record-reads",
+        metavar="FILE",
+        help="write what approximate sessions read, round by round, when the service stops (CPU only)",
+    )
     flags = parser.parse_args()
     verifier = VerifierSettings(
         flags.gamma,
         prefill_chunk=flags.prefill_chunk,
+        draft_timeout=flags.draft_timeout,
         max_sessions=flags.max_sessions,
         max_context=flags.max_context,
         synthetic_acceptance=flags.synthetic_acceptance,
     )
     process = TargetProcess(
-        side_settings("target", flags), TargetServiceSettings(flags.host, flags.port, verifier)
+        side_settings("target", flags),
+        TargetServiceSettings(flags.host, flags.port, verifier, flags.record_reads),
     )
     asyncio.run(serve_until_signal("target", lambda on_ready: run(process, on_ready)))
 

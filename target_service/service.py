@@ -9,6 +9,7 @@ from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from sparsity.plan import Plan, PlanError
+from target_service.recording import open_recording
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import Verifier, VerifierSettings
 from wire.errors import Unavailable
@@ -19,11 +20,12 @@ from wire.server import RunningServer, start_server
 
 @dataclass(frozen=True)
 class TargetServiceSettings:
-    """listen_port 0: any free one."""
+    """listen_port 0: any free one. record_reads: file that what sparse rounds read is written to at the end."""
 
     listen_host: str = "127.0.0.1"
     listen_port: int = 0
     verifier: VerifierSettings = field(default_factory=VerifierSettings)
+    record_reads: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails."""
-    verifier = Verifier(runner, plan, settings.verifier)
+    """Runs until cancelled; ends with an exception if a step fails, or if reads cannot be recorded as asked."""
+    recording = None if settings.record_reads is None else open_recording(settings.record_reads, runner)
+    verifier = Verifier(runner, plan, settings.verifier, recording)
     verifier.warm_up()
     wake = asyncio.Event()
     speculation = SpeculationServicer(verifier, hello, wake)
@@ -86,4 +89,6 @@ async def serve(
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
+        if recording is not None:
+            recording.save()
         await server.stop(0.5)

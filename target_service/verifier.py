@@ -20,6 +20,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
+from target_service.recording import ReadRecording
 from target_service.session import Announced, TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted, ServiceError
 from wire.messages import (
@@ -100,7 +101,13 @@ class StepResult:
 class Verifier:
     """Owns all sessions. Commits go to the `emit` that a session was opened with."""
 
-    def __init__(self, runner: Runner, plan: Plan, settings: VerifierSettings) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: VerifierSettings,
+        recording: ReadRecording | None = None,
+    ) -> None:
         self.runner = runner
         self.plan = plan
         self.settings = settings
@@ -113,6 +120,7 @@ class Verifier:
         self._drafts: list[DraftPeer] = []
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._methods = methods_of(plan)
+        self._recording = recording
         if runner.shares_budgets:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
@@ -503,6 +511,10 @@ class Verifier:
         )
         session.commit(tokens, agreed, judged)
         self.runner.kv.truncate(session.kv, len(session.tokens) - 1)
+        reader = session.reader
+        if self._recording is not None and reader is not None and reader.is_sparse:
+            assert reader.chosen is not None
+            self._recording.add(before, commit.accepted, reader.chosen)
         self._index(session)
         self.counters["committed_tokens"] += len(tokens)
         self.counters["rounds" if proposal else "plain_rounds"] += 1

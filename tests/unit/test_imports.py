@@ -40,6 +40,7 @@ FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 WITHOUT_GRPC = {
     "draft_service/drafter.py",
     "draft_service/session.py",
+    "target_service/recording.py",
     "target_service/session.py",
     "target_service/verifier.py",
     "orchestrator/ledger.py",

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from sparsity.announce import announce, draft_heads
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
+from target_service.recording import ReadRecording, load_reads
 from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
 from wire import convert
 from wire import messages as m
@@ -541,6 +543,32 @@ def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -
         assert accepted == rate * drafted
     if rate == 1.0:  # a guess that is here by then comes true as well: what was drafted ahead is kept
         assert any(commit.at.epoch < commit.at.round for name in names for commit in world.commits[name])
+    world.check_nothing_left()
+
+
+def test_what_sparse_rounds_read_can_be_recorded(clock: Clock, tmp_path: Path) -> None:
+    """Of approximate sessions alone, and not of rounds without an announcement, which read everything."""
+    world = World(clock, 5, FakeModel(ends=True, agreement=3))
+    recording = world.verifier._recording = ReadRecording(str(tmp_path / "reads.npz"))
+    plain = False
+    kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
+    names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 4))]
+    link = world.attach()
+    pause: list[Callable[[], Any]] = [lambda: None] * 20
+    world.script = [*pause, lambda: world.detach(link), *pause, world.attach]
+    world.run()
+    recording.save()
+    sessions = {session.session: session.reads for session in load_reads(tmp_path / "reads.npz")}
+    assert set(sessions) <= set(names[::2]) and sessions
+    for name, reads in sessions.items():
+        commits = {commit.at: commit for commit in world.commits[name]}
+        for read in reads:
+            commit = commits.pop(read.at)
+            assert read.accepted == commit.accepted
+            assert read.blocks.count(0, read.blocks.num_blocks) * PLAN.block_size == commit.kv_tokens_read
+        assert all(commit.kv_tokens_read == commit.kv_tokens_total for commit in commits.values())
+        plain |= bool(commits)
+    assert plain
     world.check_nothing_left()
 
 

@@ -1,0 +1,154 @@
+"""Recorded reads: they come from the services, are stored as they were, and are stretched as they say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import read_trace
+from benchmarks.read_trace import (
+    BLOCKS_AT_100K,
+    MOST_BLOCKS,
+    READS,
+    ReadTrace,
+    about_reads,
+    load_reads,
+    save_reads,
+)
+from benchmarks.selection_trace import ROWS
+from models import PLAN
+from orchestrator.cli import main
+from sparsity.plan import load_plan
+
+HEADS, WIDTH = 40, 250
+
+
+def trace_of(history: np.ndarray, rounds: int = 7) -> ReadTrace:
+    shape = (len(history), rounds)
+    accepted = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) % 5
+    return ReadTrace("1/9", 0.1, 0.11, 0.2, 0.05, history, accepted, accepted == 4)
+
+
+@pytest.fixture(scope="module")
+def numbered() -> ReadTrace:
+    """30 passages of one block: bit t of (passage, head) is bit t of their number."""
+    number = np.arange(30)[:, None] * 64 + np.arange(HEADS)
+    return trace_of(number[..., None].astype(np.uint32), rounds=11)
+
+
+def placed(trace: ReadTrace, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """(passage, head) that each row has at each block, of a numbered trace."""
+    number = sum(trace.matrix(t, blocks).astype(int) << t for t in range(11))
+    return np.divmod(number, 64)  # type: ignore[return-value]
+
+
+def test_a_group_has_all_passages_once_before_any_twice(numbered: ReadTrace) -> None:
+    passage, head = placed(numbered, 90)
+    assert passage.shape == (ROWS, 90)
+    for first in range(0, 240, HEADS):
+        rows = slice(first, first + HEADS)
+        assert (passage[rows] == passage[first]).all()
+        assert (head[rows] == np.arange(HEADS)[:, None]).all()
+    assert (passage[240:] == passage[240]).all() and len(set(head[240:, 0])) == 16
+    for row in passage:
+        turns = row.reshape(3, 30)
+        assert all(sorted(turn) == list(range(30)) for turn in turns)
+        assert not np.array_equal(turns[0], turns[1])
+    assert len({row.tobytes() for row in passage}) == 7
+
+
+def test_fewer_blocks_are_the_first_of_more(numbered: ReadTrace) -> None:
+    for trace in (numbered, numbered.shifted(3)):
+        long = trace.matrix(5, 77)
+        for blocks in (1, 29, 31, 77):
+            assert np.array_equal(trace.matrix(5, blocks), long[:, :blocks])
+
+
+def test_sessions_are_arranged_differently_and_always_alike(numbered: ReadTrace) -> None:
+    orders = [placed(numbered.shifted(session), 25)[0] for session in range(8)]
+    assert len({row.tobytes() for order in orders for row in order[:240:HEADS]}) == 8 * 6
+    assert np.array_equal(placed(numbered.shifted(5).shifted(0), 25)[0], orders[0])
+    assert np.array_equal(placed(numbered, 25)[0], orders[0])
+
+
+def test_churn_and_share_are_those_of_the_recording() -> None:
+    random = np.random.default_rng(0)
+    trace = trace_of(random.integers(0, 2**7, (48, HEADS, WIDTH), dtype=np.uint32))
+    rounds = [trace.matrix(t) for t in range(7)]
+    assert rounds[0].shape == (256, BLOCKS_AT_100K) and rounds[0].dtype == bool
+    bits = [trace.history >> np.uint32(t) & 1 for t in range(7)]
+    for t in range(1, 7):
+        assert rounds[t].mean() == pytest.approx(bits[t].mean(), abs=0.005)
+        assert (rounds[t] & ~rounds[t - 1]).mean() == pytest.approx(
+            (bits[t] & ~bits[t - 1]).mean(), abs=0.005
+        )
+    assert all(np.array_equal(s.matrix(), r) for s, r in zip(trace.selections(), rounds, strict=True))
+    assert trace.matrix(6, MOST_BLOCKS).shape == (256, 32768)
+
+
+def test_what_a_trace_does_not_have_is_refused(numbered: ReadTrace) -> None:
+    for round_ in (-1, 11):
+        with pytest.raises(ValueError, match=r"rounds 0 … 10"):
+            numbered.matrix(round_)
+    for blocks in (0, MOST_BLOCKS + 1):
+        with pytest.raises(ValueError, match=f"blocks {blocks}: expected 1 … 32768"):
+            numbered.matrix(0, blocks)
+
+
+def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    traces = [trace_of(random.integers(0, 2**7, (3, 4, 5), dtype=np.uint32)) for _ in range(1)]
+    save_reads(traces, tmp_path / "deeper" / "t.npz", {"command": "x"})
+    (again,) = load_reads(tmp_path / "deeper" / "t.npz")
+    assert about_reads(tmp_path / "deeper" / "t.npz") == {"command": "x"}
+    for name, value in vars(traces[0]).items():
+        assert np.array_equal(getattr(again, name), value), name
+    assert again.rounds == 7
+
+
+def test_the_bundled_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real reads at four shares, each with passages enough for a row at 100K, and where they come from."""
+    assert READS.stat().st_size < 400_000
+    file = tmp_path / "rows.json"
+    main(["bench", "reads", "--json", str(file)])
+    content = json.loads(file.read_text())
+    plan = load_plan(PLAN)
+    assert content["command"].startswith("specahead bench reads --record ")
+    assert not {f"{book}" for book in content["books"].split(", ")} & set(plan.provenance["files"])
+    assert [row["share"] for row in content["rows"]] == ["1/8", "1/10", "1/16", "1/32"]
+    for trace, row in zip(load_reads(), content["rows"], strict=True):
+        assert trace.history.shape == (row["passages"], HEADS, WIDTH)
+        assert trace.accepted.shape == trace.foreseen.shape == (row["passages"], row["rounds"])
+        assert row["passages"] >= 25 and row["rounds"] >= 10
+        assert row["selected"] == pytest.approx(1 / int(row["share"][2:]), rel=0.07)
+        for name in ("selected", "churn", "churn4"):
+            assert row[f"stretched_{name}"] == pytest.approx(row[name], rel=0.1)
+        assert len({passage.tobytes() for passage in trace.history}) == row["passages"]
+        assert 1 < row["tokens"] < 5 and 0 < row["foreseen"] < 1
+    assert "stretched" in capsys.readouterr().out
+
+
+def test_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small, through the real services."""
+    small = {"PROMPT": 236, "GENERATED": 30, "ROUNDS": 5, "BLOCKS": 10, "BLOCKS_AT_100K": 20, "AT_ONCE": 2}
+    for name, value in (small | {"BUDGETS": {"1/2": 0.6}, "READS": tmp_path / "t.npz"}).items():
+        monkeypatch.setattr(read_trace, name, value)
+    text, plan = tmp_path / "text.txt", load_plan(PLAN)
+    text.write_text(" ".join(f"It was the year {1800 + i} and nothing had changed." for i in range(90)))
+    (tmp_path / str(plan.provenance["files"][0])).write_text("The plan was calibrated on this.")
+    read_trace.record_reads(str(tmp_path), tmp_path / "t.npz", 3)
+    (trace,) = load_reads(tmp_path / "t.npz")
+    about = about_reads(tmp_path / "t.npz")
+    assert (about["plan"], about["books"]) == (plan.hash, "text.txt")
+    assert trace.history.shape[1:] == (plan.target_layers * plan.target_kv_heads, 10)
+    assert len(trace.history) in (2, 3) and trace.rounds == 5
+    assert 0.3 < trace.selected < 0.8
+    assert trace.accepted.max() <= 4 and not trace.foreseen[:, 0].any()
+    # A verdict that was foreseen is one that kept all.
+    assert (trace.accepted[:, :-1][trace.foreseen[:, 1:]] == 4).all()
+    text.write_text("a few words")
+    with pytest.raises(ValueError, match="too short"):
+        read_trace.record_reads(str(tmp_path), tmp_path / "t.npz", 3)
+    with pytest.raises(ValueError, match="1 passages: a row at 100K takes 2"):
+        read_trace.record_reads(str(tmp_path), tmp_path / "t.npz", 1)
