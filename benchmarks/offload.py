@@ -1,6 +1,6 @@
 """`specahead bench offload`: verification steps over KV in tiers against the same steps over KV wholly on the GPU.
 
-Recorded selections (benchmarks/selection_trace.py) are read round after round. Three ways:
+What the target of the real services read (benchmarks/read_trace.py) is read round after round. Three ways:
 
     resident   all KV is on the GPU
     prefetch   pages that are not hot are fetched on a side stream, layer by layer, from the step's beginning on
@@ -36,24 +36,14 @@ from benchmarks.offload_steps import (
     resident_kv,
     tiered_kv,
 )
+from benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from benchmarks.residency import SETTLED
-from benchmarks.selection_trace import (
-    BLOCK,
-    BLOCKS,
-    BUNDLED,
-    ROUNDS,
-    ROWS,
-    SEGMENTS,
-    SHARE,
-    Trace,
-    load_traces,
-)
+from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import Shape, random_decoder
 from engine.paged_kv import PAGE_SIZE
 from evaluation.plots import make_figure, save_figure
 
-TRACE = "ahead sticky"
-LARGEST_SHARE = 0.16  # that a recorded tenth and another give
+SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
 SHORTEST = 16 * PAGE_SIZE
 SPARE = 8 << 30  # bytes of the GPU's memory for all but weights and KV
 RESIDENT, PREFETCH, ON_DEMAND = "resident", "prefetch", "on demand"
@@ -69,17 +59,18 @@ class Settings:
 
     batches: tuple[int, ...] = (1, 8)
     contexts: tuple[int, ...] = (10240, 32768, 102400)
-    shares: tuple[float, ...] = (SHARE,)
+    shares: tuple[float, ...] = (1 / 10,)
     hot: tuple[float, ...] = (0.125, 0.25, 0.5)
     queries: int = 5
-    passes: int = 4
+    passes: int = 2
     home_layers: int = 1
     host_memory: int | None = None
 
     def __post_init__(self) -> None:
-        for name, values, largest in (("shares", self.shares, LARGEST_SHARE), ("hot", self.hot, 1.0)):
-            if not values or not all(0 < value <= largest for value in values):
-                raise ValueError(f"{name} must lie in (0, {largest}], got {list(values)}")
+        if not self.hot or not all(0 < value <= 1 for value in self.hot):
+            raise ValueError(f"hot must lie in (0, 1], got {list(self.hot)}")
+        if not self.shares or not all(share in SHARES for share in self.shares):
+            raise ValueError(f"shares must be among those recorded, {list(SHARES)}, got {list(self.shares)}")
         if any(context % PAGE_SIZE or context < SHORTEST for context in self.contexts):
             raise ValueError(
                 f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
@@ -122,44 +113,20 @@ class Row:
 
 
 @lru_cache
-def _recorded() -> tuple[Trace, dict[str, str]]:
-    traces, about = load_traces(BUNDLED)
-    return next(trace for trace in traces if trace.name == TRACE), about
+def _recorded() -> dict[str, ReadTrace]:
+    return {trace.name: trace for trace in load_reads()}
 
 
 def selections(context: int, share: float, session: int) -> list[np.ndarray]:
-    """Of each round bool [ROWS, blocks of the context]: what a session selects.
-
-    The recorded passages stand in another order in each session; a context that is longer than all of them begins anew,
-    and of the last passage as many blocks are taken as there is room for, evenly spread. For shares below a tenth, each
-    (row, block) is dropped in all rounds or in none; above, what is missing is added in the same way, from other texts
-    in the recording.
-    """
-    trace, _ = _recorded()
-    random = np.random.default_rng(session)
-    order = random.permutation(SEGMENTS)
-    whole, part = divmod(context // BLOCK, BLOCKS)
-    passages = order.take(np.arange(whole + 1), mode="wrap")[:, None] * BLOCKS + np.arange(BLOCKS)
-    last = passages[-1][np.arange(part) * BLOCKS // max(1, part)]
-    blocks = np.concatenate([passages[:-1].flatten(), last])
-    history = trace.history[:, blocks]
-    lots = random.random(history.shape)
-    if share < SHARE:
-        history = np.where(lots < share / _mean_share(history), history, 0)
-    elif share > SHARE:
-        other = np.roll(trace.history, (trace.heads, BLOCKS // 2), (0, 1))[:, blocks] & ~history
-        history = history | np.where(lots < (share - SHARE) / _mean_share(other), other, 0)
-    return [(history >> i & 1).astype(bool) for i in range(ROUNDS)]
-
-
-def _mean_share(history: np.ndarray) -> float:
-    return float(np.bitwise_count(history).mean()) / ROUNDS
+    """Of each round bool [ROWS, blocks of the context]: what a session reads; each has an arrangement of its own."""
+    trace = _recorded()[SHARES[share]].shifted(session)
+    return [trace.matrix(number, context // PAGE_SIZE) for number in range(trace.rounds)]
 
 
 def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
     """int64 [rounds, batch, rows, words]"""
     if case.rows > ROWS:
-        raise ValueError(f"{case.rows} KV heads in all layers; the recorded selections have {ROWS} rows")
+        raise ValueError(f"{case.rows} KV heads in all layers; the recorded reads have {ROWS} rows")
     rows = (2 * np.arange(case.rows) + 1) * ROWS // (2 * case.rows)  # evenly spread
     sessions = [selections(case.context, share, session) for session in range(case.batch)]
     rounds = [[chosen[rows] for chosen in each] for each in zip(*sessions, strict=True)]
@@ -310,7 +277,6 @@ def _head(
         import triton
 
         machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    _, about = _recorded()
     head: dict[str, str | float] = {
         "machine": machine,
         "date": datetime.now(UTC).date().isoformat(),
@@ -318,14 +284,8 @@ def _head(
         "link": f"{link / 1e9:.1f} GB/s, bulk copies",
         "link_bytes_a_second": link,
         "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {settings.home_layers} layers, the others share them",
-        "traces": f"{TRACE}, " + ", ".join(f"{key} {value}" for key, value in about.items()),
+        "traces": ", ".join(f"{key} {value}" for key, value in about_reads().items()),
     }
-    derived = [share for share in settings.shares if share != SHARE]
-    if derived:
-        head["derived"] = (
-            f"selections of {', '.join(f'{share:.2%}' for share in derived)} are not recorded, but the recorded tenth "
-            "with blocks dropped or added at random, the same in all rounds"
-        )
     return head
 
 

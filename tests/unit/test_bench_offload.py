@@ -10,7 +10,7 @@ import torch
 from benchmarks.offload import Settings, home_bytes, rounds_of, selections
 from benchmarks.offload_steps import Case, Step, pack_rounds, replay, resident_kv, tiered_kv
 from benchmarks.residency import SETTLED
-from benchmarks.selection_trace import ROUNDS, ROWS
+from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import SHAPES, random_decoder
 from engine.paged_kv import SequenceKV
 from engine.tiered_kv import TieredKV
@@ -90,7 +90,7 @@ def test_every_pass_of_a_replay_finds_nothing_hot() -> None:
     step = steps()[2]
     rounds = rounds_of(CASE, 0.1, CPU)
     once, twice = (replay(step, rounds, passes) for passes in (1, 2))
-    assert len(once.milliseconds) == ROUNDS - SETTLED and len(twice.milliseconds) == 2 * len(
+    assert len(once.milliseconds) == len(rounds) - SETTLED and len(twice.milliseconds) == 2 * len(
         once.milliseconds
     )
     assert (once.read, once.fetched, once.refused) == (twice.read, twice.fetched, twice.refused)
@@ -107,14 +107,13 @@ def test_only_pages_without_frames_are_adopted() -> None:
         TieredKV(1, 1, 4, 4, 8, 16, home=([torch.zeros(7, 1, 16, 4)], [torch.zeros(8, 1, 16, 4)]))
 
 
-@pytest.mark.parametrize("share", [0.03125, 0.0625, 0.1, 0.125])
-def test_selections_have_the_share_and_the_churn(share: float) -> None:
-    rounds = selections(102400, share, 1)
-    assert len(rounds) == ROUNDS and rounds[0].shape == (ROWS, 6400)
-    assert np.mean([chosen.mean() for chosen in rounds]) == pytest.approx(share, rel=0.01)
+@pytest.mark.parametrize("share", [1 / 32, 1 / 16, 1 / 10, 1 / 8])
+def test_selections_have_the_share_and_sessions_do_not_move_in_step(share: float) -> None:
+    rounds, other = (selections(20480, share, session) for session in (1, 2))
+    assert rounds[0].shape == (ROWS, 1280) and len(rounds) > SETTLED + 10
+    assert np.mean([chosen.mean() for chosen in rounds]) == pytest.approx(share, rel=0.1)
     new = rounds[6] & ~rounds[5]
-    assert new.sum() / rounds[6].sum() == pytest.approx(0.108, abs=0.01)  # as recorded (docs/performance.md)
-    other = selections(102400, share, 2)  # not in lockstep
+    assert 0.03 < new.sum() / rounds[6].sum() < 0.1
     assert (new & other[6] & ~other[5]).sum() < 0.5 * new.sum()
 
 
@@ -161,7 +160,7 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for name in ("pages_read", "pages_fetched", "pages_refused"):
         assert prefetch[name] == on_demand[name]
     assert prefetch["bound"] >= prefetch["resident"] == content["rows"][0]["milliseconds"]
-    assert "derived" in content and plot.stat().st_size > 0
+    assert plot.stat().st_size > 0
     if not torch.cuda.is_available():
         assert "a rehearsal" in capsys.readouterr().out
 
@@ -169,7 +168,7 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_what_is_refused() -> None:
     for flags, message in (
         (["--hot", "1.5"], "hot must lie"),
-        (["--shares", "0.5"], "shares must lie"),
+        (["--shares", "0.5"], "shares must be among"),
         (["--contexts", "1000"], "multiples of 16"),
         (["--queries", "1"], "2 queries at least"),
         (["--host-memory", "0"], "no room for the home"),
