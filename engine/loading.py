@@ -213,9 +213,9 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
     if settings.host_kv_memory and at_home < max(_context(settings, shape), tokens):
         raise ValueError(
-            f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context has "
-            f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, "
-            "kv_tokens or kv_memory"
+            f"{settings.model}: KV for {at_home} tokens fits on the host, which is the home of all of it; a context "
+            f"has {_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower "
+            "max_context, kv_tokens or kv_memory"
         )
     plain = make_runner(loaded, tokens, at_home, _longest(settings, shape))
     tiered = at_home > 0
@@ -229,8 +229,8 @@ def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape,
     chosen = settings.attention_backend
     if tiered and chosen == "flashinfer":
         raise NotImplementedError(
-            "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave host_kv_memory "
-            "out"
+            "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
+            "host_kv_memory out"
         )
     if tiered and not is_supported(config):
         raise NotImplementedError(

@@ -228,8 +228,8 @@ class GroupMeanPool:
 class PagedKV:
     """The KV tensors of one model and the block tables over them.
 
-    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous. Each page
-    lies in the place of its number (engine.tiered_kv: not there).
+    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous. Each
+    page lies in the place of its number (engine.tiered_kv: not there).
     """
 
     def __init__(

@@ -155,10 +155,11 @@ class TieredKV(PagedKV):
     def begin(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Give the pages of so many tokens to come of each sequence frames, and let others leave theirs.
 
-        Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not enough pages or frames; then lengths
-        are as before.
+        Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not
+        enough pages or frames; then sequences are as before.
         """
         self._forget_freed()
+        self._grow_all(work)
         for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
             self._note_full_pages(sequence)
         self._last_work = [sequence for sequence, _ in work]
@@ -168,7 +169,6 @@ class TieredKV(PagedKV):
         fresh: list[int] = []
         reaches_home = False
         for sequence, tokens in work:
-            self.grow(sequence, sequence.length + tokens)
             written = sequence.pages[sequence.length // PAGE_SIZE : pages_for(sequence.length + tokens)]
             fresh += [page for page in written if self.frame_of[page] < 0]
             old = sequence.table()[: sequence.length // PAGE_SIZE]
@@ -178,11 +178,24 @@ class TieredKV(PagedKV):
         if self.spilled:
             self._leave_to_clock(len(fresh))
         if len(fresh) > len(self._free_frames):
+            for sequence, _ in work:
+                self.truncate(sequence, sequence.length)
             raise OutOfPages(
                 f"{len(fresh)} frames wanted, {len(self._free_frames)} of {self.num_frames} can be given: "
                 "raise --kv-memory, or lower --max-sessions or --prefill-chunk"
             )
         self._give_frames(fresh)
+
+    def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Have pages for all or for none."""
+        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
+        if missing > self.pool.available:
+            raise OutOfPages(
+                f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available"
+            )
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
+        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
 
     def _forget_freed(self) -> None:
         """Of pages that no sequence holds any more, nothing is kept on the GPU."""
@@ -202,7 +215,10 @@ class TieredKV(PagedKV):
             self.spilled = False
 
     def _note_full_pages(self, sequence: SequenceKV) -> None:
-        full = np.array(sequence.table()[: sequence.length // PAGE_SIZE])
+        self._note(sequence, sequence.length // PAGE_SIZE)
+
+    def _note(self, sequence: SequenceKV, count: int) -> None:
+        full = sequence.table()[:count]
         for page in full[~self._at_home[full]].tolist():
             if page not in self._home.copying and page not in self._home.waiting:
                 self._home.waiting[page] = sequence.dense
@@ -364,6 +380,11 @@ class TieredKV(PagedKV):
             PROGRAMS if keys.device.type == "cpu" else 4 * PROGRAMS,
             self.backend,
         )
+
+    def release(self, sequence: SequenceKV) -> None:
+        """Pages that stay for their prefix are copied home like others: they do not keep their frames."""
+        self._note(sequence, sequence.indexed)
+        super().release(sequence)
 
     def fork(self, sequence: SequenceKV) -> SequenceKV:
         raise NotImplementedError("KV in tiers: sequences cannot be forked")
