@@ -1,81 +1,143 @@
-"""KV offload in real services: the same tokens from a GPU's worth of pages and from a few, and a host that is full."""
+"""KV offload in real services: the same tokens whatever lies on the device, and a host whose memory is full."""
 
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from models import PLAN, TARGET
-from tests.client import APPROXIMATE, EXACT, Result, generate, make_request, metric, service_state, wait_for
-from tests.client import wait_until_idle
-from tests.stack import ROOT, Services, Stack, start_gateway, start_services
+from models import DRAFT, PLAN, TARGET
+from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, service_state, wait_until_idle
+from tests.stack import Services, Stack, start_gateway, start_service
 
 pytestmark = pytest.mark.books
-FLAGS = ("--max-sessions", "8", "--max-context", "4096", "--prefill-chunk", "128")
-PAGES = 100  # of all prompts and what follows them: more than any hot size
+LIMITS = ("--max-sessions", "8", "--prefill-chunk", "128", "--max-context")
+MOST = 2048  # tokens, of a context and at home
+MEMORY = (
+    MOST * 2 * 10 * 4 * 64 * 4 / 2**30
+)  # GiB that hold them: keys and values, layers, heads, dimensions, float32
 
 
-def event(stack: Stack, name: str) -> float:
-    return metric(stack.http, "service_events", service="target", name=name)
+@contextmanager
+def offloaded(frames: int, context: int, memory: float) -> Iterator[Stack]:
+    """Services of which the target has so many pages on its device, without Ray."""
+    shared = ("--plan", str(PLAN), "--threads", "1", "--port", "0", *LIMITS, str(context))
+    tiers = ("--kv-tokens", str(16 * frames), "--host-kv-memory", str(memory))
+    target, address = start_service("-m", "target_service", "--model", str(TARGET), *shared, *tiers)
+    draft, draft_address = start_service(
+        *("-m", "draft_service", "--model", str(DRAFT), "--target", address, "--kv-tokens", "40000"), *shared
+    )
+    services = Services(address, draft_address, [target, draft])
+    try:
+        gateway = start_gateway(services)
+        try:
+            yield gateway
+        finally:
+            gateway.stop()
+    finally:
+        services.stop()
 
 
 @pytest.fixture(scope="module")
 def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
+    """Of 100, 550 and 1000 tokens."""
     return [tokenizer.encode(book[5000:25_000])[: 100 + 450 * i] for i, book in enumerate(books[:3])]
 
 
-def answers(stack: Stack, prompts: list[list[int]], at_once: int) -> dict[int, list[Result]]:
-    """Of each prompt, exact and approximate."""
+def answers(stack: Stack, prompts: list[list[int]], at_once: int) -> list[list[int]]:
+    """To each prompt, exact and approximate."""
     stub = stack.stub()
 
-    def run(case: tuple[int, list[int]]) -> Result:
+    def run(case: tuple[int, list[int]]) -> list[int]:
         exactness, prompt = case
-        return generate(stub, prompt, max_tokens=40, exactness=exactness, ignore_eos=True)
+        return generate(stub, prompt, max_tokens=32, exactness=exactness, ignore_eos=True).tokens
 
-    cases = [(exactness, prompt) for exactness in (EXACT, APPROXIMATE) for prompt in prompts]
     with ThreadPoolExecutor(at_once) as pool:
-        results = list(pool.map(run, cases))
-    return {EXACT: results[: len(prompts)], APPROXIMATE: results[len(prompts) :]}
+        return list(pool.map(run, [(e, prompt) for e in (EXACT, APPROXIMATE) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")
-def wanted(launch: Callable[..., Stack], prompts: list[list[int]]) -> dict[int, list[Result]]:
-    stack = launch(*FLAGS)
-    results = answers(stack, prompts, 1)
-    stack.stop()
-    return results
+def wanted(stack: Stack, prompts: list[list[int]]) -> list[list[int]]:
+    return answers(stack, prompts, 1)
 
 
-def offloaded(launch: Callable[..., Stack], frames: int, memory: float = 0.5, *flags: str) -> Stack:
-    tiers = ("--target-kv-tokens", str(16 * frames), "--host-kv-memory", str(memory))
-    return launch(*FLAGS, *tiers, *flags)
+def count(stack: Stack, name: str) -> float:
+    return metric(stack.http, "service_events", service="target", name=name)
 
 
-@pytest.mark.parametrize(("frames", "at_once"), [(120, 1), (50, 1), (50, 6)])
-def test_the_answers_do_not_change(
-    launch: Callable[..., Stack],
-    prompts: list[list[int]],
-    wanted: dict[int, list[Result]],
-    frames: int,
-    at_once: int,
+def test_from_fifty_pages_of_a_launch_the_answers_are_the_same(
+    launch: Callable[..., Stack], prompts: list[list[int]], wanted: list[list[int]]
 ) -> None:
-    stack = offloaded(launch, frames)
-    got = answers(stack, prompts, at_once)
-    for exactness, results in wanted.items():
-        assert [r.tokens for r in got[exactness]] == [r.tokens for r in results]
+    """One after the other and all at once; what has become of the KV is in /metrics."""
+    stack = launch(*LIMITS, "4096", "--target-kv-tokens", "800", "--host-kv-memory", "0.5")
+    assert answers(stack, prompts, 1) == wanted
+    assert count(stack, "kv_stages") > 0
+    assert count(stack, "kv_fetched_pages") > 0
+    assert count(stack, "kv_copied_home") > 50
+    assert count(stack, "kv_spills") >= 1
+    assert service_state(stack.http, "target", "kv_frames") == 50
+    assert service_state(stack.http, "target", "kv_spilled") == 1
+    assert answers(stack, prompts, 6) == wanted
     wait_until_idle(stack.http)
-    print(
-        frames,
-        at_once,
-        {
-            n: event(stack, n)
-            for n in ("kv_fetched_pages", "kv_refused_pages", "kv_copied_home", "kv_stages", "kv_spills")
-        },
-    )
     stack.stop()
+
+
+def test_without_need_nothing_leaves(prompts: list[list[int]], wanted: list[list[int]]) -> None:
+    with offloaded(128, MOST, MEMORY) as stack:
+        assert answers(stack, prompts, 1) == wanted
+        names = ("kv_stages", "kv_fetched_pages", "kv_refused_pages", "kv_spills")
+        assert [count(stack, name) for name in names] == [0] * 4
+        assert service_state(stack.http, "target", "kv_spilled") == 0
+        assert service_state(stack.http, "target", "kv_frames_written") > 60
+
+
+def refusal(stack: Stack, prompt: list[int], **fields: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stack.stub().Generate(make_request(prompt, temperature=0, **fields)))
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+def refusal_over_http(stack: Stack, prompt: list[int], max_tokens: int) -> tuple[int, str]:
+    body = {"model": TARGET.name, "prompt": prompt, "max_tokens": max_tokens}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    return caught.value.code, json.load(caught.value)["error"]["type"]
+
+
+def test_a_full_host_refuses_what_comes_and_goes_on_with_what_runs(
+    stack: Stack, books: list[str], tokenizer: Any
+) -> None:
+    """KV of 2,048 tokens in all, of which 50 pages lie on the device."""
+    prompt = tokenizer.encode(books[1][5000:35_000])
+    first, second = prompt[:1600], prompt[1600:1700]
+    fields: Any = {"max_tokens": 200, "ignore_eos": True}
+    wanted = generate(stack.stub(), first, **fields).tokens
+    with offloaded(50, MOST, MEMORY) as full:
+        call = full.stub().Generate(make_request(first, temperature=0, **fields))
+        tokens = list(next(call).token_ids)
+        status, details = refusal(full, second, max_tokens=300)
+        assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (
+            "need 26 KV pages, open sessions have 113 of the 128 in host memory; try again later" in details
+        )
+        assert refusal_over_http(full, second, 300) == (429, "rate_limit_error")
+        status, details = refusal(full, prompt[:1900], max_tokens=MOST - 1900)
+        assert status is grpc.StatusCode.INVALID_ARGUMENT
+        assert "2048 tokens need 129 KV pages of 16, the target has 128" in details
+        status, details = refusal(full, second, max_tokens=8, exactness=APPROXIMATE, sparsity="quest")
+        assert status is grpc.StatusCode.INVALID_ARGUMENT
+        assert "quest chooses while the target runs" in details
+        for response in call:
+            tokens += response.token_ids
+        assert tokens == wanted
+        wait_until_idle(full.http)
+        again = generate(full.stub(), second, max_tokens=300, ignore_eos=True)
+        assert len(again.tokens) == 300
