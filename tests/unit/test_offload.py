@@ -292,9 +292,10 @@ def test_a_selector_beside_a_step_does_not_commit_the_step(model: Any) -> None:
             [SequenceInput(first, tokens(5, 1), "all"), SequenceInput(second, tokens(5, 2), "all", selected)]
         )
         side.kv.truncate(first, 16 * 40 + 14)
-        other = SequenceKV()  # which takes all frames that are left, and more
-        for start in range(0, 480, 160):
-            side.runner.forward([SequenceInput(other, tokens(480, 3)[start : start + 160])])
+        for other in (SequenceKV(), SequenceKV()):  # which take all frames that can be given
+            for start in range(0, 640, 320):
+                chunk = tokens(640, 3)[start : start + 320]
+                side.runner.forward([SequenceInput(other, chunk)])
         (output,) = side.runner.forward([SequenceInput(first, tokens(5, 4), "all")])
         logits.append(output.logits)
         if isinstance(side.kv, TieredKV):
