@@ -72,6 +72,9 @@ class _HomeState:
     def forget(self, page: int) -> None:
         for kept in (self.waiting, self.copying, self.movable, self.movable_dense):
             kept.pop(page, None)
+        for copy in self.copies:  # a copy of what the page holds next does not count until it is done itself
+            if page in copy.pages:
+                copy.pages.remove(page)
 
 
 class TieredKV(PagedKV):
@@ -265,10 +268,9 @@ class TieredKV(PagedKV):
             if copy.done is not None:
                 torch.cuda.current_stream().wait_event(copy.done)
             for page in copy.pages:
-                dense = self._home.copying.pop(page, None)
-                if dense is not None:  # not freed meanwhile
-                    self._at_home[page] = True
-                    (self._home.movable_dense if dense else self._home.movable)[page] = None
+                dense = self._home.copying.pop(page)
+                self._at_home[page] = True
+                (self._home.movable_dense if dense else self._home.movable)[page] = None
 
     # Once KV has spilled.
 

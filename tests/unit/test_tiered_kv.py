@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -559,3 +560,26 @@ def test_what_is_not_built_or_does_not_fit() -> None:
         kv.fork(sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
         StagedReads(kv, sequences)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
+def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is freed while it is copied, filled again and copied again: the first copy's end says nothing of it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))
+    kv = make(frames=HOME)
+    copied = []
+    for kind in (1, 2):
+        sequence = fill(kv, text(kind, 1)[:-1])
+        kv.begin([])
+        kv._copy_home()
+        kv._home.copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
+        event.query = lambda event=event: event.arrived
+        copied.append((list(sequence.pages[:1]), event))
+        if kind == 1:
+            kv.release(sequence)
+    assert copied[0][0] == copied[1][0]
+    page = copied[0][0][0]
+    for (_, event), home in zip(copied, (False, True), strict=True):
+        event.arrived = True
+        kv.begin([])
+        assert bool(kv._at_home[page]) is home
