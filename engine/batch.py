@@ -145,8 +145,11 @@ class Batch:
     order: list[int]  # order[i]: which input stands at place i
 
 
-def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) -> Batch:
-    """Allocate pages for the inputs' tokens and lay them out. Raises OutOfPages before changing a length."""
+def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device, begun: bool = False) -> Batch:
+    """Allocate pages for the inputs' tokens and lay them out. Raises OutOfPages before changing a length.
+
+    begun: the pages are there already.
+    """
     if any(not item.tokens for item in inputs):
         raise ValueError("every sequence of a batch needs at least one token")
     for item in inputs:
@@ -159,7 +162,8 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device) 
             )
     if any(item.read is not None and item.read.budget is not None for item in inputs):
         raise NotImplementedError("budgets that are shared out on the device run in GraphRunner")
-    kv.begin([(item.kv, len(item.tokens)) for item in inputs])
+    if not begun:
+        kv.begin([(item.kv, len(item.tokens)) for item in inputs])
     if kv.lies_apart or not all(kv.is_resident(item.kv) for item in inputs):
         raise NotImplementedError(
             "KV in tiers, once it has left the GPU or where some layers stay there, is read by GraphRunner; methods "

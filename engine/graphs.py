@@ -165,7 +165,7 @@ class GraphRunner(Runner):
         for kind, places in groups.items():
             chosen = [inputs[i] for i in places]
             if kind == "fallback":
-                results = self.fallback.forward(chosen)
+                results = self.fallback.forward(chosen, begun=True)
             elif self.deterministic:
                 read = self._read_pinned if kind == "prompt" else self._steps_of_one_shape
                 results = read(chosen)
@@ -233,7 +233,7 @@ class GraphRunner(Runner):
     # Steps over KV that has partly left the GPU.
 
     def _step_over_tiers(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """By fetching what is listed, if it fits, else in halves; or by bringing whole sequences together."""
+        """By fetching what is listed, at once if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
         if self._can_fetch(shape):
             outputs = self._step_fetching(self._over_tiers(shape), inputs)

@@ -83,8 +83,9 @@ class ModelRunner(Runner):
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        batch = build_batch(inputs, self.kv, self.device)
+    def forward(self, inputs: list[SequenceInput], begun: bool = False) -> list[SequenceOutput]:
+        """begun: the inputs are of a pass that has begun at the KV already."""
+        batch = build_batch(inputs, self.kv, self.device, begun)
         keep_none = len(batch.logits_rows) == 0
         result = self.model(
             input_ids=batch.token_ids,

@@ -94,6 +94,9 @@ class _HomeState:
     def forget(self, page: int) -> None:
         for kept in (self.waiting, self.copying, self.movable, self.movable_dense):
             kept.pop(page, None)
+        for copy in self.copies:  # a copy of what the page holds next does not count until it is done itself
+            if page in copy.pages:
+                copy.pages.remove(page)
 
 
 class TieredKV(PagedKV):
@@ -226,9 +229,10 @@ class TieredKV(PagedKV):
         """Give the pages of so many tokens to come of each sequence frames, and let others leave theirs.
 
         Tokens of these sequences, and of those of the last pass, are committed. Raises OutOfPages if there are not
-        enough pages or frames; then lengths are as before.
+        enough pages or frames; then sequences are as before.
         """
         self._forget_freed()
+        self._grow_all(work)
         for sequence in {id(s): s for s in (*self._last_work, *(s for s, _ in work))}.values():
             self._note_full_pages(sequence)
         self._last_work = [sequence for sequence, _ in work]
@@ -238,7 +242,6 @@ class TieredKV(PagedKV):
         fresh: list[int] = []
         reaches_home = False
         for sequence, tokens in work:
-            self.grow(sequence, sequence.length + tokens)
             written = sequence.pages[sequence.length // PAGE_SIZE : pages_for(sequence.length + tokens)]
             fresh += [page for page in written if self.frame_of[page] < 0]
             old = sequence.table()[: sequence.length // PAGE_SIZE]
@@ -248,11 +251,24 @@ class TieredKV(PagedKV):
         if self.spilled:
             self._leave_to_clock(len(fresh))
         if len(fresh) > len(self._free_frames):
+            for sequence, _ in work:
+                self.truncate(sequence, sequence.length)
             raise OutOfPages(
                 f"{len(fresh)} frames wanted, {len(self._free_frames)} of {self.num_frames} can be given: "
                 "raise --kv-memory, or lower --max-sessions or --prefill-chunk"
             )
         self._give_frames(fresh)
+
+    def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Have pages for all or for none."""
+        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
+        if missing > self.pool.available:
+            raise OutOfPages(
+                f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available"
+            )
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
+        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
 
     def _forget_freed(self) -> None:
         """Of pages that no sequence holds any more, nothing is kept on the GPU."""
@@ -272,7 +288,10 @@ class TieredKV(PagedKV):
             self.spilled = False
 
     def _note_full_pages(self, sequence: SequenceKV) -> None:
-        full = np.array(sequence.table()[: sequence.length // PAGE_SIZE])
+        self._note(sequence, sequence.length // PAGE_SIZE)
+
+    def _note(self, sequence: SequenceKV, count: int) -> None:
+        full = sequence.table()[:count]
         for page in full[~self._at_home[full]].tolist():
             if page not in self._home.copying and page not in self._home.waiting:
                 self._home.waiting[page] = sequence.dense
@@ -319,10 +338,9 @@ class TieredKV(PagedKV):
             if copy.done is not None:
                 torch.cuda.current_stream().wait_event(copy.done)
             for page in copy.pages:
-                dense = self._home.copying.pop(page, None)
-                if dense is not None:  # not freed meanwhile
-                    self._at_home[page] = True
-                    (self._home.movable_dense if dense else self._home.movable)[page] = None
+                dense = self._home.copying.pop(page)
+                self._at_home[page] = True
+                (self._home.movable_dense if dense else self._home.movable)[page] = None
 
     # Once KV has spilled.
 
@@ -455,6 +473,11 @@ class TieredKV(PagedKV):
             PROGRAMS if keys.device.type == "cpu" else 4 * PROGRAMS,
             self.backend,
         )
+
+    def release(self, sequence: SequenceKV) -> None:
+        """Pages that stay for their prefix are copied home like others: they do not keep their frames."""
+        self._note(sequence, sequence.indexed)
+        super().release(sequence)
 
     def fork(self, sequence: SequenceKV) -> SequenceKV:
         raise NotImplementedError("KV in tiers: sequences cannot be forked")

@@ -182,6 +182,11 @@ class Verifier:
             raise InvalidArgument(
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
+        if METHODS[name].just_in_time is not None and isinstance(self.runner.kv, TieredKV):
+            raise InvalidArgument(
+                f"session {request.session}: {name} chooses while the target runs, which is not built for KV in tiers: "
+                "choose another, or leave --host-kv-memory out"
+            )
         return Reader(METHODS[name], self.plan, self.runner.shares_budgets)
 
     def _check_open(self, request: Open) -> None:

@@ -1,12 +1,26 @@
 """How much KV a service makes room for, and what it loads."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+import engine.loading
 import models
-from engine.loading import DEFAULT_KV_TOKENS, ModelSettings, ModelShape, load_model, load_shape, room_for_kv
+from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.loading import (
+    DEFAULT_KV_TOKENS,
+    ModelSettings,
+    ModelShape,
+    load_model,
+    load_shape,
+    open_model,
+    room_at_home,
+    room_for_kv,
+)
+from engine.paged_kv import pages_for
+from engine.tiered_kv import TieredKV
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
@@ -56,3 +70,67 @@ def test_dummy_weights_have_the_shape_of_the_config_and_no_others_are_read() -> 
     assert load_shape(str(models.DRAFT)).num_layers == 4
     with pytest.raises(ValueError, match="auto or dummy"):
         load_model(str(models.DRAFT), torch.float32, "cpu", load_format="random")
+
+
+# Tiers
+
+TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
+
+
+def tiered(tokens: int, **changes: Any) -> ModelSettings:
+    """The bundled target with a home for so many tokens."""
+    settings = ModelSettings(str(models.TARGET), "cpu", max_context=640, kv_tokens=320)
+    return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
+
+
+def test_the_home_of_kv_is_as_large_as_its_memory() -> None:
+    assert room_at_home(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32) == 700
+    assert (
+        room_at_home(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16) == 1400
+    )
+    assert room_at_home(SETTINGS, SHAPE, torch.float32) == 0
+
+
+def test_with_a_home_less_than_a_context_may_lie_on_the_device() -> None:
+    """What lies beside is taken off: two layers of a sequence, and 4 bytes for each page of a layer and head."""
+    settings = replace(SETTINGS, host_kv_memory=1600 * A_TOKEN / 2**30, kv_memory=1200 * A_TOKEN / 2**30)
+    beside = 2 * (1000 + MAX_OVERHANG) * A_TOKEN / 4 + 100 * 4 * 2 * 4
+    assert room(settings) == pytest.approx((1200 * A_TOKEN - beside) / A_TOKEN, abs=1)
+    assert 0 < room(settings) < 1000
+
+
+def test_a_model_is_opened_over_tiers() -> None:
+    runner = open_model(tiered(800)).runner
+    assert isinstance(runner, GraphRunner)
+    assert isinstance(runner.kv, TieredKV)
+    assert (runner.kv.num_frames, runner.kv.pool.num_pages) == (20, 50)
+    assert runner.kv.staged_pages == pages_for(640 + MAX_OVERHANG)
+    assert not isinstance(open_model(replace(tiered(800), host_kv_memory=0.0)).runner.kv, TieredKV)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "match"),
+    [
+        (639, {}, "KV for 639 tokens fits on the host.* a context has 640.* raise host_kv_memory"),
+        (800, {"kv_tokens": 801}, "KV for 800 tokens fits on the host.* the device has room for 801"),
+    ],
+)
+def test_a_home_that_does_not_hold_a_context_or_the_device_is_refused(
+    tokens: int, changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        open_model(tiered(tokens, **changes))
+
+
+def test_flashinfer_over_tiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU would have taken it."""
+    monkeypatch.setattr(engine.loading, "check_attention_backend", lambda *_: None)
+    monkeypatch.setattr(engine.loading, "check_flashinfer", lambda *_: None)
+    with pytest.raises(NotImplementedError, match="flashinfer reads KV that lies on the GPU: choose triton"):
+        open_model(tiered(800, attention_backend="flashinfer"))
+
+
+def test_a_model_without_the_fused_decoder_is_refused_over_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.loading, "is_supported", lambda _: False)
+    with pytest.raises(NotImplementedError, match="KV in tiers is built for the fused decoder, which llama"):
+        open_model(tiered(800))

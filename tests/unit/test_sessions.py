@@ -27,6 +27,7 @@ from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from engine.step_loop import share_prefill
+from engine.tiered_kv import TieredKV
 from kernels.kv_write import write_kv
 from orchestrator.ledger import Ledger, Record
 from sparsity.announce import announce, draft_heads
@@ -1434,6 +1435,91 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     stand.verifier.open(stand.opening("d"), stand.served.append)
     stand.verifier.close_all(Unavailable("stopping"))
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
+
+
+# KV in tiers
+
+
+def over_tiers(frames: int = 40, **changes: Any) -> Verifier:
+    """A target with a home for 40 pages; nothing that is run here leaves its frames."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500)
+    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
+    return Verifier(runner, PLAN, replace(settings, **changes))
+
+
+def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:
+    return m.Open(name, [7] * prompt, prompt, max_tokens, [], GREEDY, m.Exactness.EXACT)
+
+
+def run_to_the_end(verifier: Verifier) -> None:
+    while (step := verifier.plan_step()) is not None:
+        verifier.finish_step(step, verifier.execute(step))
+
+
+def test_what_host_memory_has_no_room_for_is_refused_until_others_have_ended() -> None:
+    """Also beside those that are queued; what runs gets to its end."""
+    verifier = over_tiers(max_sessions=1, max_queued=9)
+    commits: list[m.ServedEvent] = []
+    verifier.open(exact("a"), commits.append)
+    verifier.plan_step()
+    verifier.open(exact("b", max_tokens=180), commits.append)
+    assert verifier.gauges["queued_sessions"] == 1
+    with pytest.raises(
+        ResourceExhausted,
+        match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
+    ):
+        verifier.open(exact("c", max_tokens=5), commits.append)
+    verifier.open(exact("d", 5, 5), commits.append)
+    run_to_the_end(verifier)
+    model, made = FakeModel(), Counter[str]()
+    for event in commits:
+        assert isinstance(event, m.Commit)
+        made[event.at.session] += len(event.tokens)
+    assert made == {"a": 200, "b": 180, "d": 5}
+    text = [token for event in commits if event.at.session == "a" for token in event.tokens]  # type: ignore[union-attr]
+    assert [7] * 100 + text == model.plain([7] * 100, 200, [])[0]
+    verifier.open(exact("c", max_tokens=5), commits.append)
+
+
+def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
+    verifier = over_tiers(frames=30)
+    verifier.runner.kv = TieredKV(LAYERS, KV_HEADS, 2, 30, 30, 500)
+    with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
+        verifier.open(exact("a", max_tokens=500), lambda _: None)
+
+
+def test_counters_and_gauges_of_tiers_are_told() -> None:
+    verifier = over_tiers()
+    verifier.open(exact("a", max_tokens=5), lambda _: None)
+    run_to_the_end(verifier)
+    totals, gauges = verifier.totals, verifier.gauges
+    assert totals["opened_sessions"] == 1
+    assert {name for name in totals if name.startswith("kv_")} == {
+        *("kv_fetched_pages", "kv_refused_pages", "kv_copied_home", "kv_stages", "kv_spills"),
+    }
+    assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
+    assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
+
+
+def test_fewer_frames_than_are_written_at_once_are_refused() -> None:
+    over_tiers(frames=14)
+    with pytest.raises(
+        ValueError,
+        match="13 KV pages of 16 fit on the GPU; 4 sessions, and 24 prompt tokens a step, write up to 14 at once: "
+        "raise kv_memory, or lower max_sessions or prefill_chunk",
+    ):
+        over_tiers(frames=13)
+
+
+@pytest.mark.parametrize("method", [name for name in methods_of(PLAN) if METHODS[name].just_in_time])
+def test_what_chooses_while_the_target_runs_is_refused_over_tiers(method: str) -> None:
+    """At once: a step that cannot be run would end the target."""
+    verifier = over_tiers()
+    request = replace(exact("a"), exactness=m.Exactness.APPROXIMATE, sparsity=method)
+    with pytest.raises(InvalidArgument, match=f"{method} chooses while the target runs"):
+        verifier.open(request, lambda _: None)
+    verifier.open(replace(request, sparsity="streaming"), lambda _: None)
 
 
 # Single frames at the draft

@@ -132,6 +132,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("--draft-timeout", "0"),
         ("--draft-timeout", "nan"),
         ("--resume-timeout", "-1"),
+        ("--host-kv-memory", "-0.5"),
+        ("--host-kv-memory", "nan"),
     ],
 )
 def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
@@ -164,6 +166,11 @@ def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
 def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
     assert resolve(flag, value) != Settings()
+
+
+def test_host_memory_is_the_targets() -> None:
+    assert resolve().host_kv_memory == 0
+    assert resolve("--host-kv-memory", "1.5").host_kv_memory == 1.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""KV offload in real services: the same tokens whatever lies on the device, and a host whose memory is full."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from models import DRAFT, PLAN, TARGET
+from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, service_state, wait_until_idle
+from tests.stack import Services, Stack, start_gateway, start_service
+
+pytestmark = pytest.mark.books
+LIMITS = ("--max-sessions", "8", "--prefill-chunk", "128", "--max-context")
+MOST = 2048  # tokens, of a context and at home
+MEMORY = (
+    MOST * 2 * 10 * 4 * 64 * 4 / 2**30
+)  # GiB that hold them: keys and values, layers, heads, dimensions, float32
+
+
+@contextmanager
+def offloaded(frames: int, context: int, memory: float) -> Iterator[Stack]:
+    """Services of which the target has so many pages on its device, without Ray."""
+    shared = ("--plan", str(PLAN), "--threads", "1", "--port", "0", *LIMITS, str(context))
+    tiers = ("--kv-tokens", str(16 * frames), "--host-kv-memory", str(memory))
+    target, address = start_service("-m", "target_service", "--model", str(TARGET), *shared, *tiers)
+    draft, draft_address = start_service(
+        *("-m", "draft_service", "--model", str(DRAFT), "--target", address, "--kv-tokens", "40000"), *shared
+    )
+    services = Services(address, draft_address, [target, draft])
+    try:
+        gateway = start_gateway(services)
+        try:
+            yield gateway
+        finally:
+            gateway.stop()
+    finally:
+        services.stop()
+
+
+@pytest.fixture(scope="module")
+def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
+    """Of 100, 550 and 1000 tokens."""
+    return [tokenizer.encode(book[5000:25_000])[: 100 + 450 * i] for i, book in enumerate(books[:3])]
+
+
+def answers(stack: Stack, prompts: list[list[int]], at_once: int) -> list[list[int]]:
+    """To each prompt, exact and approximate."""
+    stub = stack.stub()
+
+    def run(case: tuple[int, list[int]]) -> list[int]:
+        exactness, prompt = case
+        return generate(stub, prompt, max_tokens=24, exactness=exactness, ignore_eos=True).tokens
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(run, [(e, prompt) for e in (EXACT, APPROXIMATE) for prompt in prompts]))
+
+
+@pytest.fixture(scope="module")
+def wanted(stack: Stack, prompts: list[list[int]]) -> list[list[int]]:
+    return answers(stack, prompts, 1)
+
+
+def count(stack: Stack, name: str) -> float:
+    return metric(stack.http, "service_events", service="target", name=name)
+
+
+def test_from_fifty_pages_of_a_launch_the_answers_are_the_same(
+    launch: Callable[..., Stack], prompts: list[list[int]], wanted: list[list[int]]
+) -> None:
+    """One after the other and all at once; what has become of the KV is in /metrics."""
+    stack = launch(*LIMITS, "4096", "--target-kv-tokens", "800", "--host-kv-memory", "0.5")
+    assert answers(stack, prompts, 1) == wanted
+    assert count(stack, "kv_stages") > 0
+    assert count(stack, "kv_fetched_pages") > 0
+    assert count(stack, "kv_copied_home") > 50
+    assert count(stack, "kv_spills") >= 1
+    assert service_state(stack.http, "target", "kv_frames") == 50
+    assert service_state(stack.http, "target", "kv_spilled") == 1
+    assert answers(stack, prompts, 6) == wanted
+    wait_until_idle(stack.http)
+    stack.stop()
+
+
+@pytest.fixture(scope="module")
+def small(stack: Stack) -> Iterator[Stack]:
+    """KV of 2,048 tokens in all, of which 90 pages lie on the device."""
+    with offloaded(90, MOST, MEMORY) as services:
+        yield services
+
+
+def test_from_ninety_pages_the_answers_are_the_same(
+    small: Stack, prompts: list[list[int]], wanted: list[list[int]]
+) -> None:
+    assert answers(small, prompts, 1) == wanted
+    assert service_state(small.http, "target", "kv_frames") == 90
+    assert count(small, "kv_spills") == 1
+
+
+def refusal(stack: Stack, prompt: list[int], **fields: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stack.stub().Generate(make_request(prompt, temperature=0, **fields)))
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+def refusal_over_http(stack: Stack, prompt: list[int], max_tokens: int) -> tuple[int, str]:
+    body = {"model": TARGET.name, "prompt": prompt, "max_tokens": max_tokens}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    return caught.value.code, json.load(caught.value)["error"]["type"]
+
+
+def test_a_full_host_refuses_what_comes_and_goes_on_with_what_runs(
+    stack: Stack, small: Stack, books: list[str], tokenizer: Any
+) -> None:
+    prompt = tokenizer.encode(books[1][5000:35_000])
+    first, second = prompt[:1500], prompt[1500:1600]
+    fields: Any = {"max_tokens": 100, "ignore_eos": True}
+    wanted = generate(stack.stub(), first, **fields).tokens
+    call = small.stub().Generate(make_request(first, temperature=0, **fields))
+    tokens = list(next(call).token_ids)
+    status, details = refusal(small, second, max_tokens=400)
+    assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "need 32 KV pages, open sessions have 101 of the 128 in host memory; try again later" in details
+    assert refusal_over_http(small, second, 400) == (429, "rate_limit_error")
+    status, details = refusal(small, prompt[:1900], max_tokens=MOST - 1900)
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert "2048 tokens need 129 KV pages of 16, the target has 128" in details
+    status, details = refusal(small, second, max_tokens=8, exactness=APPROXIMATE, sparsity="quest")
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert "quest chooses while the target runs" in details
+    for response in call:
+        tokens += response.token_ids
+    assert tokens == wanted
+    wait_until_idle(small.http)
+    assert generate(small.stub(), second, max_tokens=400).tokens

@@ -1,0 +1,309 @@
+"""A GraphRunner over KV in two tiers against one whose KV all lies on the device: the same logits, bit by bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import models
+from engine.batch import SequenceInput, SequenceKeys, SparseRead
+from engine.decoder import read_decoder
+from engine.draft_rounds import RoundSettings
+from engine.graphs import GraphRunner
+from engine.judging import Drafted
+from engine.loading import load_model, make_runner
+from engine.paged_kv import OutOfPages, PagedKV, SequenceKV
+from engine.sampling import Sampling
+from engine.tiered_kv import TierCounters, TieredKV
+from sparsity.methods import METHODS
+from sparsity.plan import Plan, load_plan
+from sparsity.reader import Reader
+from sparsity.selection import BlockSelection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GAMMA, CONTEXT = 4, 900
+PLAN = replace(load_plan(models.PLAN), group_size=128)
+LENGTHS = (700, 330, 90)
+PAGES = 16384 // 16
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(str(models.TARGET), torch.float32, DEVICE)
+
+
+class Side:
+    """A runner and its sequences, each with its prompt read and a reader of its own."""
+
+    def __init__(self, model: Any, frames: int, plan: Plan, method: str) -> None:
+        at_home = 16 * PAGES if frames else 0
+        plain = make_runner(model, 16 * (frames or PAGES), at_home, CONTEXT + 130)
+        self.runner = GraphRunner(read_decoder(plain.model), plain, CONTEXT, step_queries=GAMMA + 1)
+        self.kv: PagedKV = self.runner.kv
+        self.plan = plan
+        self.kv.keep_group_means(plan.group_size)
+        self.sequences = [SequenceKV() for _ in LENGTHS]
+        self.readers = [
+            None if method == "dense" else Reader(METHODS[method], plan, self.runner.shares_budgets)
+            for _ in LENGTHS
+        ]
+
+    def read_prompts(self, chunk: int) -> list[Tensor]:
+        """In chunks of all that have some left, side by side."""
+        logits = []
+        for start in range(0, max(LENGTHS), chunk):
+            inputs = [
+                SequenceInput(kv, tokens(length, i)[start : start + chunk], "last")
+                for i, (length, kv) in enumerate(zip(LENGTHS, self.sequences, strict=True))
+                if start < length
+            ]
+            logits += [output.logits for output in self.runner.forward(inputs)]
+        return logits  # type: ignore[return-value]
+
+    def round(self, turn: int, choices: list[BlockSelection | None], judged: bool) -> list[Tensor]:
+        """The logits of a round, or its verdicts; some of its tokens are taken back."""
+        inputs = []
+        for i, (kv, reader, choice) in enumerate(zip(self.sequences, self.readers, choices, strict=True)):
+            base, given = kv.length + 1, [] if choice is None else [choice]
+            read = None if reader is None else reader.read(given, base, kv.length + GAMMA + 1)
+            chosen = tokens(GAMMA + 1, 10 * turn + i)
+            drafted = Drafted(chosen[1:], [], Sampling(0.0), base) if judged else None
+            inputs.append(SequenceInput(kv, chosen, "all", read, drafted=drafted))
+        outputs = self.runner.forward(inputs)
+        for reader, output in zip(self.readers, outputs, strict=True):
+            if reader is not None:
+                reader.finish(output.read_weights, output.blocks_read)
+        for i, kv in enumerate(self.sequences):
+            self.kv.truncate(kv, kv.length - (turn + i) % 3)
+        return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]  # type: ignore[misc]
+
+    def announced(self, rng: np.random.Generator) -> list[BlockSelection | None]:
+        choices: list[BlockSelection | None] = []
+        for kv, reader in zip(self.sequences, self.readers, strict=True):
+            rows = 0 if reader is None else reader.announced_rows
+            chosen = rng.random((rows, self.plan.num_blocks(kv.length + 1))) < 0.05
+            choices.append(BlockSelection.from_matrix(chosen) if rows else None)
+        return choices
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run. silent: the turn in which the second sequence has no announcement, and reads everything."""
+
+    method: str = "ahead"
+    plan: Plan = PLAN
+    silent: int = -1
+    chunk: int = 200
+    turns: int = 3
+
+
+@dataclass
+class Outcome:
+    """All outputs in order, group means at the end, the KV, and its counters before the first round."""
+
+    outputs: list[Tensor]
+    means: list[Tensor]
+    kv: PagedKV
+    before: TierCounters
+
+    @property
+    def tiered(self) -> TieredKV:
+        assert isinstance(self.kv, TieredKV)
+        return self.kv
+
+    @property
+    def stages(self) -> int:
+        """Of rounds."""
+        return self.tiered.counters.stages - self.before.stages
+
+
+def run(model: Any, frames: int, case: Case) -> Outcome:
+    """frames 0: all KV lies on the device. The last round is judged."""
+    side = Side(model, frames, case.plan, case.method)
+    outputs = side.read_prompts(case.chunk)
+    before = replace(side.kv.counters) if isinstance(side.kv, TieredKV) else TierCounters()
+    rng = np.random.default_rng(0)
+    for turn in range(case.turns):
+        choices = side.announced(rng)
+        if turn == case.silent:
+            choices[1] = None
+        outputs += side.round(turn, choices, judged=turn == case.turns - 1)
+        if isinstance(side.kv, TieredKV):
+            side.kv.check_integrity()
+    pool = side.kv.means
+    assert pool is not None
+    groups = [slot for kv in side.sequences for slot in kv.groups]
+    means = [values[:, groups].cpu() for values in (pool.k, pool.v, pool.k_variance)]
+    return Outcome(outputs, means, side.kv, before)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any) -> Callable[[Case], Outcome]:
+    """The outcome without tiers, of each case once."""
+    return lru_cache(lambda case: run(model, 0, case))
+
+
+def check(
+    model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True
+) -> Outcome:
+    wanted, got = plain(case), run(model, frames, case)
+    for one, other in zip(wanted.outputs + wanted.means, got.outputs + got.means, strict=True):
+        if exactly:
+            assert torch.equal(other, one)
+        else:
+            torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+    return got
+
+
+def with_plan(**changes: Any) -> Case:
+    return Case(plan=replace(PLAN, **changes))
+
+
+# The sequences have 74 pages in all.
+
+
+@pytest.mark.parametrize("frames", [80, 60, 45])
+def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: int) -> None:
+    """From frames for everything on; group means are made from pages that are only at home, too."""
+    got = check(model, plain, frames, Case())
+    assert got.tiered.spilled == (frames < 80)
+    assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
+    assert (got.tiered.counters.refused_pages, got.stages) == (0, 0)
+    assert len(got.means[0][0]) == 7
+
+
+@pytest.mark.parametrize("method", ["streaming", "sts", "pillar"])
+def test_lists_made_on_the_host(model: Any, plain: Any, method: str) -> None:
+    got = check(model, plain, 45, Case(method=method))
+    assert got.tiered.counters.fetched_pages > 0
+    if method != "pillar":  # it reads everything in its first round
+        assert got.stages == 0
+
+
+@pytest.mark.parametrize(("method", "block_size"), [("ahead", 32), ("ahead", 64), ("streaming", 32)])
+def test_blocks_of_several_pages(model: Any, plain: Any, method: str, block_size: int) -> None:
+    got = check(model, plain, 45, replace(with_plan(block_size=block_size), method=method))
+    assert got.tiered.counters.fetched_pages > 0
+    assert got.stages == 0
+
+
+@pytest.mark.parametrize("frames", [70, 40])
+def test_what_reads_everything_is_brought_together(model: Any, plain: Any, frames: int) -> None:
+    got = check(model, plain, frames, Case(method="dense"))
+    assert got.stages > 0
+    assert got.tiered.counters.fetched_pages == 0
+
+
+def test_a_round_that_reads_everything_beside_sparse_ones(model: Any, plain: Any) -> None:
+    got = check(model, plain, 45, Case(silent=1))
+    assert got.stages == 1
+    assert got.tiered.counters.fetched_pages > 0
+
+
+def test_layers_that_are_read_densely_bring_all_together(model: Any, plain: Any) -> None:
+    got = check(model, plain, 45, with_plan(dense_layers=(0, 3)))
+    assert got.stages == 6  # of three rounds, each in two parts: there is room for 65 of 74 pages
+    assert got.tiered.counters.fetched_pages == 0
+
+
+def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any) -> None:
+    """Without staging: what was refused together has run apart."""
+    got = check(model, plain, 36, replace(with_plan(budget=0.6), method="streaming"), exactly=False)
+    assert got.tiered.counters.refused_pages > 0
+    assert got.stages == 0
+
+
+def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, plain: Any) -> None:
+    case = replace(with_plan(budget=0.6), method="streaming", chunk=64)
+    got = check(model, plain, 20, case, exactly=False)
+    assert got.tiered.counters.refused_pages > 0
+    assert got.stages > 0
+
+
+@pytest.mark.parametrize("method", ["ahead", "dense"])
+def test_the_least_frames_that_work(model: Any, plain: Any, method: str) -> None:
+    """Two pages of each of three sequences are written at once."""
+    case = Case(method=method, chunk=32)
+    check(model, plain, 6, case, exactly=False)
+    with pytest.raises(OutOfPages, match="6 frames wanted, 5 of 5 can be given"):
+        run(model, 5, case)
+
+
+def test_steps_that_emit_weights(model: Any) -> None:
+    results = []
+    for frames in (0, 45):
+        side = Side(model, frames, PLAN, "dense")
+        side.read_prompts(200)
+        inputs = [SequenceInput(kv, tokens(5, i), "all", None, 16, 2) for i, kv in enumerate(side.sequences)]
+        results.append(side.runner.forward(inputs))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(other.logits, one.logits)
+        assert torch.equal(other.block_weights, one.block_weights)
+
+
+@dataclass
+class Halves:
+    """A selector that reads the first block and the last two of all heads."""
+
+    plan: Plan
+
+    def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor:
+        chosen = torch.zeros(
+            self.plan.target_kv_heads, -(-keys.length // 16), dtype=torch.bool, device=queries.device
+        )
+        chosen[:, [0, -2, -1]] = True
+        return chosen
+
+
+def test_selectors_choose_while_all_kv_lies_on_the_device(model: Any) -> None:
+    for frames, match in ((0, None), (80, None), (45, "choose another, or leave --host-kv-memory out")):
+        side = Side(model, frames, PLAN, "dense")
+        side.read_prompts(200)
+        item = SequenceInput(side.sequences[0], tokens(5, 0), "all", SparseRead(16, selector=Halves(PLAN)))
+        if match is not None:
+            with pytest.raises(NotImplementedError, match=match):
+                side.runner.forward([item])
+            continue
+        (output,) = side.runner.forward([item])
+        if not frames:
+            wanted = output.logits
+        assert torch.equal(output.logits, wanted)  # type: ignore[arg-type]
+
+
+def test_a_selector_beside_a_step_does_not_commit_the_step(model: Any) -> None:
+    """What the step has drafted is rolled back: it must not have gone home as a full page."""
+    logits = []
+    for frames in (0, 80):
+        side = Side(model, frames, PLAN, "dense")
+        side.read_prompts(200)
+        first, second, _ = side.sequences
+        side.kv.truncate(first, 16 * 40 + 14)
+        selected = SparseRead(16, selector=Halves(PLAN))
+        side.runner.forward(
+            [SequenceInput(first, tokens(5, 1), "all"), SequenceInput(second, tokens(5, 2), "all", selected)]
+        )
+        side.kv.truncate(first, 16 * 40 + 14)
+        for other in (SequenceKV(), SequenceKV()):  # which take all frames that can be given
+            for start in range(0, 640, 320):
+                chunk = tokens(640, 3)[start : start + 320]
+                side.runner.forward([SequenceInput(other, chunk)])
+        (output,) = side.runner.forward([SequenceInput(first, tokens(5, 4), "all")])
+        logits.append(output.logits)
+        if isinstance(side.kv, TieredKV):
+            assert side.kv.spilled
+            side.kv.check_integrity()
+    assert torch.equal(*logits)
+
+
+def test_rounds_are_not_drafted_over_tiers(model: Any) -> None:
+    with pytest.raises(NotImplementedError, match="no tiers"):
+        Side(model, 45, PLAN, "dense").runner.prepare_rounds(RoundSettings(4, 16, 0))

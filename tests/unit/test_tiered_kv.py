@@ -1,0 +1,585 @@
+"""KV in two tiers against a model that keeps everything, through any sequence of what sessions do to it."""
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from engine.paged_kv import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.tier_reads import StagedReads, fetch_listed
+from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV, head_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS, HEADS, DIM = 2, 2, 2
+HOME, LONGEST, GAMMA, GROUP = 20, 9 * PAGE_SIZE, 20, 2 * PAGE_SIZE
+# Prompts begin with these, so that many share pages.
+BLOCKS = [[kind] * PAGE_SIZE for kind in (1, 2, 3)]
+
+
+@lru_cache(512)
+def contents(tokens: tuple[int, ...]) -> Tensor:
+    """[layers, 2 (keys, values), tokens, heads, dim], of each token what follows from all up to it, as in a model."""
+    chain = list(accumulate(tokens, lambda crc, token: zlib.crc32(bytes([token]), crc), initial=0))[1:]
+    values = torch.tensor([crc % 65536 for crc in chain], dtype=torch.float32)
+    place = torch.arange(LAYERS * 2 * HEADS * DIM, dtype=torch.float32).view(LAYERS, 2, 1, HEADS, DIM)
+    return values.view(-1, 1, 1) * place.numel() + place
+
+
+def in_pages(content: Tensor, pages: int) -> tuple[Tensor, Tensor]:
+    """[layers, 2, pages, heads, PAGE_SIZE, dim], and which tokens of it there are: [pages, PAGE_SIZE]."""
+    missing = pages * PAGE_SIZE - content.shape[2]
+    padded = torch.nn.functional.pad(content, (0, 0, 0, 0, 0, missing)).unflatten(2, (pages, PAGE_SIZE))
+    written = (torch.arange(pages * PAGE_SIZE) < content.shape[2]).view(pages, PAGE_SIZE)
+    return padded.transpose(3, 4), written
+
+
+@dataclass
+class Session:
+    """`tokens` are committed, `run` have KV."""
+
+    tokens: list[int]
+    prompt: int
+    dense: bool
+    kv: SequenceKV = field(default_factory=SequenceKV)
+    drafted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv.dense = self.dense
+
+    @property
+    def run(self) -> tuple[int, ...]:
+        return tuple((self.tokens + self.drafted)[: self.kv.length])
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - 1 - self.kv.length
+
+
+def make(frames: int, pages: int = HOME, longest: int = LONGEST) -> TieredKV:
+    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE)
+
+
+def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: int, layer: int) -> None:
+    """The last `count` of `tokens`, into the frames that they have."""
+    at = np.arange(len(tokens) - count, len(tokens))
+    frames = torch.from_numpy(kv.frames(sequence)[at // PAGE_SIZE].astype(np.int64)).to(DEVICE)
+    assert (frames >= 0).all()
+    offsets = torch.from_numpy(at % PAGE_SIZE).to(DEVICE)
+    for which, pages in enumerate((kv.k_pages, kv.v_pages)):
+        pages[layer][frames, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
+
+
+def check_staged(kv: TieredKV, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
+    """Whole sequences, layer by layer."""
+    staged = StagedReads(kv, [sequence for sequence, _ in sequences])
+    for layer in range(LAYERS):
+        check_layer(staged, layer, sequences)
+
+
+def check_layer(staged: StagedReads, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
+    together = [pages.cpu() for pages in staged.layer(layer)]
+    for (_, tokens), table in zip(sequences, staged.tables, strict=True):
+        if not tokens:
+            continue
+        wanted, written = in_pages(contents(tokens)[layer : layer + 1], len(table))
+        for which, pages in enumerate(together):
+            got = pages[table].transpose(1, 2)[written]
+            assert torch.equal(got, wanted[0, which].transpose(1, 2)[written])
+
+
+@dataclass
+class Listed:
+    """Random blocks of some sequences for each layer and head, in any order, with nonsense behind them."""
+
+    lists: Tensor
+    counts: Tensor
+    tables: Tensor
+    per_block: int
+
+    @staticmethod
+    def draw(rng: np.random.Generator, kvs: list[SequenceKV], per_block: int, share: float) -> "Listed":
+        blocks = [-(-len(kv.pages) // per_block) for kv in kvs]
+        width = max(blocks)
+        lists = rng.integers(-5, 1000, (LAYERS, len(kvs), HEADS, width), dtype=np.int32)
+        counts = np.zeros(lists.shape[:3], np.int32)
+        for place in np.ndindex(*lists.shape[:3]):
+            chosen = np.flatnonzero(rng.random(blocks[place[1]]) < share)
+            counts[place] = len(chosen)
+            lists[place][: len(chosen)] = rng.permutation(chosen)
+        tables = np.full((len(kvs), width * per_block), -1, np.int32)
+        for row, kv in enumerate(kvs):
+            tables[row, : len(kv.pages)] = kv.pages
+        return Listed(*(torch.from_numpy(array) for array in (lists, counts, tables)), per_block)
+
+    def rows(self, layer: int) -> set[int]:
+        """The pages of heads that a layer lists."""
+        found: set[int] = set()
+        for sequence, head in np.ndindex(*self.counts.shape[1:]):
+            blocks = self.lists[layer, sequence, head, : int(self.counts[layer, sequence, head])]
+            places = (blocks[:, None] * self.per_block + torch.arange(self.per_block)).flatten()
+            pages = self.tables[sequence, places.long()]
+            found |= {int(page) * HEADS + head for page in pages[pages >= 0]}
+        return found
+
+    def check(
+        self, kv: TieredKV, slots: Tensor, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]
+    ) -> None:
+        """Page by page, what lies at the slots is what the model has."""
+        rows = [head_rows(pages[layer]).cpu() for pages in (kv.k_pages, kv.v_pages)]
+        for i, (_, tokens) in enumerate(sequences):
+            wanted, written = in_pages(contents(tokens)[layer : layer + 1], self.tables.shape[1])
+            for head in range(HEADS):
+                count = int(self.counts[layer, i, head])
+                places = self.lists[layer, i, head, :count, None] * self.per_block
+                places = (places + torch.arange(self.per_block)).flatten().long()
+                at = slots[layer, i, head, : count * self.per_block].cpu().long()
+                for which in range(2):
+                    got = rows[which][at].view(-1, PAGE_SIZE, DIM)[written[places]]
+                    assert torch.equal(got, wanted[0, which, places, head][written[places]])
+
+
+class Tiers(RuleBasedStateMachine):
+    """Sessions read prompts, run rounds that are judged, are released and aborted, as the verifier does it."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: list[Session] = []
+        self.home: dict[int, int] = {}  # checksums
+
+    @initialize(frames=st.sampled_from([5, 7, 9, 12, HOME]))
+    def start(self, frames: int) -> None:
+        self.kv = make(frames)
+        self.kv.keep_group_means(GROUP, 5 * LONGEST // GROUP)
+
+    @precondition(lambda self: len(self.live) < 4)
+    @rule(
+        blocks=st.lists(st.sampled_from(BLOCKS), max_size=6),
+        tail=st.lists(st.integers(1, 3), max_size=36),
+        dense=st.booleans(),
+    )
+    def open(self, blocks: list[list[int]], tail: list[int], dense: bool) -> None:
+        tokens = [*(t for block in blocks for t in block), *tail] or [1]
+        session = Session(tokens, len(tokens), dense)
+        covered = self.kv.reuse_prefix(session.kv, tokens[:-1])
+        assert covered == session.kv.length
+        self.reached["reused"] += covered > 0
+        self.live.append(session)
+
+    def plan(self, data: st.DataObject) -> list[tuple[Session, int]]:
+        """Some sessions, and how many tokens each is to run: of its prompt, or a round."""
+        places = data.draw(st.lists(st.integers(0, len(self.live) - 1), min_size=1, max_size=3, unique=True))
+        planned = []
+        for session in (self.live[place] for place in places):
+            room = LONGEST - session.kv.length - 1
+            if session.unread:
+                most = min(session.unread, 64)
+                planned.append((session, data.draw(st.integers(1, most) | st.just(most))))
+            elif room > 0:
+                session.drafted = data.draw(st.lists(st.integers(1, 3), max_size=min(room, GAMMA)))
+                planned.append((session, 1 + len(session.drafted)))
+        return planned
+
+    def begin(self, planned: list[tuple[Session, int]]) -> bool:
+        """Whether there is room, which is just when all that is being written fits into frames."""
+        work = [(session.kv, count) for session, count in planned]
+        before = [(s.kv.length, list(s.kv.pages)) for s in self.live]
+        missing = sum(pages_for(kv.length + count) - len(kv.pages) for kv, count in work)
+        writing = {id(kv): pages_for(kv.length + count) - kv.length // PAGE_SIZE for kv, count in work}
+        partial = [1 for s in self.live if s.kv.length % PAGE_SIZE and id(s.kv) not in writing]
+        fits = missing <= self.kv.pool.available
+        has_frames = sum(writing.values()) + len(partial) <= self.kv.num_frames
+        spilled, free = self.kv.spilled, len(self.kv.pool._free)
+        try:
+            self.kv.begin(work)
+        except OutOfPages as error:
+            assert not (fits and has_frames)
+            assert ("frames" in str(error)) == fits
+            assert [(s.kv.length, s.kv.pages) for s in self.live] == before
+            self.reached["out of frames" if fits else "out of pages"] += 1
+            return False
+        assert fits and has_frames
+        self.reached["spilled"] += self.kv.spilled and not spilled
+        self.reached["spilled again"] += self.kv.spilled and not spilled and self.kv.counters.spills > 1
+        self.reached["unspilled"] += spilled and not self.kv.spilled
+        self.reached["evicted"] += missing > free
+        return True
+
+    @precondition(lambda self: self.live)
+    @rule(
+        data=st.data(),
+        seed=st.integers(0, 10**6),
+        share=st.sampled_from([0.1, 0.4, 1.0]),
+        per_block=st.sampled_from([1, 1, 2, 4]),
+        aborted=st.sampled_from([False, False, False, True]),
+    )
+    def run_pass(self, data: st.DataObject, seed: int, share: float, per_block: int, aborted: bool) -> None:
+        """Frames are given, lists requested, new KV written, all of it read; then rounds are judged."""
+        planned = self.plan(data)
+        if not planned or not self.begin(planned):
+            for session in self.live:
+                session.drafted.clear()
+            return
+        self.check_means([session.kv for session, _ in planned])
+        after = [(s.kv, tuple((s.tokens + s.drafted)[: s.kv.length + count])) for s, count in planned]
+        if self.kv.spilled and seed % 3:
+            self.read_listed(np.random.default_rng(seed), planned, after, per_block, share)
+        elif self.kv.spilled and sum(len(kv.pages) for kv, _ in after) <= self.kv.staged_pages:
+            staged = StagedReads(self.kv, [kv for kv, _ in after])
+            for layer in range(LAYERS):
+                self.write(planned, after, layer)
+                check_layer(staged, layer, after)
+            self.reached["staged"] += 1
+        else:
+            for layer in range(LAYERS):
+                self.write(planned, after, layer)
+        for session, count in planned:
+            session.kv.length += count
+        for session, _ in planned:
+            if aborted and session is planned[0][0]:
+                self.end(session)
+            else:
+                self.judge(session, data)
+
+    def write(
+        self, planned: list[tuple[Session, int]], after: list[tuple[SequenceKV, tuple[int, ...]]], layer: int
+    ) -> None:
+        for (_, count), (kv, tokens) in zip(planned, after, strict=True):
+            write(self.kv, kv, tokens, count, layer)
+
+    def read_listed(
+        self,
+        rng: np.random.Generator,
+        planned: list[tuple[Session, int]],
+        after: list[tuple[SequenceKV, tuple[int, ...]]],
+        per_block: int,
+        share: float,
+    ) -> None:
+        """All that is listed, if the GPU has slots for it; whether it has is told."""
+        kv, tables = self.kv, self.kv.tables
+        listed = Listed.draw(rng, [sequence for sequence, _ in after], per_block, share)
+        refused = fetched = 0
+        for layer in range(LAYERS):
+            rows, dirty = listed.rows(layer), tables.dirty[layer].cpu().bool()
+            slots = {row: int(tables.slot_of[layer, row]) for row in rows}
+            clean = sum(slot < 0 or not dirty[slot] for slot in slots.values())
+            over = max(0, clean + int(dirty.sum()) - tables.slots)
+            refused += over
+            fetched += sum(slot < 0 for slot in slots.values()) - over
+        arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
+        lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
+        number = torch.tensor([kv.next_round()], dtype=torch.int32, device=DEVICE)
+        done = fetch_listed(kv, lists, counts, size, pages, number)
+        assert int(done.refused) == refused
+        assert int(done.transfers.counts.sum()) == fetched
+        for layer in range(LAYERS):
+            self.write(planned, after, layer)
+            done.wait(layer)
+            if not refused:
+                listed.check(kv, done.slots, layer, after)
+        self.reached["refused" if refused else "listed"] += 1
+        self.reached["fetched"] += fetched > 0
+
+    def check_means(self, kvs: list[SequenceKV]) -> None:
+        """Made before anything of the pass is written, also from pages that are only at home."""
+        pool = self.kv.extend_group_means(kvs)
+        for session in self.live:
+            groups = session.kv.groups
+            if not groups:
+                continue
+            content = contents(session.run)[:, :, : len(groups) * GROUP].unflatten(2, (-1, GROUP)).double()
+            for wanted, made in zip(content.mean(3).unbind(1), (pool.k, pool.v), strict=True):
+                torch.testing.assert_close(made[:, groups].cpu().double(), wanted, rtol=1e-6, atol=1e-3)
+            self.reached["means"] += 1
+
+    def judge(self, session: Session, data: st.DataObject) -> None:
+        """Some of a round is kept, and one token added; full pages that are dense and committed are offered."""
+        if session.kv.length >= len(session.tokens):
+            accepted = data.draw(st.integers(0, len(session.drafted)))
+            session.tokens += [*session.drafted[:accepted], data.draw(st.integers(1, 3))]
+            self.reached["rolled back"] += accepted < len(session.drafted)
+        session.drafted.clear()
+        self.kv.truncate(session.kv, min(session.kv.length, len(session.tokens) - 1))
+        offered = session.tokens if session.dense else session.tokens[: session.prompt]
+        self.kv.index_prefix(session.kv, offered[: session.kv.length])
+
+    @precondition(lambda self: len(self.live) > 2)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self.end(self.live[data.draw(st.integers(0, len(self.live) - 1))])
+
+    @precondition(lambda self: len(self.live) > 1 and self.kv.spilled)
+    @rule()
+    def close_all(self) -> None:
+        for session in list(self.live):
+            self.end(session)
+
+    def end(self, session: Session) -> None:
+        self.kv.release(session.kv)
+        self.live = [other for other in self.live if other is not session]
+
+    @invariant()
+    def frames_and_home_are_in_order(self) -> None:
+        self.kv.check_integrity()
+
+    @invariant()
+    def sessions_read_back(self) -> None:
+        """Whole ones, from wherever they lie."""
+        part: list[Session] = []
+        for session in [*(s for s in self.live if s.run), None]:
+            together = sum(len(s.kv.pages) for s in [*part, *([session] if session else [])])
+            if part and (session is None or together > self.kv.staged_pages):
+                if self.kv.spilled:
+                    check_staged(self.kv, [(s.kv, s.run) for s in part])
+                part = []
+            if session is not None:
+                part.append(session)
+                self.check_where_it_lies(session)
+
+    def check_where_it_lies(self, session: Session) -> None:
+        wanted, written = in_pages(contents(session.run), len(session.kv.pages))
+        pages, frames = session.kv.table().copy(), self.kv.frames(session.kv)
+        framed, home = frames >= 0, self.kv._at_home[pages]
+        assert (framed | home).all()
+        for places, where, chosen in (
+            ((self.kv.k_pages, self.kv.v_pages), frames, framed),
+            ((self.kv.k_home, self.kv.v_home), pages, home),
+        ):
+            at = torch.from_numpy(where[chosen].astype(np.int64))
+            there = torch.from_numpy(written.numpy()[chosen])
+            for which, layers in enumerate(places):
+                for layer, lying in enumerate(layers):
+                    got = lying[at.to(lying.device)].cpu().transpose(1, 2)[there]
+                    assert torch.equal(got, wanted[layer, which][chosen].transpose(1, 2)[there])
+
+    @invariant()
+    def home_never_changes(self) -> None:
+        """From the copy of a page to its release; of pages that are kept for their prefix too."""
+        kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv._at_home)}
+        for page, before in kept.items():
+            layers = [*self.kv.k_home, *self.kv.v_home]
+            now = zlib.crc32(b"".join(layer[page].numpy().tobytes() for layer in layers))
+            assert before in (None, now)
+            kept[page] = now
+        self.home = kept
+
+    def teardown(self) -> None:
+        for session in list(self.live):
+            self.end(session)
+        if hasattr(self, "kv"):
+            assert self.kv.pool.held == 0
+            self.kv.begin([])
+            self.kv.check_integrity()
+
+
+def test_sessions_over_tiers() -> None:
+    """And that the machine gets to all that is to be tested."""
+    Tiers.reached.clear()
+    run_state_machine_as_test(Tiers, settings=settings(max_examples=90, stateful_step_count=50))
+    assert {name for name, count in Tiers.reached.items() if count} == {
+        *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
+        *("listed", "fetched", "refused", "staged", "means", "out of frames", "out of pages"),
+    }
+
+
+# What the machine reaches only now and then
+
+
+def fill(kv: TieredKV, tokens: list[int], dense: bool = False, chunk: int = 2 * PAGE_SIZE) -> SequenceKV:
+    """A sequence that has read `tokens` in chunks."""
+    sequence = SequenceKV(dense=dense)
+    for start in range(0, len(tokens), chunk):
+        run_one(kv, sequence, tokens[: start + chunk])
+    return sequence
+
+
+def run_one(kv: TieredKV, sequence: SequenceKV, tokens: list[int]) -> None:
+    """One pass over one sequence, which ends with `tokens`."""
+    count = len(tokens) - sequence.length
+    kv.begin([(sequence, count)])
+    for layer in range(LAYERS):
+        write(kv, sequence, tuple(tokens), count, layer)
+    sequence.length = len(tokens)
+
+
+def text(kind: int, pages: int) -> list[int]:
+    """As many pages, and a token more."""
+    return [*range(kind, kind + pages * PAGE_SIZE), kind]
+
+
+def test_what_fits_into_frames_stays_there() -> None:
+    """Home gets its copies all the same, many at a time."""
+    kv = make(frames=70, pages=90, longest=80 * PAGE_SIZE)
+    sequence = SequenceKV()
+    tokens = [token % 251 for token in range(69 * PAGE_SIZE)]
+    run_one(kv, sequence, tokens[: (COPIED_AT_ONCE - 1) * PAGE_SIZE])
+    run_one(kv, sequence, tokens[: COPIED_AT_ONCE * PAGE_SIZE])
+    assert kv.counters.copied_home == 0
+    run_one(kv, sequence, tokens)
+    assert kv.counters.copied_home == COPIED_AT_ONCE
+    run_one(kv, sequence, [*tokens, 1])
+    assert (kv.spilled, kv.counters.spills, kv.is_resident(sequence)) == (False, 0, True)
+    assert kv.gauges == {"kv_frames": 70, "kv_frames_written": 70, "kv_spilled": 0.0}
+    kv.check_integrity()
+
+
+def test_kv_spills_comes_back_and_spills_again() -> None:
+    kv = make(frames=6)
+    for turn in range(1, 4):
+        kept = fill(kv, text(turn, 3))
+        assert not kv.spilled
+        other = fill(kv, text(turn + 10, 7))
+        assert (kv.spilled, kv.counters.spills) == (True, turn)
+        assert (kv.frames(other) < 0).any()
+        check_staged(kv, [(kept, tuple(text(turn, 3)))])
+        check_staged(kv, [(other, tuple(text(turn + 10, 7)))])
+        kv.release(kept)
+        kv.release(other)
+        kv.begin([])
+        assert (kv.spilled, kv.gauges["kv_frames_written"]) == (False, 0)
+        kv.check_integrity()
+
+
+def test_once_spilled_some_frames_are_left_to_the_clock() -> None:
+    kv = make(frames=12, pages=40)
+    sequences = [fill(kv, text(kind, 6)) for kind in range(4)]
+    assert kv.spilled
+    kv.begin([(sequences[0], 1)])
+    assert len(kv._free_frames) >= 12 // CLOCK_SHARE
+
+
+def test_what_is_read_wholly_leaves_last() -> None:
+    kv = make(frames=14, pages=40)
+    dense = fill(kv, text(1, 5), dense=True)
+    sparse = fill(kv, text(2, 5))
+    fill(kv, text(3, 2))
+    assert kv.spilled
+    assert kv.is_resident(dense)
+    assert (kv.frames(sparse)[:-1] < 0).all()
+    fill(kv, text(4, 5), chunk=6 * PAGE_SIZE)
+    assert not kv.is_resident(dense)
+    check_staged(kv, [(dense, tuple(text(1, 5)))])
+    check_staged(kv, [(sparse, tuple(text(2, 5)))])
+
+
+def test_pages_kept_for_their_prefix_do_not_keep_their_frames() -> None:
+    """Of sessions that end as soon as their pages are full, one after the other, more than there are frames."""
+    kv = make(frames=4, pages=60)
+    for kind in range(20):
+        tokens = text(kind, 2)[:-1]
+        sequence = fill(kv, tokens)
+        kv.index_prefix(sequence, tokens)
+        kv.release(sequence)
+    again = SequenceKV()
+    assert kv.reuse_prefix(again, text(0, 2)) == 2 * PAGE_SIZE
+    run_one(kv, again, text(0, 2))
+    check_staged(kv, [(again, tuple(text(0, 2)))])
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("frames", [6, 12])
+def test_pages_taken_from_an_old_prefix_are_their_new_owners(frames: int) -> None:
+    """In the very pass in which the prefix is forgotten."""
+    kv = make(frames, pages=12)
+    for kind in range(5):
+        tokens = text(kind, 2)[:-1]
+        sequence = fill(kv, tokens)
+        kv.index_prefix(sequence, tokens)
+        kv.release(sequence)
+    held = [fill(kv, text(50 + kind, 2)) for kind in range(4)]
+    assert [kv.reuse_prefix(SequenceKV(), text(kind, 2)) for kind in range(5)] == [0] * 5
+    for kind, sequence in enumerate(held):
+        run_one(kv, sequence, [*text(50 + kind, 2), 7])
+    kv.check_integrity()
+    for kind, sequence in enumerate(held):
+        frames_of = kv.frames(sequence)
+        assert kv.spilled or (frames_of >= 0).all()
+        if kv.spilled:
+            check_staged(kv, [(sequence, (*text(50 + kind, 2), 7))])
+        else:
+            content, written = in_pages(contents((*text(50 + kind, 2), 7)), len(frames_of))
+            got = kv.k_pages[1][torch.from_numpy(frames_of).long().to(DEVICE)].cpu()
+            assert torch.equal(got.transpose(1, 2)[written], content[1, 0].transpose(1, 2)[written])
+
+
+def test_a_pass_without_room_changes_nothing() -> None:
+    kv = make(frames=4, pages=14)
+    held = fill(kv, text(1, 6))
+    before = held.length, list(held.pages), kv.pool.available
+    with pytest.raises(
+        OutOfPages, match=r"6 frames wanted, \d of 4 can be given: raise --kv-memory, or lower"
+    ):
+        kv.begin([(held, 1), (SequenceKV(), 5 * PAGE_SIZE), (SequenceKV(), PAGE_SIZE)])
+    with pytest.raises(OutOfPages, match="8 pages wanted, 7 of 14 available"):
+        kv.begin([(held, 16), (SequenceKV(), 7 * PAGE_SIZE)])
+    assert (held.length, held.pages, kv.pool.available) == before
+    check_staged(kv, [(held, tuple(text(1, 6)))])
+    run_one(kv, held, [*text(1, 6), 9])
+    check_staged(kv, [(held, (*text(1, 6), 9))])
+    kv.check_integrity()
+
+
+def test_what_is_rolled_back_is_not_copied_home() -> None:
+    kv = make(frames=4, pages=12)
+    sequence = fill(kv, text(1, 2))
+    run_one(kv, sequence, text(1, 6)[: 3 * PAGE_SIZE])
+    kv.truncate(sequence, 2 * PAGE_SIZE + 1)
+    run_one(kv, sequence, [*text(1, 2), *[99] * 12])
+    fill(kv, text(3, 3))
+    assert kv.spilled
+    assert [bool(home) for home in kv._at_home[sequence.pages]] == [True, True, False]
+    check_staged(kv, [(sequence, (*text(1, 2), *[99] * 12))])
+
+
+def test_what_is_not_built_or_does_not_fit() -> None:
+    for frames, pages in ((0, 4), (5, 4)):
+        with pytest.raises(ValueError, match=f"{frames} frames on the GPU for 4 pages at home"):
+            make(frames, pages)
+    kv = make(frames=6, longest=3 * PAGE_SIZE)
+    sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
+    with pytest.raises(NotImplementedError, match="cannot be forked"):
+        kv.fork(sequences[0])
+    with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
+        StagedReads(kv, sequences)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
+def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is freed while it is copied, filled again and copied again: the first copy's end says nothing of it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))
+    kv = make(frames=HOME)
+    copied = []
+    for kind in (1, 2):
+        sequence = fill(kv, text(kind, 1)[:-1])
+        kv.begin([])
+        kv._copy_home()
+        kv._home.copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
+        event.query = lambda event=event: event.arrived
+        copied.append((list(sequence.pages[:1]), event))
+        if kind == 1:
+            kv.release(sequence)
+    assert copied[0][0] == copied[1][0]
+    page = copied[0][0][0]
+    for (_, event), home in zip(copied, (False, True), strict=True):
+        event.arrived = True
+        kv.begin([])
+        assert bool(kv._at_home[page]) is home
