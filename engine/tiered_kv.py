@@ -35,7 +35,7 @@ COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied hom
 CLOCK_SHARE = (
     4  # once KV has spilled, at least 1 / CLOCK_SHARE of the frames is left to the clock, where that can be
 )
-PROGRAMS = 16  # of a gather: enough for the link's bulk rate (docs/performance.md), the other multiprocessors compute
+PROGRAMS = 8  # of a gather: enough for the link (docs/performance.md); the other multiprocessors compute
 
 
 @dataclass
