@@ -4,6 +4,7 @@ import contextlib
 import math
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on the host; for a CUDA device page-locked, and on the NUMA node that the device is attached to.
 
-    torch's own pinned memory is not used: its allocator rounds sizes up to powers of two. The memory stays locked until
-    the process ends. Raises MemoryError if the host refuses.
+    torch's own pinned memory is not used: its allocator rounds sizes up to powers of two. Raises MemoryError if the
+    host refuses.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.zeros(shape, dtype=dtype)
     try:
-        memory = mmap.mmap(-1, size)
+        memory = _Memory(-1, size)
     except OSError as error:
         raise MemoryError(_refusal(size, str(error))) from None
     if device.type == "cuda":
@@ -36,7 +37,19 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
             error_code = torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_FLAGS)  # type: ignore[attr-defined]
         if int(error_code) != 0:
             raise MemoryError(_refusal(size, f"cudaHostRegister: {error_code}"))
+        memory.locked_at = address
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+class _Memory(mmap.mmap):
+    """Unlocked before it is given back, since its addresses may be given out again."""
+
+    locked_at = 0
+
+    def __del__(self) -> None:
+        if self.locked_at and not sys.is_finalizing():
+            torch.cuda.synchronize()  # what still reads or writes it
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)  # type: ignore[attr-defined]
 
 
 def _refusal(size: int, why: str) -> str:

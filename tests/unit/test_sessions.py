@@ -1496,7 +1496,8 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
     totals, gauges = verifier.totals, verifier.gauges
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_fetched_pages", "kv_refused_pages", "kv_copied_home", "kv_stages", "kv_spills"),
+        *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
+        *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
     }
     assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
