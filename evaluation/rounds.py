@@ -72,7 +72,7 @@ class Sums:
 
 
 @dataclass
-class _Draft:
+class Drafted:
     """What the draft makes of a case: evidence [queries, layers, heads, blocks] by round, log-probabilities."""
 
     evidence: list[Tensor]
@@ -93,7 +93,7 @@ def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Vari
     try:
         prefill(target, prompt, case.tokens[: case.start])
         for shape in sorted({(v.gamma, v.plan.block_size) for v in variants}):
-            drafted = _run_draft(draft, case, *shape)
+            drafted = run_draft(draft, case, *shape)
             alike = [i for i, v in enumerate(variants) if (v.gamma, v.plan.block_size) == shape]
             for group_size in sorted({variants[i].plan.group_size for i in alike}):
                 chosen = [i for i in alike if variants[i].plan.group_size == group_size]
@@ -107,12 +107,12 @@ def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Vari
     return results
 
 
-def prefill(runner: Runner, sequence: SequenceKV, tokens: list[int]) -> None:
-    for at in range(0, len(tokens), PREFILL_CHUNK):
-        runner.forward([SequenceInput(sequence, tokens[at : at + PREFILL_CHUNK])])
+def prefill(runner: Runner, sequence: SequenceKV, tokens: list[int], chunk: int = PREFILL_CHUNK) -> None:
+    for at in range(0, len(tokens), chunk):
+        runner.forward([SequenceInput(sequence, tokens[at : at + chunk])])
 
 
-def _run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> _Draft:
+def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> Drafted:
     sequence, evidence, logits = SequenceKV(), [], []
     try:
         prefill(draft, sequence, case.tokens[: case.start])
@@ -126,7 +126,14 @@ def _run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> _Draft
             logits.append(output.logits)
     finally:
         draft.kv.release(sequence)
-    return _Draft(evidence, torch.cat(logits).log_softmax(-1))
+    return Drafted(evidence, torch.cat(logits).log_softmax(-1))
+
+
+def asked_of(case: Case, first: int, rows: int) -> tuple[list[int], Tensor]:
+    """Which of the `rows` queries from token `first` on are scored, and the tokens that they should give [scored]."""
+    asked = case.asked or (case.start + 1, len(case.tokens))
+    inside = [i for i in range(rows) if asked[0] <= first + 1 + i < asked[1]]
+    return inside, torch.tensor([case.tokens[first + 1 + i] for i in inside], dtype=torch.int64)
 
 
 class _Run:
@@ -157,9 +164,8 @@ class _Run:
         sums, rows = self.sums, len(following)
         sums.accepted += float(torch.minimum(log_probs[:rows], draft_log_probs[:rows]).exp().sum())
         sums.judged += rows
-        asked = case.asked or (case.start + 1, len(case.tokens))
-        inside = [i for i in range(rows) if asked[0] <= first + 1 + i < asked[1]]
-        wanted = torch.tensor(following, device=logits.device)[inside]
+        inside, wanted = asked_of(case, first, rows)
+        wanted = wanted.to(logits.device)
         sums.nll -= float(log_probs[inside].gather(1, wanted[:, None]).sum())
         sums.scored += len(inside)
         self.right &= bool((logits[inside].argmax(-1) == wanted).all())
@@ -184,7 +190,7 @@ class _Run:
 
 
 def _run_variants(
-    target: Runner, case: Case, prompt: SequenceKV, drafted: _Draft, variants: list[Variant]
+    target: Runner, case: Case, prompt: SequenceKV, drafted: Drafted, variants: list[Variant]
 ) -> list[Sums]:
     group_size = variants[0].plan.group_size
     if group_size:

@@ -17,6 +17,7 @@ import models
 from orchestrator.client import Generation, generate
 
 if TYPE_CHECKING:
+    from evaluation.cases import Case
     from sparsity.plan import Plan
 
 
@@ -192,7 +193,7 @@ def _calibrate(flags: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets")
@@ -221,6 +222,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
     )
+    parser.add_argument("--hot", default="0.25", metavar="X,Y", help="tiers: frames, of the pages of a case")
     parser.add_argument("--generated", type=int, default=64, help="drafts: tokens after each passage")
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
     parser.add_argument(
@@ -255,13 +257,16 @@ def _evaluate(flags: argparse.Namespace) -> None:
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     tokenizer = load_tokenizer(flags.target)
-    if flags.task == "perplexity":
+    if flags.task in ("perplexity", "tiers"):
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
         chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
     elif flags.task == "recall":
         chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
+    if flags.task == "tiers":
+        _evaluate_tiers(flags, plan, chosen)
+        return
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
     rows = report.to_rows(flags.task, variants, sums)
@@ -274,6 +279,15 @@ def _evaluate(flags: argparse.Namespace) -> None:
             plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
         ):
             print(path, file=sys.stderr)
+
+
+def _evaluate_tiers(flags: argparse.Namespace, plan: "Plan", chosen: "list[Case]") -> None:
+    from evaluation import tiers
+    from evaluation.run import Pair
+
+    hot = [float(share) for share in flags.hot.split(",")]
+    rows = tiers.measure(Pair(flags.target, flags.draft), plan, chosen, hot, flags.gamma)
+    print(tiers.to_json(rows) if flags.json else tiers.to_text(rows))
 
 
 def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, str]) -> None:
