@@ -148,6 +148,7 @@ class SequenceKV:
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # leading pages offered to the prefix index
     serial: int = 0  # of the last of them
+    noted: int = 0  # leading pages that are at home or on their way there (engine.tiered_kv)
     dense: bool = False  # always read wholly: where KV lies in tiers, it leaves the GPU last
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
@@ -168,6 +169,7 @@ class SequenceKV:
         """Forget all pages but the first `keep`; who gives them back to the pool is the caller."""
         del self.pages[keep:]
         self._in_table = min(self._in_table, keep)
+        self.noted = min(self.noted, keep)
 
 
 # (pages int32 [groups, pages of a group], slots [groups] int64, the pool that they are of)

@@ -146,6 +146,7 @@ class TieredKV(PagedKV):
         self.num_frames = frames
         self.frame_of = np.full(pages, -1, np.int32)
         self._at_home = np.zeros(pages, bool)
+        self._away = 0  # pages that are at home and in no frame
         self._free_frames = deque(range(frames))
         self._home = _HomeState()
         self._home_stream, self.link_stream = (
@@ -207,7 +208,11 @@ class TieredKV(PagedKV):
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all pages are in frames, so that block tables can name these."""
-        return bool((self.frames(sequence) >= 0).all())
+        return not self._away or self._is_framed(sequence.table())
+
+    def _is_framed(self, pages: np.ndarray) -> bool:
+        # The first page is the first to leave.
+        return not len(pages) or bool(self.frame_of[pages[0]] >= 0 and (self.frame_of[pages] >= 0).all())
 
     def next_round(self) -> int:
         self.round += 1
@@ -221,6 +226,7 @@ class TieredKV(PagedKV):
         full = sequence.table()[: sequence.length // PAGE_SIZE]
         if (self.frame_of[full] >= 0).any():
             raise ValueError("adopt_home is for pages that no frame was given for")
+        self._away += int((~self._at_home[full]).sum())
         self._at_home[full] = True
 
     # Before a pass.
@@ -245,7 +251,7 @@ class TieredKV(PagedKV):
             written = sequence.pages[sequence.length // PAGE_SIZE : pages_for(sequence.length + tokens)]
             fresh += [page for page in written if self.frame_of[page] < 0]
             old = sequence.table()[: sequence.length // PAGE_SIZE]
-            reaches_home = reaches_home or bool((self.frame_of[old] < 0).any())
+            reaches_home = reaches_home or (self._away > 0 and not self._is_framed(old))
         if not self.spilled and (reaches_home or len(fresh) > len(self._free_frames)):
             self._spill()
         if self.spilled:
@@ -278,20 +284,22 @@ class TieredKV(PagedKV):
         self._freed.clear()
         if self.spilled:
             drop_pages(self.tables, self._list(freed), self.kv_heads, self.backend)
+        self._away -= int((self._at_home[freed] & (self.frame_of[freed] < 0)).sum())
         for page in freed:
             self._home.forget(page)
             if self.frame_of[page] >= 0:
                 self._free_frames.append(int(self.frame_of[page]))
         self.frame_of[freed] = -1
         self._at_home[freed] = False
-        if not self.pool.held:  # frames that pages kept for their prefix are in stay theirs
+        if not self._away:  # all lie in frames again: what the clock has put elsewhere is forgotten
             self.spilled = False
 
     def _note_full_pages(self, sequence: SequenceKV) -> None:
         self._note(sequence, sequence.length // PAGE_SIZE)
 
     def _note(self, sequence: SequenceKV, count: int) -> None:
-        full = sequence.table()[:count]
+        full = sequence.table()[sequence.noted : count]
+        sequence.noted = max(sequence.noted, count)
         for page in full[~self._at_home[full]].tolist():
             if page not in self._home.copying and page not in self._home.waiting:
                 self._home.waiting[page] = sequence.dense
@@ -370,6 +378,7 @@ class TieredKV(PagedKV):
         mark_home(self.tables, self._list(leaving), self.kv_heads, self.backend)
         self._free_frames.extend(self.frame_of[leaving].tolist())
         self.frame_of[leaving] = -1
+        self._away += len(leaving)
 
     def _give_frames(self, pages: list[int]) -> None:
         for page in pages:
@@ -488,6 +497,7 @@ class TieredKV(PagedKV):
         framed = np.flatnonzero(self.frame_of >= 0)
         owned = self.frame_of[framed].tolist()
         assert sorted(owned + list(self._free_frames)) == list(range(self.num_frames))
+        assert self._away == (self._at_home & (self.frame_of < 0)).sum()
         home = np.flatnonzero(self._at_home & (self.frame_of >= 0))
         for frames, places in ((self.k_pages, self.k_home), (self.v_pages, self.v_home)):
             for near, far in zip((frames[layer] for layer in self.tiered_layers), places, strict=True):

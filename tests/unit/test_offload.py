@@ -239,8 +239,8 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, 
 
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
     side = Side(model, 45, PLAN, "streaming", (0, 3))
+    side.read_prompts(200)
     with pytest.raises(ValueError, match=r"layers \(0, 3\) stay on the GPU to be read wholly"):
-        side.read_prompts(200)
         side.round(0, [None] * 3, False)
 
 

@@ -399,9 +399,10 @@ def test_sessions_over_tiers() -> None:
     )
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
-    assert {name for name, count in Tiers.reached.items() if count} == {
+    # Out of pages it gets now and then; a test below gets there always.
+    assert {name for name, count in Tiers.reached.items() if count} - {"out of pages"} == {
         *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
-        *("listed", "fetched", "refused", "staged", "means", "out of frames", "out of pages"),
+        *("listed", "fetched", "refused", "staged", "means", "out of frames"),
     }
 
 
