@@ -280,7 +280,7 @@ class GraphRunner(Runner):
         else:
             counters.late_pages += late
         if shape.measures_waits:
-            counters.add_waits(results["waited"].reshape(-1, 2))
+            counters.add_waits(results["waited"].reshape(-1, 2), self.kv.tiered_layers)
         return self._read(captured.buffers, shape, inputs)
 
     def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -295,7 +295,7 @@ class GraphRunner(Runner):
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
         outputs = self._read(buffers, shape, inputs)
-        self.kv.counters.staged_pages += int(staged.cold)
+        staged.account(outputs)
         return outputs
 
     def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
@@ -452,8 +452,10 @@ class GraphRunner(Runner):
                 for output, *verdict in zip(outputs, results["accepted"], results["following"], strict=False):
                     output.verdict = verdict[0], verdict[1]
             if shape.tiered:
-                for output, *counts in zip(outputs, results["cold"], results["late"], strict=False):
-                    output.blocks_fetched, output.blocks_late = counts
+                for output, cold, late in zip(outputs, results["cold"], results["late"], strict=False):
+                    fetched = cold - late if shape.leaves_out_late else cold
+                    output.tokens_fetched = fetched * shape.block_size
+                    output.tokens_late = late * shape.block_size
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -663,6 +665,5 @@ class GraphRunner(Runner):
             outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
             row += taken
         if staged is not None:
-            assert isinstance(self.kv, TieredKV)
-            self.kv.counters.staged_pages += int(staged.cold)
+            staged.account(outputs)
         return outputs

@@ -117,7 +117,8 @@ def make_runner(
     of_weights = parameter.dtype, parameter.device
     kv: PagedKV
     if host_kv_tokens:
-        rooms = pages, host_kv_tokens // PAGE_SIZE, longest
+        at_home = host_kv_tokens // PAGE_SIZE
+        rooms = min(pages, at_home), at_home, longest
         late = late_kv == "means", measure_kv_waits
         kv = TieredKV(*of_model, *rooms, *of_weights, *late, kept_layers=dense_layers)
     else:
@@ -184,7 +185,8 @@ class ModelSettings:
     room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device. late_kv: one of
     LATE_KV, what becomes of KV that a step needs, that is on the host and that nobody has announced: it is fetched, or
     means stand in for it. measure_kv_waits: how long each layer waits for what is fetched. dense_layers: that sparse
-    sessions read wholly, whose KV then stays on the device.
+    sessions read wholly, whose KV then stays on the device. group_size: tokens of a group whose means are kept there,
+    counted where there is a home on the host; 0: none.
     """
 
     model: str
@@ -205,6 +207,7 @@ class ModelSettings:
     late_kv: str = "fetch"
     measure_kv_waits: bool = False
     dense_layers: tuple[int, ...] = ()
+    group_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,10 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     if settings.deterministic and device == "cpu":
         raise NotImplementedError(
             "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
+        )
+    if settings.deterministic and settings.host_kv_memory and settings.late_kv == "means":
+        raise NotImplementedError(
+            "what is late depends on what other sessions have read, which deterministic rules out: choose late_kv fetch"
         )
     check_attention_backend(
         settings.attention_backend, device, settings.deterministic, settings.enforce_eager
@@ -317,6 +324,8 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 def room_at_home(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
     """Tokens of KV that host memory is the home of; 0 without tiers."""
+    if not settings.host_kv_memory:
+        return 0
     return int(settings.host_kv_memory * 2**30 / _bytes_in_tiers(settings, shape, dtype))
 
 
@@ -333,13 +342,13 @@ def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dty
 
 def _beside_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
     """Bytes on the device beside the frames: two layers of one sequence, which passes that read everything are brought
-    together in; the layers that stay; and what says where each page of the others lies."""
-    of_layer, at_home = (
-        _bytes_of_token(shape, dtype) / shape.num_layers,
-        room_at_home(settings, shape, dtype),
-    )
-    tables = at_home / PAGE_SIZE * shape.num_layers * shape.num_kv_heads * 4
-    return 2 * _longest(settings, shape) * of_layer + len(settings.dense_layers) * at_home * of_layer + tables
+    together in; the layers that stay; what says where each page of the others lies; group means."""
+    of_layer, at_home = _bytes_of_token(shape, dtype) / shape.num_layers, room_at_home(settings, shape, dtype)
+    heads = shape.num_layers * shape.num_kv_heads
+    tables = at_home / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a slot
+    means = 3 * 4 * at_home / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0
+    staged = 2 * _longest(settings, shape) * of_layer
+    return staged + len(settings.dense_layers) * at_home * of_layer + tables + means
 
 
 def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

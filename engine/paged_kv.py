@@ -323,6 +323,7 @@ class PagedKV:
         if last is not None and self.pool.references[last] > 1:
             raise ValueError(f"cannot truncate to {length}: the page there is shared with another sequence")
         sequence.length = length
+        sequence.noted = min(sequence.noted, length // PAGE_SIZE)
         keep = pages_for(length)
         self.pool.release(sequence.pages[keep:])
         sequence.drop_pages(keep)

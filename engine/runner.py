@@ -22,8 +22,8 @@ class SequenceOutput:
     read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
     query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
     blocks_read: over all sparse layers and heads, where the runner shared out a budget.
-    blocks_fetched: over all sparse layers and heads, where KV lies in tiers and what is listed is fetched; of these
-    blocks_late: that nobody had announced (fetched nevertheless, or left out).
+    tokens_fetched: (layer, KV head, token) triples that came from the host, where KV lies in tiers; tokens_late: that
+    nobody had announced, fetched nevertheless or left out.
     verdict: tokens accepted and the next token, where the input was drafted and the runner judges; then no logits.
     """
 
@@ -31,8 +31,8 @@ class SequenceOutput:
     block_weights: Tensor | None = None
     read_weights: Tensor | None = None
     blocks_read: int | None = None
-    blocks_fetched: int = 0
-    blocks_late: int = 0
+    tokens_fetched: int = 0
+    tokens_late: int = 0
     verdict: tuple[int, int] | None = None
 
 

@@ -178,7 +178,7 @@ def make_buffers(
         results |= dict.fromkeys(("fetched", "refused"), ((1,), torch.int32))
         results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
         if shape.measures_waits:
-            results["waited"] = (2 * layers,), torch.int64
+            results["waited"] = (2 * sparse,), torch.int64
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
@@ -441,6 +441,8 @@ def lay_out_step(
     if shape.tiered:
         assert isinstance(kv, TieredKV)
         host["round"][0] = kv.next_round()
+        for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
+            host["block_tables"][i, len(item.kv.pages) :] = -1
     if shape.decay is not None:
         _lay_out_budget(host, shape, inputs, places)
     elif shape.width:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, SequenceKV
+from engine.runner import SequenceOutput
 from engine.tiered_kv import PROGRAMS, TieredKV
 from kernels.device_clock import stamp_time
 from kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
@@ -130,7 +131,10 @@ class StagedReads:
         self._kv = kv
         self._wanted = kv.rows_of(pages)
         self._slots: dict[int, Tensor] = {}
-        self.cold = torch.zeros((), dtype=torch.int64, device=kv.device)  # heads' pages that came from home
+        # Of each sequence, heads' pages that came from home.
+        self._cold = torch.zeros(len(sequences), dtype=torch.int64, device=kv.device)
+        counts = torch.tensor([len(sequence.pages) * kv.kv_heads for sequence in sequences])
+        self._owner = torch.arange(len(sequences)).repeat_interleave(counts).to(kv.device)
         self._brought: dict[int, torch.cuda.Event | None] = {}
         kv.counters.stages += 1
 
@@ -152,10 +156,16 @@ class StagedReads:
         kv.bring_hot(index, index % 2, self._slots.pop(index))
         return kv.k_staged[index % 2], kv.v_staged[index % 2]
 
+    def account(self, outputs: list[SequenceOutput]) -> None:
+        """After the pass: say how much of each sequence came from home."""
+        for output, cold in zip(outputs, self._cold.tolist(), strict=True):
+            output.tokens_fetched = cold * PAGE_SIZE
+            self._kv.counters.staged_pages += cold
+
     def _bring_cold(self, index: int) -> None:
         kv = self._kv
         self._slots[index] = slots = kv.slots_of(index, self._wanted)
-        self.cold += (slots < 0).sum()
+        self._cold.index_add_(0, self._owner, (slots < 0).long())
         if kv.link_stream is None:
             kv.bring_cold(index, index % 2, self._wanted, slots)
             self._brought[index] = None

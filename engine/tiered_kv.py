@@ -17,6 +17,7 @@ from those that the clock has; what it had put there is forgotten, since it is a
 Only full pages are copied home, once: what a round has rolled back is never copied, and partial pages stay in frames.
 """
 
+import os
 from collections import deque
 from dataclasses import dataclass, field, fields
 
@@ -29,7 +30,7 @@ from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PageP
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
 from kernels.kv_gather import gather_blocks, layer_copies
-from kernels.residency import drop_pages, empty_tables, mark_home, pin_frames
+from kernels.residency import clear_tables, drop_pages, empty_tables, mark_home, pin_frames
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
 CLOCK_SHARE = (
@@ -42,7 +43,7 @@ PROGRAMS = 8  # of a gather: enough for the link (docs/performance.md); the othe
 class TierCounters:
     """Pages are of one layer and KV head; of those copied home, whole pages.
 
-    fetched: into slots, for a step that listed them; late: those of them that were not announced; left_out: late ones
+    fetched: into slots, for a step that listed them; late: of blocks that were not announced; left_out: of late ones
     that means stood in for. refused: had no slot, so that the step ran again. staged: brought from home for a pass
     that reads everything; stages: such passes. wait_seconds: of each layer, where that is measured.
     """
@@ -55,19 +56,19 @@ class TierCounters:
     stages: int = 0
     copied_home: int = 0
     spills: int = 0
-    wait_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    wait_seconds: dict[int, float] = field(default_factory=dict)
 
-    def add_waits(self, moments: np.ndarray) -> None:
+    def add_waits(self, moments: np.ndarray, layers: list[int]) -> None:
         """moments: int64 [layers, 2], nanoseconds, of one step."""
-        waited = (moments[:, 1] - moments[:, 0]) * 1e-9
-        self.wait_seconds = waited + (self.wait_seconds if len(self.wait_seconds) else 0.0)
+        for layer, (began, ended) in zip(layers, moments.tolist(), strict=True):
+            self.wait_seconds[layer] = self.wait_seconds.get(layer, 0.0) + (ended - began) * 1e-9
 
     def values(self, page_bytes: int, heads: int) -> dict[str, float]:
         """By name; page_bytes: keys and values of a page of one layer and head. heads: of all layers."""
         counts = {item.name: float(getattr(self, item.name)) for item in fields(self) if item.type is int}
         counts["bytes_fetched"] = page_bytes * (counts["fetched_pages"] + counts["staged_pages"])
         counts["bytes_copied_home"] = page_bytes * heads * counts["copied_home"]
-        waits = {f"wait_seconds_layer_{i}": float(wait) for i, wait in enumerate(self.wait_seconds)}
+        waits = {f"wait_seconds_layer_{layer}": wait for layer, wait in self.wait_seconds.items()}
         return counts | waits
 
 
@@ -127,6 +128,11 @@ class TieredKV(PagedKV):
         kept_layers: tuple[int, ...] = (),
         home: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
+        if torch.device(device).type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise ValueError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets no copies run beside a step, which waits for them: unset it, or "
+                "leave --host-kv-memory out"
+            )
         if not 0 < frames <= pages:
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
         super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
@@ -223,6 +229,7 @@ class TieredKV(PagedKV):
 
         For a new sequence: `grow` it, set its length, adopt, and `begin`, which then finds that KV has spilled.
         """
+        self._forget_freed()
         full = sequence.table()[: sequence.length // PAGE_SIZE]
         if (self.frame_of[full] >= 0).any():
             raise ValueError("adopt_home is for pages that no frame was given for")
@@ -291,8 +298,15 @@ class TieredKV(PagedKV):
                 self._free_frames.append(int(self.frame_of[page]))
         self.frame_of[freed] = -1
         self._at_home[freed] = False
-        if not self._away:  # all lie in frames again: what the clock has put elsewhere is forgotten
-            self.spilled = False
+        if self.spilled and self.pool.held <= self.num_frames and not self._holds_away():
+            self.spilled = (
+                False  # all that is held lies in frames: what the clock has put elsewhere is forgotten
+            )
+
+    def _holds_away(self) -> bool:
+        """Whether a sequence holds a page that is in no frame. (Others are kept for their prefix.)"""
+        away = np.flatnonzero(self._at_home & (self.frame_of < 0)).tolist()
+        return any(self.pool.references[page] for page in away)
 
     def _note_full_pages(self, sequence: SequenceKV) -> None:
         self._note(sequence, sequence.length // PAGE_SIZE)
@@ -353,9 +367,7 @@ class TieredKV(PagedKV):
     # Once KV has spilled.
 
     def _spill(self) -> None:
-        nothing = empty_tables(self.tables.rows, self.tables.pages, self.tables.slots, self.device)
-        for item in fields(nothing):  # in place: captured steps hold these
-            getattr(self.tables, item.name).copy_(getattr(nothing, item.name))
+        clear_tables(self.tables)  # in place: captured steps hold them
         self.spilled = True
         self.counters.spills += 1
         self._pin(np.flatnonzero(self.frame_of >= 0).tolist())
@@ -419,9 +431,11 @@ class TieredKV(PagedKV):
         """Layer by layer, from pages that are brought together."""
         places = np.arange(pages.size).reshape(pages.shape)
         wanted = self.rows_of(pages.reshape(-1))
+        cold = torch.zeros((), dtype=torch.int64, device=self.device)
         for row, layer in enumerate(self.tiered_layers):
-            self.bring(row, 0, wanted)
+            cold += self.bring(row, 0, wanted)
             self._make_layer_means(layer, self.k_staged[0], self.v_staged[0], places, slots, pool)
+        self.counters.staged_pages += int(cold)
 
     def _make_layer_means(
         self,
@@ -452,16 +466,16 @@ class TieredKV(PagedKV):
 
     # Layers that lie in tiers are counted among themselves here: `index` is a row of the residency tables.
 
-    def bring(self, index: int, buffer: int, wanted: Tensor) -> None:
-        """Pages of a layer, from where they lie, to the first places of a staging buffer; without negative ones."""
+    def bring(self, index: int, buffer: int, wanted: Tensor) -> Tensor:
+        """Pages of a layer, from where they lie, to the first places of a staging buffer; [], how many from home."""
         hot = self.slots_of(index, wanted)
         self.bring_hot(index, buffer, hot)
         self.bring_cold(index, buffer, wanted, hot)
+        return (hot < 0).sum()
 
     def slots_of(self, index: int, wanted: Tensor) -> Tensor:
         """Where pages of a layer are on the GPU, -1 where they are only at home."""
-        slots = self.tables.slot_of[index][wanted.clamp(min=0).long()]
-        return slots.masked_fill(wanted < 0, -1)
+        return self.tables.slot_of[index][wanted.long()]
 
     def bring_hot(self, index: int, buffer: int, slots: Tensor) -> None:
         layer = self.tiered_layers[index]

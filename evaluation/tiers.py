@@ -21,7 +21,6 @@ from engine.late_kv import LATE_KV
 from engine.loading import default_device, load_model, load_runner, make_runner, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
 from engine.runner import Runner
-from engine.tiered_kv import TieredKV
 from evaluation.cases import Case
 from evaluation.report import align
 from evaluation.rounds import Drafted, asked_of, prefill, rounds_of, run_draft
@@ -106,16 +105,11 @@ def _measure(target: Runner, plan: Plan, case: Case, drafted: Drafted, gamma: in
         reader.finish(output.read_weights, output.blocks_read)
         assert output.logits is not None
         _score(sums, case, first, output.logits)
-        sums.read += output.blocks_read or 0
-        sums.late += output.blocks_late
-        # What is late is among the cold blocks, fetched or not.
-        sums.fetched += output.blocks_fetched - (output.blocks_late if _leaves_out(target) else 0)
+        sums.read += (output.blocks_read or 0) * plan.block_size
+        sums.late += output.tokens_late
+        sums.fetched += output.tokens_fetched
     target.kv.release(kv)
     return sums
-
-
-def _leaves_out(target: Runner) -> bool:
-    return isinstance(target.kv, TieredKV) and target.kv.means_for_late
 
 
 def _score(sums: _Sums, case: Case, first: int, logits: Tensor) -> None:

@@ -21,7 +21,7 @@ def count_late_blocks(
 
     slot_of: [layers, pages * kv_heads] int32 of kernels.residency's tables, before the blocks are requested
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
-    page_tables: [sequences, max_pages] int32; a block is hot if all its pages that the table has are
+    page_tables: [sequences, max_pages] int32, negative where there is no page; a block is hot if all its pages are
     announced: [sequences, layers * kv_heads, blocks] uint8, or None: all are
     leave_out: take late blocks out of `lists` and `counts`, in place; the others keep their order
     Returns cold, late [sequences] int32, over all layers and heads.
@@ -76,7 +76,9 @@ def _torch_count(
     there = logical < page_tables.shape[1]
     sequence = torch.arange(sequences, device=device)[:, None, None, None]
     head = torch.arange(kv_heads, device=device)[:, None, None]
-    page = page_tables[sequence, logical.where(there, 0)].long() * kv_heads + head
+    numbers = page_tables[sequence, logical.where(there, 0)].long()
+    there = there & (numbers >= 0)
+    page = numbers * kv_heads + head
     row = torch.arange(layers, device=device)[:, None, None, None, None]
     hot = (slot_of[row, page.clamp(0, slot_of.shape[1] - 1)] >= 0) | ~there
     cold = listed & ~hot.all(-1)
@@ -132,7 +134,8 @@ def _count_late_blocks_kernel(
         for part in tl.static_range(PER_BLOCK):
             logical = block * PER_BLOCK + part
             there = listed & (logical < table_width)
-            page = tl.load(page_tables_ptr + sequence * table_width + logical, mask=there, other=0)
+            page = tl.load(page_tables_ptr + sequence * table_width + logical, mask=there, other=-1)
+            there = there & (page >= 0)
             at = layer * pages + page.to(tl.int64) * KV_HEADS + head
             is_cold = is_cold | (there & (tl.load(slot_of_ptr + at, mask=there, other=0) < 0))
         is_late = place < 0

@@ -121,6 +121,14 @@ def empty_tables(rows: int, pages: int, slots: int, device: torch.device | str =
     )
 
 
+def clear_tables(tables: ResidencyTables) -> None:
+    """As `empty_tables`, in place."""
+    for tensor in (tables.slot_of, tables.page_in, tables.stamps):
+        tensor.fill_(-1)
+    for tensor in (tables.referenced, tables.dirty, tables.hand):
+        tensor.zero_()
+
+
 def request_blocks(
     tables: ResidencyTables,
     lists: Tensor,

@@ -213,7 +213,9 @@ class Verifier:
         if len(self._queue) >= settings.max_queued:
             raise ResourceExhausted(f"{len(self._queue)} sessions are queued already; try again later")
         if isinstance(self.runner.kv, TieredKV):
-            taken = self._reserved + sum(self._need(queued.max_length) for queued in self._queue)
+            leaving = sum(self._need(closed.max_length) for closed in self._closed)
+            queued = sum(self._need(session.max_length) for session in self._queue)
+            taken = self._reserved + queued - leaving
             if taken + self._need(length) > self.runner.kv.pool.num_pages:
                 raise ResourceExhausted(
                     f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
@@ -505,8 +507,8 @@ class Verifier:
             finish_reason=finish,
             kv_tokens_read=tokens_read,
             kv_tokens_total=tokens_total,
-            kv_tokens_fetched=output.blocks_fetched * self.plan.block_size,
-            kv_tokens_late=output.blocks_late * self.plan.block_size,
+            kv_tokens_fetched=output.tokens_fetched,
+            kv_tokens_late=output.tokens_late,
             announced_bytes=stats.announced_bytes,
             stale_rounds=stats.stale_rounds,
             prefill_seconds=stats.prefill_seconds,

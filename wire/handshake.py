@@ -33,9 +33,9 @@ def open_side(settings: SideSettings) -> Side:
     """Load model and plan. Raises PlanError, OSError or what transformers raises for a model it cannot load."""
     plan = overridden(load_plan(settings.plan), settings.budget, settings.method)
     check_served(plan)
-    opened = open_model(
-        replace(settings.model, step_queries=settings.gamma + 1, dense_layers=plan.dense_layers)
-    )
+    dense = tuple(sorted(set(plan.dense_layers)))
+    of_plan = replace(settings.model, dense_layers=dense, group_size=plan.group_size)
+    opened = open_model(replace(of_plan, step_queries=settings.gamma + 1))
     hello = Hello(
         peer=settings.name,
         model=settings.model.model,

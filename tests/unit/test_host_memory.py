@@ -1,11 +1,11 @@
 """Host memory that is the home of KV: what it is, and what is said when the host has none."""
 
-import mmap
 from typing import Any
 
 import pytest
 import torch
 
+import engine.host_memory as host_memory
 from engine.host_memory import host_zeros, parse_cpu_list
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_a_host_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(host_memory, "_Memory", refuse)
     with pytest.raises(
         MemoryError, match=r"no 3.0 GiB .*Cannot allocate memory.*lower --host-kv-memory.*ulimit -l"
     ):

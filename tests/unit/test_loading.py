@@ -92,9 +92,9 @@ def test_the_home_of_kv_is_as_large_as_its_memory() -> None:
 
 
 def test_with_a_home_less_than_a_context_may_lie_on_the_device() -> None:
-    """What lies beside is taken off: two layers of a sequence, and 4 bytes for each page of a layer and head."""
+    """What lies beside is taken off: two layers of a sequence, and 14 bytes for each page of a layer and head."""
     settings = replace(SETTINGS, host_kv_memory=1600 * A_TOKEN / 2**30, kv_memory=1200 * A_TOKEN / 2**30)
-    beside = 2 * (1000 + MAX_OVERHANG) * A_TOKEN / 4 + 100 * 4 * 2 * 4
+    beside = 2 * (1000 + MAX_OVERHANG) * A_TOKEN / 4 + 100 * 4 * 2 * (4 + 10)
     assert room(settings) == pytest.approx((1200 * A_TOKEN - beside) / A_TOKEN, abs=1)
     assert 0 < room(settings) < 1000
 

@@ -78,8 +78,12 @@ def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch)
     assert len(chosen) == int((weights >= held.min()).sum())
 
 
-@pytest.mark.parametrize("room", [64, 16384])
-@pytest.mark.parametrize("kind", [*KINDS, "mostly zeros", "infinities", "clustered"])
+# Where little fits aside, rows are searched as a whole.
+@pytest.mark.parametrize(
+    ("kind", "room"),
+    [(kind, 16384) for kind in (*KINDS, "mostly zeros", "infinities", "clustered")]
+    + [(kind, 64) for kind in ("uniform", "ties", "clustered")],
+)
 def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and counts of all kinds, in spans of 256: none, one, in the first span only, all but one, beyond all."""
     monkeypatch.setattr(selection, "_CHUNK", 256)
@@ -140,9 +144,19 @@ def test_shared_out_in_sizes_as_they_are() -> None:
         assert len(chosen) == int((row[:size] >= held.min()).sum())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mass", [0.05, 0.5, 0.95, 1.0])
-@pytest.mark.parametrize(("n", "chunk"), [(60, 8192), (150, 128), (601, 256)])
+@pytest.mark.parametrize(
+    ("n", "chunk", "mass", "kind"),
+    [
+        (*size, mass, kind)
+        for size in ((60, 8192), (150, 128))
+        for mass in (0.05, 0.5, 0.95, 1.0)
+        for kind in KINDS
+    ]
+    + [
+        (601, 256, mass, kind)
+        for mass, kind in ((0.05, "peaked"), (0.5, "uniform"), (0.95, "ties"), (1.0, "ramp"))
+    ],
+)
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
     monkeypatch.setattr(selection, "_CHUNK", chunk)
