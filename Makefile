@@ -23,7 +23,8 @@ demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/test_models.py
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

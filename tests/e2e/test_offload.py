@@ -97,7 +97,7 @@ def test_from_ninety_pages_the_answers_are_the_same(
 ) -> None:
     assert answers(small, prompts, 1) == wanted
     assert service_state(small.http, "target", "kv_frames") == 90
-    assert count(small, "kv_spills") == 1
+    assert count(small, "kv_spills") >= 1
 
 
 def refusal(stack: Stack, prompt: list[int], **fields: Any) -> tuple[grpc.StatusCode, str]:
