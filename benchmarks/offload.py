@@ -62,7 +62,7 @@ class Settings:
     shares: tuple[float, ...] = (1 / 10,)
     hot: tuple[float, ...] = (0.125, 0.25, 0.5)
     queries: int = 5
-    passes: int = 2
+    passes: int = 4
     home_layers: int = 1
     host_memory: int | None = None
 

@@ -167,8 +167,7 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device, 
     if kv.lies_apart or not all(kv.is_resident(item.kv) for item in inputs):
         raise NotImplementedError(
             "KV in tiers, once it has left the GPU or where some layers stay there, is read by GraphRunner; methods "
-            "that choose while the target runs are not built "
-            "for it: choose another, or leave --host-kv-memory out"
+            "that choose while the target runs are not built for it: choose another, or leave --host-kv-memory out"
         )
     order = sorted(range(len(inputs)), key=lambda i: _kind(inputs[i]))
     tokens: list[int] = []

@@ -226,6 +226,8 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         raise NotImplementedError(
             "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
         )
+    if not settings.host_kv_memory and (settings.late_kv != "fetch" or settings.measure_kv_waits):
+        raise ValueError("late_kv and measure_kv_waits are of KV whose home is the host: give host_kv_memory")
     if settings.deterministic and settings.host_kv_memory and settings.late_kv == "means":
         raise NotImplementedError(
             "what is late depends on what other sessions have read, which deterministic rules out: choose late_kv fetch"

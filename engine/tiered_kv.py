@@ -493,7 +493,7 @@ class TieredKV(PagedKV):
             rows,
             places,
             self._list([len(rows)]),
-            PROGRAMS if keys.device.type == "cpu" else 4 * PROGRAMS,
+            4 * PROGRAMS,  # nothing else runs while a layer's pages are awaited
             self.backend,
         )
 

@@ -110,6 +110,15 @@ def gather_layers(
     done: [layers] int32, zeros: each program counts one in each layer that it has finished
     """
     check_backend("gather_layers", backend, ("torch", "triton"))
+    layers = len(copies.sources)
+    if (
+        source_rows.shape != destination_rows.shape
+        or not len(source_rows) == len(counts) == len(done) == layers
+    ):
+        raise ValueError(
+            f"gather_layers: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination rows, "
+            f"{len(counts)} counts, {len(done)} done; there is one of each for {layers} layers"
+        )
     if backend == "torch":
         for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
             rows = source_rows[layer], destination_rows[layer]
@@ -284,7 +293,7 @@ def _gather_layers_kernel(
 ):
     """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
     for layer in tl.range(0, layers):
-        rows = layer.to(tl.int64) * capacity
+        rows = capacity.to(tl.int64) * layer
         _copy_rows(
             anchor_ptr + tl.load(offsets_ptr + layer) * 4,
             anchor_ptr + tl.load(offsets_ptr + 2 * layers + layer) * 4,

@@ -200,6 +200,10 @@ def _check(settings: Settings) -> None:
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.late_kv in LATE_KV, f"late_kv must be {' or '.join(LATE_KV)}"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
+        (
+            settings.host_kv_memory > 0 or (settings.late_kv == "fetch" and not settings.measure_kv_waits),
+            "late_kv and measure_kv_waits are of KV whose home is the host: give host_kv_memory",
+        ),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]

@@ -66,7 +66,7 @@ def open_recording(file: str, runner: Runner) -> ReadRecording:
     if runner.shares_budgets:
         raise ValueError(
             f"--record-reads {file}: this runner chooses blocks on its GPU and leaves them there, where they are not "
-            "recorded; give --device cpu"
+            "recorded; give --device cpu, and no --host-kv-memory"
         )
     return ReadRecording(file)
 

@@ -127,6 +127,10 @@ class Verifier:
             runner.kv.keep_group_means(plan.group_size)
         if isinstance(runner.kv, TieredKV):
             _check_frames(runner.kv, settings)
+            if runner.kv.means_for_late and not METHODS["ahead"].uses_means(plan):
+                raise ValueError(
+                    "late_kv means lets group means stand in, and the plan has none (group_size 0): choose fetch"
+                )
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import kv_gather
-from kernels.kv_gather import gather_blocks
+from kernels.kv_gather import gather_blocks, gather_layers, layer_copies, wait_for_layer
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,6 +74,43 @@ def test_rows_arrive_and_no_others(
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert all(same_bytes(*both) for both in zip(destinations, wanted, strict=True))
+
+
+@backends
+def test_layers_one_after_the_other(backend: str) -> None:
+    """As gather_blocks for each; all programs have finished all of them, an empty one too."""
+    layers, n, m, capacity, programs = 3, 23, 19, 16, 4
+    torch.manual_seed(0)
+    origins, places = (
+        torch.randint(-1, n, (layers, capacity)),
+        torch.stack([torch.randperm(m)[:capacity] for _ in range(layers)]),
+    )
+    counts = [13, 0, 16]
+    sources = [
+        [random_bytes(n, 1024, torch.bfloat16, 2 * layer + i) for i in range(2)] for layer in range(layers)
+    ]
+    wanted = [
+        [random_bytes(m, 1024, torch.bfloat16, 9 + 2 * layer + i) for i in range(2)]
+        for layer in range(layers)
+    ]
+    destinations = [tuple(tensor.to(DEVICE, copy=True) for tensor in pair) for pair in wanted]
+    for layer, pairs in enumerate(zip(sources, wanted, strict=True)):
+        for source, tensor in zip(*pairs, strict=True):
+            for origin, place in zip(origins[layer, : counts[layer]], places[layer], strict=False):
+                if origin >= 0:
+                    tensor[place] = source[origin]
+    done = torch.zeros(layers, dtype=torch.int32, device=DEVICE)
+    home = [tuple(on_host(tensor) for tensor in pair) for pair in sources]
+    copies = layer_copies(home, destinations, torch.device(DEVICE))  # type: ignore[arg-type]
+    lists = origins.int().to(DEVICE), places.int().to(DEVICE), ints(counts)
+    gather_layers(copies, *lists, done, programs, backend)
+    for layer in range(layers):
+        wait_for_layer(done, layer, programs, backend)
+    assert done.tolist() == [programs] * layers
+    for got, pair in zip(destinations, wanted, strict=True):
+        assert all(same_bytes(*both) for both in zip(got, pair, strict=True))
+    with pytest.raises(ValueError, match="2 counts, 3 done; there is one of each for 3 layers"):
+        gather_layers(copies, *lists[:2], lists[2][:2], done, programs, backend)
 
 
 @pytest.mark.parametrize("in_flight", [512, 4096])

@@ -134,3 +134,20 @@ def test_a_model_without_the_fused_decoder_is_refused_over_tiers(monkeypatch: py
     monkeypatch.setattr(engine.loading, "is_supported", lambda _: False)
     with pytest.raises(NotImplementedError, match="KV in tiers is built for the fused decoder, which llama"):
         open_model(tiered(800))
+
+
+def test_settings_of_tiers_need_a_home_and_what_is_late_is_not_deterministic() -> None:
+    for changes in ({"late_kv": "means"}, {"measure_kv_waits": True}):
+        with pytest.raises(ValueError, match="give host_kv_memory"):
+            open_model(replace(tiered(800), host_kv_memory=0.0, **changes))
+    with pytest.raises(ValueError, match="late_kv 'never': expected fetch or means"):
+        open_model(tiered(800, late_kv="never"))
+    with pytest.raises(NotImplementedError, match="choose late_kv fetch"):
+        open_model(tiered(800, late_kv="means", deterministic=True, device="cuda"))
+
+
+def test_a_plan_that_reads_all_layers_wholly_matters_to_tiers_alone() -> None:
+    every = tuple(range(SHAPE.num_layers))
+    assert room_at_home(replace(SETTINGS, dense_layers=every), SHAPE, torch.float32) == 0
+    with pytest.raises(ValueError, match=r"reads all 4 layers wholly.* leave host_kv_memory out"):
+        room_at_home(replace(SETTINGS, dense_layers=every, host_kv_memory=1.0), SHAPE, torch.float32)

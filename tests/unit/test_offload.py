@@ -237,6 +237,19 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, 
     assert len(got.tiered.k_home) == len(got.tiered.k_pages) - 2
 
 
+@pytest.mark.parametrize("kept", [(), (0, 3)])
+def test_waits_are_counted_by_layer(model: Any, kept: tuple[int, ...]) -> None:
+    side = Side(model, 45, replace(PLAN, dense_layers=kept), "streaming", kept)
+    assert isinstance(side.kv, TieredKV)
+    side.kv.measures_waits = True
+    side.read_prompts(200)
+    side.round(0, [None] * 3, False)
+    waited = side.kv.counters.wait_seconds
+    assert list(waited) == [layer for layer in range(side.kv.num_layers) if layer not in kept]
+    assert all(0 < seconds < 10 for seconds in waited.values())
+    assert side.kv.totals["kv_wait_seconds_layer_1"] == waited[1]
+
+
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
     side = Side(model, 45, PLAN, "streaming", (0, 3))
     side.read_prompts(200)

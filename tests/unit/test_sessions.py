@@ -1489,6 +1489,14 @@ def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
         verifier.open(exact("a", max_tokens=500), lambda _: None)
 
 
+def test_means_for_late_kv_need_group_means() -> None:
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, 40, 40, 500, means_for_late=True)
+    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
+    with pytest.raises(ValueError, match=r"the plan has none .*: choose fetch"):
+        Verifier(runner, replace(PLAN, group_size=0), settings)
+
+
 def test_counters_and_gauges_of_tiers_are_told() -> None:
     verifier = over_tiers()
     verifier.open(exact("a", max_tokens=5), lambda _: None)

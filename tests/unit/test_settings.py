@@ -171,6 +171,12 @@ def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
 def test_host_memory_is_the_targets() -> None:
     assert resolve().host_kv_memory == 0
     assert resolve("--host-kv-memory", "1.5").host_kv_memory == 1.5
+    assert resolve("--host-kv-memory", "1.5", "--late-kv", "means", "--measure-kv-waits").late_kv == "means"
+    for flags in (("--late-kv", "means"), ("--measure-kv-waits",)):
+        with pytest.raises(SettingsError, match="give host_kv_memory"):
+            resolve(*flags)
+    with pytest.raises(SettingsError, match="late_kv must be fetch or means"):
+        resolve("--host-kv-memory", "1", "--late-kv", "never")
 
 
 @pytest.mark.parametrize(
