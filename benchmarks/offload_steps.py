@@ -181,8 +181,10 @@ class Step:
         budget = self.buffers.budget
         assert budget is not None
         budget.words[..., : words.shape[-1]].copy_(words)
-        if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
-            self.buffers.round.fill_(self.kv.next_round())
+        if isinstance(self.kv, TieredKV) and self.buffers.rounds is not None:
+            round = self.kv.step_round()
+            self.buffers.rounds.round.fill_(round)
+            self.buffers.rounds.oldest.fill_(self.kv.prefetches.oldest(round))
 
     def forget(self) -> None:
         """Nothing is hot any more."""

@@ -46,6 +46,7 @@ class PagePool:
         self.num_pages = num_pages
         self.freed = freed
         self.references = [0] * num_pages
+        self.shared = 0  # references beyond a page's first, over all pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._page_of_prefix: dict[Prefix, int] = {}
         self._prefix_of_page: dict[int, Prefix] = {}
@@ -80,6 +81,7 @@ class PagePool:
             if self.references[page] < 1:
                 raise ValueError(f"page {page} is released more often than it is held")
             self.references[page] -= 1
+            self.shared -= self.references[page] > 0
             if self.references[page] == 0:
                 if page in self._prefix_of_page:
                     self._reusable[page] = None
@@ -92,6 +94,7 @@ class PagePool:
             if self.references[page] < 1:
                 raise ValueError(f"page {page} is not held")
             self.references[page] += 1
+            self.shared += 1
 
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""
@@ -99,6 +102,7 @@ class PagePool:
         if page is None:
             return None
         self._reusable.pop(page, None)
+        self.shared += self.references[page] > 0
         self.references[page] += 1
         return page, self._serial_of_page[page]
 
@@ -136,6 +140,7 @@ class PagePool:
         held = {page for page, count in enumerate(self.references) if count}
         assert len(free) == len(self._free) and not free & reusable and not held & (free | reusable)
         assert len(free) + len(reusable) + len(held) == self.num_pages
+        assert self.shared == sum(count - 1 for count in self.references if count)
         assert {p: h for h, p in self._page_of_prefix.items()} == self._prefix_of_page
         assert reusable <= set(self._prefix_of_page) and not free & set(self._prefix_of_page)
 
@@ -150,6 +155,9 @@ class SequenceKV:
     serial: int = 0  # of the last of them
     noted: int = 0  # leading pages that are at home or on their way there (engine.tiered_kv)
     dense: bool = False  # always read wholly: where KV lies in tiers, it leaves the GPU last
+    prefetched: int = (
+        0  # tokens (of a layer and KV head) brought for steps to come, which no output has told of yet
+    )
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already

@@ -12,6 +12,7 @@ from kernels.paged_attention import BlockLists
 
 if TYPE_CHECKING:
     from engine.draft_rounds import RoundOutput, RoundRequest, RoundSettings
+    from engine.prefetcher import Wanted
 
 
 @dataclass
@@ -60,6 +61,19 @@ class Runner:
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences."""
         raise NotImplementedError(f"{type(self).__name__} shares no budgets out")
+
+    def prepare_prefetches(self, block_size: int, layers: list[int]) -> bool:
+        """Before warm_up: prefetch blocks of `block_size` tokens of these layers from now on; False: it cannot."""
+        return False
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether `prefetch` would start something now."""
+        return False
+
+    def prefetch(self, wanted: "list[Wanted]") -> bool:
+        """Bring KV that lies in tiers for steps to come; False: not now. Another thread may run a pass."""
+        raise NotImplementedError(f"{type(self).__name__} prefetches nothing")
 
     def warm_up_rounds(self, sequences: int) -> None:
         """The same for rounds, once they are prepared."""

@@ -16,7 +16,7 @@ from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
-from engine.tier_reads import Fetched, fetch_listed
+from engine.tier_reads import Fetched, StepRounds, fetch_listed
 from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
@@ -118,7 +118,7 @@ class StepBuffers:
     group_counts: Tensor | None = None  # [sequences] int32
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
-    round: Tensor | None = None  # [1] int32, TieredKV.next_round
+    rounds: StepRounds | None = None  # where KV lies in tiers
     # Of layers whose pages lie at their numbers, where others' do not.
     kept_slots: Tensor | None = None  # [rows] int64
     kept_tables: Tensor | None = None  # [sequences, pages] int32
@@ -174,8 +174,8 @@ def make_buffers(
         }
     tiers: Layout = {}
     if shape.tiered:
-        tiers = {"round": ((1,), torch.int32)}
-        results |= dict.fromkeys(("fetched", "refused"), ((1,), torch.int32))
+        tiers = dict.fromkeys(("round", "oldest", "due"), ((1,), torch.int32))
+        results |= dict.fromkeys(("listed", "fetched", "refused"), ((1,), torch.int32))
         results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
         if shape.measures_waits:
             results["waited"] = (2 * sparse,), torch.int64
@@ -194,10 +194,12 @@ def make_buffers(
         **parts(rows),
         **parts(lists),
         **parts(groups),
-        **parts(tiers),
         **parts(judged_rows),
         verdicts=parts(verdicts),
     )
+    if tiers:
+        events = [torch.cuda.Event(external=True) if device.type == "cuda" else None for _ in range(2)]
+        buffers.rounds = StepRounds(*parts(tiers).values(), *events)
     if budget:
         assert memory is not None
         buffers.budget = BudgetBuffers(memory, **parts(budget))
@@ -237,11 +239,11 @@ def run_step(
         announced = _share_out(buffers, buffers.budget, decoder.kv_heads)
     fetched: Fetched | None = None
     if shape.tiered:
-        assert isinstance(kv, TieredKV) and buffers.round is not None
+        assert isinstance(kv, TieredKV) and buffers.rounds is not None
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
         late = announced, shape.leaves_out_late, shape.measures_waits
-        fetched = fetch_listed(kv, *listed, tables, buffers.round, *late, overlap)
+        fetched = fetch_listed(kv, *listed, tables, buffers.rounds, *late, overlap)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -330,6 +332,8 @@ def run_step(
     buffers.logits = logits
     results = buffers.results.device
     if fetched is not None:
+        assert buffers.counts is not None
+        results["listed"].copy_(buffers.counts.sum())
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
         results["cold"].copy_(fetched.cold)
@@ -440,7 +444,9 @@ def lay_out_step(
     lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
     if shape.tiered:
         assert isinstance(kv, TieredKV)
-        host["round"][0] = kv.next_round()
+        host["round"][0] = round = kv.step_round()
+        host["oldest"][0] = kv.prefetches.oldest(round)
+        host["due"][0] = kv.prefetches.due([item.kv for item in inputs], kv.pool.shared > 0)
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
     if shape.decay is not None:

@@ -25,6 +25,7 @@ class Fetched:
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
     cold, late: [sequences] int32, listed blocks that were not hot, and those of them that nobody had announced
     waited: [2 * layers] int64, nanoseconds before and after each layer's wait; None if that is not measured
+    earlier, due: what prefetches have counted, by layer, and where that must be (engine.prefetches)
     copy_late: copies a layer's pages once the layer waits for them; None: they are under way.
     """
 
@@ -34,6 +35,8 @@ class Fetched:
     late: Tensor
     transfers: Transfers
     done: Tensor
+    earlier: Tensor
+    due: Tensor
     ended: torch.cuda.Event | None
     waited: Tensor | None
     backend: str
@@ -46,11 +49,26 @@ class Fetched:
         if self.copy_late is not None:
             self.copy_late(index)
         else:
-            wait_for_layer(self.done, index, PROGRAMS, self.backend)
+            wait_for_layer(self.done, index, PROGRAMS, self.earlier, self.due, self.backend)
         if self.ended is not None and index + 1 == len(self.done):
             torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
         if self.waited is not None:
             stamp_time(self.waited, 2 * index + 1, self.backend)
+
+
+@dataclass
+class StepRounds:
+    """What a step must say to the residency tables, each [1] int32, and what it says to those that use them next.
+
+    round: TieredKV.step_round. oldest, due: Prefetches'. tables_free, link_free: recorded on the way, in a captured
+    step too; None without streams.
+    """
+
+    round: Tensor
+    oldest: Tensor
+    due: Tensor
+    tables_free: torch.cuda.Event | None
+    link_free: torch.cuda.Event | None
 
 
 def fetch_listed(
@@ -59,7 +77,7 @@ def fetch_listed(
     counts: Tensor,
     block_size: int,
     page_tables: Tensor,
-    round: Tensor,
+    rounds: StepRounds,
     announced: Tensor | None = None,
     leave_out_late: bool = False,
     measure: bool = False,
@@ -69,7 +87,7 @@ def fetch_listed(
 
     lists: [layers, sequences, kv_heads, width] int32 blocks, of the layers that lie in tiers
     counts: [layers, sequences, kv_heads] int32
-    page_tables: [sequences, max_pages] int32, pages of `kv`; round: [1] int32, `kv.next_round()`
+    page_tables: [sequences, max_pages] int32, pages of `kv`
     announced: [sequences, layers * kv_heads, blocks] uint8, blocks that were known beforehand; None: all
     leave_out_late: take late blocks out of `lists` and `counts` instead of fetching them
     overlap: False: a layer's pages are copied in `wait`, on the stream that waits, as if nobody had announced them
@@ -79,11 +97,13 @@ def fetch_listed(
     listed = lists, counts, page_tables, kv.kv_heads, per_block
     cold, late = count_late_blocks(kv.tables.slot_of, *listed, announced, leave_out_late, kv.backend)
     waited = torch.zeros(2 * len(lists), dtype=torch.int64, device=kv.device) if measure else None
-    transfers = request_blocks(kv.tables, *listed, round, round, kv.backend)
+    transfers = request_blocks(kv.tables, *listed, rounds.round, rounds.oldest, kv.backend)
     slots, _ = find_block_slots(kv.tables, *listed, kv.backend, absent=0)  # which attention may look at
     refused = transfers.unplaced.sum(dtype=torch.int32)
+    if rounds.tables_free is not None:
+        rounds.tables_free.record()
     done = torch.zeros(len(lists), dtype=torch.int32, device=kv.device)
-    found = slots, refused, cold, late, transfers, done
+    found = slots, refused, cold, late, transfers, done, kv.prefetches.arrived, rounds.due
     if not overlap:
         return Fetched(*found, None, waited, kv.backend, partial(_fetch_layer, kv, transfers))
     copying = kv.fetches, transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
@@ -95,6 +115,8 @@ def fetch_listed(
         gather_layers(*copying)
         ended = torch.cuda.Event()
         ended.record()
+        if rounds.link_free is not None:
+            rounds.link_free.record()
     return Fetched(*found, ended, waited, kv.backend)
 
 
@@ -120,6 +142,7 @@ class StagedReads:
     """
 
     def __init__(self, kv: TieredKV, sequences: list[SequenceKV]) -> None:
+        kv.prefetches.wait_for_copies()
         pages = np.concatenate([sequence.table() for sequence in sequences])
         if len(pages) > kv.staged_pages:
             raise ValueError(f"{len(pages)} pages to bring together, there is room for {kv.staged_pages}")

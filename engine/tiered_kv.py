@@ -18,6 +18,7 @@ Only full pages are copied home, once: what a round has rolled back is never cop
 """
 
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass, field, fields
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from engine.host_memory import host_zeros
 from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PagePool, SequenceKV, pages_for
+from engine.prefetches import Account, Prefetch, Prefetches, account_for
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
 from kernels.kv_gather import gather_blocks, layer_copies
@@ -36,6 +38,10 @@ COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied hom
 CLOCK_SHARE = (
     4  # once KV has spilled, at least 1 / CLOCK_SHARE of the frames is left to the clock, where that can be
 )
+RESERVED_SHARE, MOST_RESERVED = (
+    64,
+    64,
+)  # frames kept from the clock: 1 / RESERVED_SHARE of all, so many at most
 PROGRAMS = 8  # of a gather: enough for the link (docs/performance.md); the other multiprocessors compute
 
 
@@ -43,14 +49,20 @@ PROGRAMS = 8  # of a gather: enough for the link (docs/performance.md); the othe
 class TierCounters:
     """Pages are of one layer and KV head; of those copied home, whole pages.
 
-    fetched: into slots, for a step that listed them; late: of blocks that were not announced; left_out: of late ones
-    that means stood in for. refused: had no slot, so that the step ran again. staged: brought from home for a pass
-    that reads everything; stages: such passes. wait_seconds: of each layer, where that is measured.
+    hit: listed by a step, and in a slot already. fetched: into slots, for a step that listed them; late: of blocks
+    that were not announced; left_out: of late ones that means stood in for. prefetched: into slots before a step listed
+    them; wasted: of these, not read by the next step that could have. refused: had no slot, so that the step ran again.
+    staged: brought from home for a pass that reads everything; stages: such passes. wait_seconds: of each layer, where
+    that is measured.
     """
 
+    hit_pages: int = 0
     fetched_pages: int = 0
     late_pages: int = 0
     left_out_pages: int = 0
+    prefetched_pages: int = 0
+    wasted_pages: int = 0
+    prefetches: int = 0
     refused_pages: int = 0
     staged_pages: int = 0
     stages: int = 0
@@ -66,7 +78,8 @@ class TierCounters:
     def values(self, page_bytes: int, heads: int) -> dict[str, float]:
         """By name; page_bytes: keys and values of a page of one layer and head. heads: of all layers."""
         counts = {item.name: float(getattr(self, item.name)) for item in fields(self) if item.type is int}
-        counts["bytes_fetched"] = page_bytes * (counts["fetched_pages"] + counts["staged_pages"])
+        from_home = ("fetched_pages", "prefetched_pages", "staged_pages")
+        counts["bytes_fetched"] = page_bytes * sum(counts[name] for name in from_home)
         counts["bytes_copied_home"] = page_bytes * heads * counts["copied_home"]
         waits = {f"wait_seconds_layer_{layer}": wait for layer, wait in self.wait_seconds.items()}
         return counts | waits
@@ -154,6 +167,7 @@ class TieredKV(PagedKV):
         self._at_home = np.zeros(pages, bool)
         self._away = 0  # pages that are at home and in no frame
         self._free_frames = deque(range(frames))
+        self._reserve: deque[int] = deque()  # once KV has spilled: free frames that are not the clock's
         self._home = _HomeState()
         self._home_stream, self.link_stream = (
             # Before what computes, or it would find no room on the multiprocessors.
@@ -170,6 +184,12 @@ class TieredKV(PagedKV):
         self.spilled = False
         self.means_for_late, self.measures_waits = means_for_late, measures_waits
         self.round = 0  # of the residency tables
+        self._step_round = 0  # of the last step that fetches
+        self.prefetches = Prefetches(len(self.tiered_layers), PROGRAMS, self.device)
+        self._turn = threading.Lock()  # whose the tables are, of the threads that launch
+        self._tables_free: torch.cuda.Event | None = None  # when the last of these is through with them
+        self._link_free: torch.cuda.Event | None = None  # and when what its step fetches has come
+        self._told_free = False
         staged = (2, pages_for(longest), kv_heads, PAGE_SIZE, head_dim)
         self.k_staged, self.v_staged = (
             torch.zeros(staged, dtype=dtype, device=self.device) for _ in range(2)
@@ -224,6 +244,112 @@ class TieredKV(PagedKV):
         self.round += 1
         return self.round
 
+    def step_round(self) -> int:
+        """The next round, of a step: what it lists is needed until another step begins."""
+        self._step_round = self.next_round()
+        return self._step_round
+
+    def oldest_for_prefetch(self, round: int) -> int:
+        """A step may run: what it reads is not to be taken."""
+        return min(self._step_round, self.prefetches.oldest(round))
+
+    # The tables are used by one thread at a time, and on the device by one stream at a time.
+
+    def take_tables(self) -> None:
+        """Let this thread launch on the tables; its current stream waits for the prefetches that are there already."""
+        self._turn.acquire()
+        self._told_free = False
+        self._follow_requests()
+
+    def _follow_requests(self) -> None:
+        if self.prefetches.requested is not None:
+            torch.cuda.current_stream().wait_event(self.prefetches.requested)
+
+    def try_tables(self) -> bool:
+        """The same for a prefetch, unless somebody else launches now; its stream is to `follow_tables`."""
+        return self._turn.acquire(blocking=False)
+
+    def follow_tables(self) -> None:
+        """Let the current stream wait until the last steps' streams are through with the tables."""
+        if self._tables_free is not None:
+            torch.cuda.current_stream().wait_event(self._tables_free)
+
+    def follow_link(self) -> None:
+        """Let the current stream wait until the last step has all that it fetches: its pages go first."""
+        if self._link_free is not None:
+            torch.cuda.current_stream().wait_event(self._link_free)
+
+    def tell_tables_free(
+        self, free: torch.cuda.Event | None = None, link: torch.cuda.Event | None = None
+    ) -> None:
+        """Nothing launched so far uses the tables after `free`, the link after `link`; None: after it has ended."""
+        self._told_free = True
+        self._link_free = link
+        if free is None and self.device.type == "cuda":
+            free = torch.cuda.Event()
+            free.record()
+        self._tables_free = free
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether some thread launches now."""
+        return self._turn.locked()
+
+    def give_tables(self) -> None:
+        if not self._told_free:
+            self.tell_tables_free()
+        self._turn.release()
+
+    def return_tables(self) -> None:
+        """After `try_tables`: who takes them next waits for `prefetches.requested`."""
+        self._turn.release()
+
+    def note_step(self, sequences: list[SequenceKV]) -> None:
+        """A step of these that fetches has been launched, and the tables told free."""
+        for prefetch in self.prefetches.note_step(sequences):
+            self._close(prefetch)
+
+    def _close(self, prefetch: Prefetch) -> None:
+        stream = self.prefetches.request_stream
+        if stream is None:
+            numbers = account_for(prefetch, self.tables)
+            self.prefetches.accounts.append(Account(prefetch.sequences, numbers, None))
+            return
+        with torch.cuda.stream(stream):
+            self.follow_tables()
+            found = account_for(prefetch, self.tables)
+            numbers = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+            numbers.copy_(found, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self.prefetches.requested = done
+        self.prefetches.accounts.append(Account(prefetch.sequences, numbers, done))
+
+    def take_accounts(self, block_size: int) -> None:
+        """Count what prefetches that are over have fetched."""
+        accounts, kept = self.prefetches.accounts, []
+        for account in accounts:
+            if account.done is not None and not account.done.query():
+                kept.append(account)
+                continue
+            fetched, wasted, *cold = account.numbers.tolist()
+            self.counters.prefetched_pages += fetched
+            self.counters.wasted_pages += wasted
+            for sequence, blocks in zip(account.sequences, cold, strict=False):
+                sequence.prefetched += blocks * block_size
+        self.prefetches.accounts = kept
+
+    def give_up_prefetches(self) -> bool:
+        """Keep no slots for what was prefetched; whether there was any. What is copied is waited for."""
+        if not self.prefetches.outstanding:
+            return False
+        self.prefetches.wait_for_copies()
+        for prefetch in self.prefetches.outstanding:
+            self._close(prefetch)
+        self.prefetches.outstanding = []
+        self._follow_requests()
+        return True
+
     def adopt_home(self, sequence: SequenceKV) -> None:
         """Take it that the full pages of a sequence are at home, for who has put them there; they have no frames yet.
 
@@ -259,18 +385,23 @@ class TieredKV(PagedKV):
             fresh += [page for page in written if self.frame_of[page] < 0]
             old = sequence.table()[: sequence.length // PAGE_SIZE]
             reaches_home = reaches_home or (self._away > 0 and not self._is_framed(old))
-        if not self.spilled and (reaches_home or len(fresh) > len(self._free_frames)):
+        if not self.spilled and (reaches_home or len(fresh) > self._givable):
             self._spill()
         if self.spilled:
             self._leave_to_clock(len(fresh))
-        if len(fresh) > len(self._free_frames):
+        if len(fresh) > self._givable:
             for sequence, _ in work:
                 self.truncate(sequence, sequence.length)
             raise OutOfPages(
-                f"{len(fresh)} frames wanted, {len(self._free_frames)} of {self.num_frames} can be given: "
+                f"{len(fresh)} frames wanted, {self._givable} of {self.num_frames} can be given: "
                 "raise --kv-memory, or lower --max-sessions or --prefill-chunk"
             )
         self._give_frames(fresh)
+
+    @property
+    def _givable(self) -> int:
+        """Frames that can be given to new pages."""
+        return len(self._free_frames) + len(self._reserve)
 
     def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Have pages for all or for none."""
@@ -299,9 +430,11 @@ class TieredKV(PagedKV):
         self.frame_of[freed] = -1
         self._at_home[freed] = False
         if self.spilled and self.pool.held <= self.num_frames and not self._holds_away():
-            self.spilled = (
-                False  # all that is held lies in frames: what the clock has put elsewhere is forgotten
-            )
+            # All that is held lies in frames: what the clock has put elsewhere is forgotten.
+            self.give_up_prefetches()
+            self.spilled = False
+            self._free_frames.extend(self._reserve)
+            self._reserve.clear()
 
     def _holds_away(self) -> bool:
         """Whether a sequence holds a page that is in no frame. (Others are kept for their prefix.)"""
@@ -370,19 +503,20 @@ class TieredKV(PagedKV):
         clear_tables(self.tables)  # in place: captured steps hold them
         self.spilled = True
         self.counters.spills += 1
-        self._pin(np.flatnonzero(self.frame_of >= 0).tolist())
+        framed = np.flatnonzero(self.frame_of >= 0)
+        self._pin(framed.tolist(), self.frame_of[framed].tolist())
 
     def _leave_to_clock(self, wanted: int) -> None:
         """Have frames to give out, and some left for the clock."""
         home, floor = self._home, wanted + self.num_frames // CLOCK_SHARE
         leaving = list(home.movable)
         home.movable.clear()
-        if len(self._free_frames) + len(leaving) < floor and (home.waiting or home.copying):
+        if self._givable + len(leaving) < floor and (home.waiting or home.copying):
             self._copy_home()
             self._take_up_copies(wait=True)
             leaving += home.movable
             home.movable.clear()
-        while len(self._free_frames) + len(leaving) < floor and home.movable_dense:
+        while self._givable + len(leaving) < floor and home.movable_dense:
             leaving.append(next(iter(home.movable_dense)))
             del home.movable_dense[leaving[-1]]
         if not leaving:
@@ -393,17 +527,32 @@ class TieredKV(PagedKV):
         self._away += len(leaving)
 
     def _give_frames(self, pages: list[int]) -> None:
+        """From the clock's frames; while prefetches are copied, which may go there, from those in reserve."""
+        copying = self.prefetches.are_copying
+        if copying and len(pages) > len(self._reserve):
+            self.prefetches.wait_for_copies()
+            copying = False
         for page in pages:
-            self.frame_of[page] = self._free_frames.popleft()
+            reserved = copying or not self._free_frames
+            self.frame_of[page] = (self._reserve if reserved else self._free_frames).popleft()
         if self.spilled:
-            self._pin(pages)
+            self._pin(pages, self.frame_of[pages].tolist())
+            if not copying:
+                self._fill_reserve()
 
-    def _pin(self, pages: list[int]) -> None:
+    def _fill_reserve(self) -> None:
+        """As far as the clock keeps its share."""
+        wanted = min(MOST_RESERVED, self.num_frames // RESERVED_SHARE) - len(self._reserve)
+        spare = len(self._free_frames) - self.num_frames // CLOCK_SHARE
+        frames = [self._free_frames.popleft() for _ in range(min(wanted, spare))]
+        self._pin([-1] * len(frames), frames)
+        self._reserve.extend(frames)
+
+    def _pin(self, pages: list[int], frames: list[int]) -> None:
+        """pages: -1 for a frame that is held in reserve."""
         if pages:
-            frames = self._list(self.frame_of[pages].tolist())
-            pin_frames(
-                self.tables, self._list(pages), frames, self._list([self.round]), self.kv_heads, self.backend
-            )
+            listed = self._list(pages), self._list(frames), self._list([self.round])
+            pin_frames(self.tables, *listed, self.kv_heads, self.backend)
 
     def _list(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)
@@ -429,6 +578,7 @@ class TieredKV(PagedKV):
 
     def _make_means_apart(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Layer by layer, from pages that are brought together."""
+        self.prefetches.wait_for_copies()
         places = np.arange(pages.size).reshape(pages.shape)
         wanted = self.rows_of(pages.reshape(-1))
         cold = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -500,6 +650,7 @@ class TieredKV(PagedKV):
     def release(self, sequence: SequenceKV) -> None:
         """Pages that stay for their prefix are copied home like others: they do not keep their frames."""
         self._note(sequence, sequence.indexed)
+        self.prefetches.forget(sequence)
         super().release(sequence)
 
     def fork(self, sequence: SequenceKV) -> SequenceKV:
@@ -510,7 +661,9 @@ class TieredKV(PagedKV):
         self.pool.check_integrity()
         framed = np.flatnonzero(self.frame_of >= 0)
         owned = self.frame_of[framed].tolist()
-        assert sorted(owned + list(self._free_frames)) == list(range(self.num_frames))
+        free = [*self._free_frames, *self._reserve]
+        assert sorted(owned + free) == list(range(self.num_frames))
+        assert self.spilled or not self._reserve
         assert self._away == (self._at_home & (self.frame_of < 0)).sum()
         home = np.flatnonzero(self._at_home & (self.frame_of >= 0))
         for frames, places in ((self.k_pages, self.k_home), (self.v_pages, self.v_home)):

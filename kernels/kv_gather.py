@@ -143,11 +143,17 @@ def gather_layers(
     )
 
 
-def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
-    """Let the stream wait until all programs of a `gather_layers` on another stream have finished a layer."""
+def wait_for_layer(
+    done: Tensor, layer: int, programs: int, earlier: Tensor, due: Tensor, backend: str = "torch"
+) -> None:
+    """Let the stream wait until all programs of a `gather_layers` on another stream have finished a layer.
+
+    earlier: [layers] int32, what others have counted before it, over and over (it may run over); due: [1] int32, where
+    their count must be, too
+    """
     check_backend("wait_for_layer", backend, ("torch", "triton"))
     if backend == "triton":
-        _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
+        _wait_for_layer_kernel[(1,)](done, earlier, due, layer, programs, num_warps=1)
 
 
 def _row_bytes(tensors: tuple[Tensor, ...]) -> int:
@@ -312,7 +318,11 @@ def _gather_layers_kernel(
 
 
 @jit
-def _wait_for_layer_kernel(done_ptr, layer, programs):
+def _wait_for_layer_kernel(done_ptr, earlier_ptr, due_ptr, layer, programs):
     finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")
     while finished < programs:
         finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")
+    due = tl.load(due_ptr)
+    counted = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
+    while counted - due < 0:  # as of a clock that may have gone round
+        counted = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")

@@ -202,7 +202,8 @@ def pin_frames(
 
     What else is in a frame is forgotten, dirty or not. Where a page lay elsewhere, that slot is free, with its stamp.
 
-    pages, frames: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
+    pages, frames: [n] int32, each listed once at most; where one is outside of the tables, both are passed over; but
+        with page -1 a frame is held in reserve: its slots hold nothing, and are dirty, so that the clock leaves them
     round: [1] int32
     """
     check_backend("pin_frames", backend, ("torch", "triton"))
@@ -211,13 +212,15 @@ def pin_frames(
     _check_round("pin_frames", tables, "round", round)
     if backend == "torch":
         fit = (frames >= 0) & (frames < tables.slots // kv_heads)
-        fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
+        fit &= (pages >= -1) & (pages < tables.pages // kv_heads)
         page, slot = (_of_heads(t[fit], kv_heads) for t in (pages, frames))
+        page = page.clamp(min=-1)
+        given = page >= 0
         for row in range(tables.rows):
-            former, other = tables.slot_of[row, page].long(), tables.page_in[row, slot].long()
+            former, other = tables.slot_of[row, page[given]].long(), tables.page_in[row, slot].long()
             tables.slot_of[row, other[other >= 0]] = -1
             _free(tables, row, former[former >= 0])
-            tables.slot_of[row, page] = slot.int()
+            tables.slot_of[row, page[given]] = slot[given].int()
             tables.page_in[row, slot] = page.int()
             tables.referenced[row, slot] = 0
             tables.dirty[row, slot] = 1
@@ -972,10 +975,8 @@ def _pin_kernel(
     now = tl.load(round_ptr)
     for start in tl.range(0, count * kv_heads, CHUNK):
         place = start + tl.arange(0, CHUNK)
-        page = _heads_at(pages_ptr, place, count, pages, kv_heads)
-        slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
-        listed = (page >= 0) & (slot >= 0)
-        former = tl.load(slot_of_ptr + page, mask=listed, other=-1)
+        page, slot, listed = _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads)
+        former = tl.load(slot_of_ptr + page, mask=listed & (page >= 0), other=-1)
         other = tl.load(page_in_ptr + slot, mask=listed, other=-1)
         tl.store(slot_of_ptr + other, -1, mask=other >= 0)
         tl.store(page_in_ptr + former, -1, mask=former >= 0)
@@ -984,14 +985,21 @@ def _pin_kernel(
     tl.debug_barrier()
     for start in tl.range(0, count * kv_heads, CHUNK):
         place = start + tl.arange(0, CHUNK)
-        page = _heads_at(pages_ptr, place, count, pages, kv_heads)
-        slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
-        listed = (page >= 0) & (slot >= 0)
-        tl.store(slot_of_ptr + page, slot, mask=listed)
+        page, slot, listed = _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads)
+        tl.store(slot_of_ptr + page, slot, mask=listed & (page >= 0))
         tl.store(page_in_ptr + slot, page, mask=listed)
         tl.store(referenced_ptr + slot, 0, mask=listed)
         tl.store(stamps_ptr + slot, now, mask=listed)
         tl.store(dirty_ptr + slot, 1, mask=listed)
+
+
+@jit
+def _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads):
+    """Every head's page, -1 where a frame is held in reserve, and slot; and whether they are to be pinned."""
+    page = _heads_at(pages_ptr, place, count, pages, kv_heads)
+    slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
+    named = tl.load(pages_ptr + place // kv_heads, mask=place < count * kv_heads, other=-2)
+    return page, slot, ((page >= 0) | (named == -1)) & (slot >= 0)
 
 
 @jit

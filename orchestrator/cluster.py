@@ -178,6 +178,7 @@ def start_services(settings: Settings) -> Cluster:
                 if settings.synthetic_acceptance >= 0
                 else None,
                 max_context=max_context,
+                kv_prefetch=settings.kv_prefetch,
             ),
         ),
     )

@@ -72,6 +72,9 @@ class Settings:
     late_kv: str = _setting(
         "fetch", "fetch, or means: what becomes of KV on the host that a step needs and nobody announced"
     )
+    kv_prefetch: bool = _setting(
+        True, "bring KV from the host when the draft announces it, not only when a step reads it"
+    )
     measure_kv_waits: bool = _setting(False, "count how long each layer waits for KV from the host")
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")

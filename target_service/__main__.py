@@ -35,6 +35,11 @@ def main() -> None:
         "--measure-kv-waits", action="store_true", help="count how long each layer waits for what is fetched"
     )
     parser.add_argument(
+        "--no-kv-prefetch",
+        action="store_true",
+        help="fetch KV from the host when a step reads it, not when a draft announces it",
+    )
+    parser.add_argument(
         "--draft-timeout",
         type=float,
         default=VerifierSettings.draft_timeout,
@@ -53,6 +58,7 @@ def main() -> None:
         max_sessions=flags.max_sessions,
         max_context=flags.max_context,
         synthetic_acceptance=flags.synthetic_acceptance,
+        kv_prefetch=not flags.no_kv_prefetch,
     )
     process = TargetProcess(
         side_settings("target", flags),

@@ -17,6 +17,8 @@ from wire.handshake import SideSettings, open_side
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
+_RETRY_SECONDS = 0.0005  # while a step is launched
+
 
 @dataclass(frozen=True)
 class TargetServiceSettings:
@@ -48,6 +50,15 @@ async def run(process: TargetProcess, on_ready: Callable[[RunningServer], None])
     await serve(process.service, side.runner, side.plan, side.hello, on_ready)
 
 
+async def _prefetch(verifier: Verifier, announced: asyncio.Event) -> None:
+    """Bring what drafts announce from home, also while a step runs. Runs until cancelled."""
+    while True:
+        await announced.wait()
+        announced.clear()
+        while not verifier.prefetch_announced():
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
 async def serve(
     settings: TargetServiceSettings,
     runner: Runner,
@@ -59,8 +70,8 @@ async def serve(
     recording = None if settings.record_reads is None else open_recording(settings.record_reads, runner)
     verifier = Verifier(runner, plan, settings.verifier, recording)
     verifier.warm_up()
-    wake = asyncio.Event()
-    speculation = SpeculationServicer(verifier, hello, wake)
+    wake, announced = asyncio.Event(), asyncio.Event()
+    speculation = SpeculationServicer(verifier, hello, wake, announced)
 
     def status() -> ServiceStatus:
         return ServiceStatus(
@@ -84,9 +95,11 @@ async def serve(
     await server.set_serving(True)
     on_ready(server)
     try:
-        await run_step_loop(
-            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
-        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_prefetch(verifier, announced))
+            await run_step_loop(
+                verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+            )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
         if recording is not None:

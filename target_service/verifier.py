@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
+from engine.prefetcher import MOST, Wanted
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
 from engine.step_loop import share_prefill
@@ -53,7 +54,8 @@ class VerifierSettings:
 
     draft_timeout: seconds to wait for a proposal before decoding plainly. max_sessions: more are queued;
     max_queued: more than that are refused. synthetic_acceptance: for measurements with random weights: drafted tokens
-    are kept with this probability each, whatever the target says; None: the target decides.
+    are kept with this probability each, whatever the target says; None: the target decides. kv_prefetch: where KV lies
+    in tiers, bring what a draft announces as soon as it does, not only when it is read.
     """
 
     gamma: int = 4
@@ -63,6 +65,7 @@ class VerifierSettings:
     max_queued: int = 1024
     synthetic_acceptance: float | None = None
     max_context: int = 32768
+    kv_prefetch: bool = True
 
 
 class DraftPeer:
@@ -121,6 +124,8 @@ class Verifier:
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._methods = methods_of(plan)
         self._recording = recording
+        self._announced: dict[str, None] = {}  # sessions with something to prefetch, in order
+        self._stepping = False
         if runner.shares_budgets:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
@@ -131,6 +136,9 @@ class Verifier:
                 raise ValueError(
                     "late_kv means lets group means stand in, and the plan has none (group_size 0): choose fetch"
                 )
+        self._prefetches = settings.kv_prefetch and runner.prepare_prefetches(
+            plan.block_size, plan.sparse_layers
+        )
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""
@@ -381,6 +389,7 @@ class Verifier:
             peer.send(Refusal(session.at, str(error)))
             return
         session.announced[key] = Announced(selection, event.assumed_token, event.part)
+        self._announced[session.id] = None
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
 
@@ -400,9 +409,44 @@ class Verifier:
             return
         session.proposals[key] = event
 
+    # Prefetches.
+
+    def prefetch_announced(self) -> bool:
+        """Have what was announced brought from home, beside a step that runs; False: not all of it now, ask again.
+
+        A session that is about to be stepped is left to its step.
+        """
+        if not self._prefetches:
+            self._announced.clear()
+            return True
+        while self._announced:
+            if not self.runner.can_prefetch:
+                return False
+            wanted: list[Wanted] = []
+            names = list(self._announced)[:MOST]
+            for name in names:
+                words = self._newest_announced(self._sessions.get(name))
+                if words is not None:
+                    wanted.append(words)
+            if wanted and not self.runner.prefetch(wanted):
+                return False
+            self.counters["prefetched_announcements"] += len(wanted)
+            for name in names:
+                del self._announced[name]
+        return True
+
+    def _newest_announced(self, session: TargetSession | None) -> Wanted | None:
+        if session is None or session.reader is None or not session.announced:
+            return None
+        if not self._stepping and session.ready_proposal() is not None:
+            return None
+        selection = session.announced[max(session.announced)].selection
+        return Wanted(session.kv, session.reader.announced_words(selection))
+
     # Steps.
 
     def plan_step(self) -> Step | None:
+        self._stepping = False
         self._release_closed()
         self._admit()
         step = Step()
@@ -422,7 +466,10 @@ class Verifier:
                 step.prefills.append(
                     (session, SequenceInput(session.kv, session.tokens[start : start + share]))
                 )
-        return step if step.rounds or step.prefills else None
+        for item in step.rounds:
+            self._announced.pop(item.session.id, None)
+        self._stepping = bool(step.rounds or step.prefills)
+        return step if self._stepping else None
 
     def _may_decode_plainly(self, session: TargetSession, now: float) -> bool:
         if session.draft is None or not session.drafted:

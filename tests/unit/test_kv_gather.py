@@ -104,8 +104,12 @@ def test_layers_one_after_the_other(backend: str) -> None:
     copies = layer_copies(home, destinations, torch.device(DEVICE))  # type: ignore[arg-type]
     lists = origins.int().to(DEVICE), places.int().to(DEVICE), ints(counts)
     gather_layers(copies, *lists, done, programs, backend)
+    earlier, due = (
+        ints([2**31 - 1, -(2**31), 5 - 2**31]),
+        ints([2**31 - 1]),
+    )  # where the count has run over, or not yet
     for layer in range(layers):
-        wait_for_layer(done, layer, programs, backend)
+        wait_for_layer(done, layer, programs, earlier, due, backend)
     assert done.tolist() == [programs] * layers
     for got, pair in zip(destinations, wanted, strict=True):
         assert all(same_bytes(*both) for both in zip(got, pair, strict=True))

@@ -1,5 +1,6 @@
 """A GraphRunner over KV in two tiers against one whose KV all lies on the device: the same logits, bit by bit."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from engine.graphs import GraphRunner
 from engine.judging import Drafted
 from engine.loading import load_model, make_runner
 from engine.paged_kv import OutOfPages, PagedKV, SequenceKV
+from engine.prefetcher import Wanted
 from engine.sampling import Sampling
 from engine.tiered_kv import TierCounters, TieredKV
 from sparsity.methods import METHODS
@@ -53,6 +55,9 @@ class Side:
         self.kv: PagedKV = self.runner.kv
         self.plan = plan
         self.kv.keep_group_means(plan.group_size)
+        self.fetched = 0  # tokens, by what outputs say
+        self.prefetches = self.runner.prepare_prefetches(plan.block_size, plan.sparse_layers)
+        self.runner.warm_up([], 1)
         self.sequences = [SequenceKV() for _ in LENGTHS]
         self.readers = [
             None if method == "dense" else Reader(METHODS[method], plan, self.runner.shares_budgets)
@@ -86,7 +91,19 @@ class Side:
                 reader.finish(output.read_weights, output.blocks_read)
         for i, kv in enumerate(self.sequences):
             self.kv.truncate(kv, kv.length - (turn + i) % 3)
+        self.fetched += sum(output.tokens_fetched for output in outputs)
         return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]  # type: ignore[misc]
+
+    def prefetch(self, choices: list[BlockSelection | None]) -> None:
+        """All of what is announced, a sequence at a time and some together."""
+        wanted = [
+            Wanted(kv, reader.announced_words(choice))
+            for kv, reader, choice in zip(self.sequences, self.readers, choices, strict=True)
+            if choice is not None and reader is not None
+        ]
+        for part in (wanted[:1], wanted[1:]):
+            while part and not self.runner.prefetch(part):
+                pass
 
     def announced(self, rng: np.random.Generator) -> list[BlockSelection | None]:
         choices: list[BlockSelection | None] = []
@@ -101,7 +118,8 @@ class Side:
 class Case:
     """What is run. silent: the turn in which the second sequence has no announcement, and reads everything.
 
-    keeps: whether layers that the plan reads densely stay on the device, where there are tiers.
+    keeps: whether layers that the plan reads densely stay on the device, where there are tiers. prefetches: bring what
+    is announced, and what a wrong announcement says, before each round.
     """
 
     method: str = "ahead"
@@ -110,6 +128,7 @@ class Case:
     chunk: int = 200
     turns: int = 3
     keeps: bool = False
+    prefetches: bool = False
 
 
 @dataclass
@@ -120,6 +139,7 @@ class Outcome:
     means: list[Tensor]
     kv: PagedKV
     before: TierCounters
+    fetched: int  # tokens of rounds, by what outputs say
 
     @property
     def tiered(self) -> TieredKV:
@@ -143,6 +163,9 @@ def run(model: Any, frames: int, case: Case) -> Outcome:
         choices = side.announced(rng)
         if turn == case.silent:
             choices[1] = None
+        if case.prefetches and side.prefetches:
+            side.prefetch(side.announced(np.random.default_rng(turn)))
+            side.prefetch(choices)
         outputs += side.round(turn, choices, judged=turn == case.turns - 1)
         if isinstance(side.kv, TieredKV):
             side.kv.check_integrity()
@@ -150,7 +173,7 @@ def run(model: Any, frames: int, case: Case) -> Outcome:
     assert pool is not None
     groups = [slot for kv in side.sequences for slot in kv.groups]
     means = [values[:, groups].cpu() for values in (pool.k, pool.v, pool.k_variance)]
-    return Outcome(outputs, means, side.kv, before)
+    return Outcome(outputs, means, side.kv, before, side.fetched)
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +367,62 @@ def test_a_selector_beside_a_step_does_not_commit_the_step(model: Any) -> None:
             assert side.kv.spilled
             side.kv.check_integrity()
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(("method", "frames"), [("ahead", 60), ("ahead", 45), ("sts", 45), ("ahead", 12)])
+def test_what_is_prefetched_is_there(model: Any, plain: Any, method: str, frames: int) -> None:
+    """The same outputs; what is announced need not be fetched by the step, as far as there are slots."""
+    case = Case(method=method, turns=4, chunk=32)
+    fetching = run(model, frames, case)
+    got = check(model, plain, frames, replace(case, prefetches=True), exactly=frames > 12)
+    counters, pages = got.tiered.counters, 16 * got.tiered.counters.staged_pages
+    got.tiered.give_up_prefetches()
+    got.tiered.take_accounts(16)
+    assert 0 < counters.wasted_pages < counters.prefetched_pages
+    assert got.fetched <= 16 * (counters.fetched_pages + counters.prefetched_pages) + pages
+    if frames > 12:
+        assert counters.fetched_pages < 0.7 * fetching.tiered.counters.fetched_pages
+        assert counters.hit_pages > fetching.tiered.counters.hit_pages
+        assert counters.refused_pages == 0
+
+
+def test_layers_that_stay_are_not_prefetched(model: Any, plain: Any) -> None:
+    case = replace(with_plan(dense_layers=(0, 3)), keeps=True, prefetches=True)
+    got = check(model, plain, 45, case)
+    assert got.tiered.counters.prefetches > 0
+    assert not Side(model, 45, replace(PLAN, dense_layers=(0,)), "ahead").prefetches
+
+
+def test_nothing_is_prefetched_while_a_pass_is_launched(model: Any) -> None:
+    """Nor where all KV lies on the device. Another thread may try."""
+    side = Side(model, 45, PLAN, "ahead")
+    side.read_prompts(200)
+    assert isinstance(side.kv, TieredKV)
+    choices = side.announced(np.random.default_rng(0))
+    assert choices[0] is not None and side.readers[0] is not None
+    wanted = [Wanted(side.sequences[0], side.readers[0].announced_words(choices[0]))]
+    results: list[bool] = []
+
+    def try_it() -> None:
+        results.append(side.runner.prefetch(wanted))
+
+    side.kv.take_tables()
+    assert not side.runner.can_prefetch
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    side.kv.give_tables()
+    assert side.runner.can_prefetch
+    try_it()
+    assert results == [False, True]
+    assert side.kv.counters.prefetches == 1
+    with pytest.raises(ValueError, match="a prefetch is for 1 to 4 sequences, not for 5"):
+        side.runner.prefetch(wanted * 5)
+    roomy = Side(model, 80, PLAN, "ahead")
+    roomy.read_prompts(200)
+    assert roomy.runner.prefetch([Wanted(roomy.sequences[0], wanted[0].words)])
+    assert isinstance(roomy.kv, TieredKV)
+    assert roomy.kv.counters.prefetches == 0
 
 
 def test_rounds_are_not_drafted_over_tiers(model: Any) -> None:

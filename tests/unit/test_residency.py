@@ -169,7 +169,7 @@ def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: 
     assert row.tables.dirty.tolist() == [[1, 0, 1, 0, 0]]
     assert row.bits == [0, 0, 0, 1, 0]
     assert row.tables.stamps.tolist() == [[2, 1, 2, 1, -1]]
-    row.pin({9: 0, 1: 2, 3: 3, -1: 4, 5: -1, 20: 1, 6: 5}, round=3)  # two change places, one stays
+    row.pin({9: 0, 1: 2, 3: 3, -2: 4, 5: -1, 20: 1, 6: 5}, round=3)  # two change places, one stays
     assert row.hot == [9, -1, 1, 3, -1]
     assert row.tables.dirty.tolist() == [[1, 0, 1, 1, 0]]
     assert row.tables.stamps.tolist() == [[3, 1, 3, 3, -1]]
@@ -216,6 +216,19 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     assert not tables.dirty.any()
     slots, late = found_slots(tables, lists, counts, page_tables, 2, 2, backend)
     assert late.tolist() == [7, 3]
+
+
+@both
+def test_a_frame_in_reserve_is_left_alone(backend: str) -> None:
+    row = one_row(3, backend)
+    row.request([4, 5, 6], round=0, oldest=0)
+    pin_frames(row.tables, ints([-1, -2]), ints([1, 2]), ints([0]), 1, backend)
+    assert (row.hot, row.tables.slot_of[0, 4:7].tolist()) == ([4, -1, 6], [0, -1, 2])
+    assert row.request([7, 8, 9], round=1, oldest=1) == ({7: 0, 8: 2}, [9])
+    row.pin({3: 1}, round=1)
+    row.save(3)
+    assert row.request([9], round=2, oldest=2) == ({9: 0}, [])
+    assert row.request([8, 1], round=3, oldest=3)[0] == {1: 1}
 
 
 @both
@@ -541,7 +554,7 @@ class Offload(RuleBasedStateMachine):
             if new:
                 session.pages.append(self.free.pop(0))
         before = self.where()
-        listed = ints([-1, *pinned], "cpu"), ints([0, *pinned.values()], "cpu")
+        listed = ints([-2, *pinned], "cpu"), ints([0, *pinned.values()], "cpu")
         pin_frames(self.tables, *listed, ints([self.round], "cpu"), HEADS)
         after = self.where()
         keys = set(self.keys(pinned))

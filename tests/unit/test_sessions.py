@@ -24,6 +24,7 @@ from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.prefetcher import Wanted
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from engine.step_loop import share_prefill
@@ -1505,10 +1506,88 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
         *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
+        *("kv_hit_pages", "kv_prefetched_pages", "kv_wasted_pages", "kv_prefetches"),
         *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
     }
     assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
+
+
+@dataclass
+class Prefetching:
+    """In place of a runner's own: what it was asked to bring; whether it can just now."""
+
+    can: bool = True
+    wanted: list[list[tuple[SequenceKV, list[list[int]]]]] = field(default_factory=list)
+
+    def prefetch(self, wanted: list[Wanted]) -> bool:
+        if not self.can:
+            return False
+        lists = []
+        for item in wanted:
+            heads, words = item.words.shape
+            chosen = BlockSelection.from_words(heads, 64 * words, item.words).matrix()
+            lists.append((item.kv, [np.flatnonzero(row).tolist() for row in chosen]))
+        self.wanted.append(lists)
+        return True
+
+
+def prefetching(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Stand, Prefetching]:
+    state = Prefetching()
+    monkeypatch.setattr(FakeRunner, "prepare_prefetches", lambda *_: True)
+    monkeypatch.setattr(FakeRunner, "can_prefetch", property(lambda _: state.can))
+    monkeypatch.setattr(FakeRunner, "prefetch", lambda _, wanted: state.prefetch(wanted))
+    return Stand(**fields), state
+
+
+def test_what_is_announced_is_prefetched_before_its_proposal_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head by head of the target; the newest of a session once, and what is to be stepped at once not at all."""
+    stand, state = prefetching(monkeypatch)
+    verifier, session = stand.verifier, stand.session
+    assert verifier.prefetch_announced() and not state.wanted
+    verifier.receive(stand.peer, stand.announcement())
+    state.can = False
+    assert not verifier.prefetch_announced()
+    state.can = True
+    assert verifier.prefetch_announced()
+    heads = len(PLAN.sparse_layers) * KV_HEADS
+    assert state.wanted == [[(session.kv, [[2]] * heads)]]
+    assert verifier.prefetch_announced() and len(state.wanted) == 1
+    last = encode_selection(stand.selection(session.at.base, 3))
+    verifier.receive(stand.peer, stand.announcement(part=1, selection=last))
+    verifier.receive(stand.peer, stand.proposal(announcements=2))
+    assert verifier.prefetch_announced() and len(state.wanted) == 1  # the step is about to fetch it itself
+    assert verifier.counters["prefetched_announcements"] == 1
+
+
+def test_what_is_announced_while_a_step_runs_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the round behind it, of the same session too; not for one that has ended."""
+    stand, state = prefetching(monkeypatch)
+    verifier, session = stand.verifier, stand.session
+    verifier.receive(stand.peer, stand.announcement())
+    verifier.receive(stand.peer, stand.proposal([1, 2, 3, 4]))
+    step = verifier.plan_step()
+    assert step is not None and not verifier._announced
+    at = session.at
+    ahead = m.At("a", at.epoch, at.round + 1, at.base + 5)
+    data = encode_selection(stand.selection(ahead.base, 4))
+    verifier.receive(stand.peer, m.Announcement(ahead, 0, 9, data))
+    assert verifier.prefetch_announced()
+    heads = len(PLAN.sparse_layers) * KV_HEADS
+    assert state.wanted == [[(session.kv, [[4]] * heads)]]
+    verifier.receive(stand.peer, m.Announcement(ahead, 1, 9, data))
+    verifier.abort("a")
+    assert verifier.prefetch_announced() and len(state.wanted) == 1
+    verifier.finish_step(step, verifier.execute(step))
+
+
+def test_without_prefetch_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(FakeRunner, "prepare_prefetches", lambda _, *what: asked.append(what) or True)
+    Stand()
+    assert asked == [(PLAN.block_size, PLAN.sparse_layers)]
+    over_tiers(kv_prefetch=False)
+    assert len(asked) == 1
 
 
 def test_fewer_frames_than_are_written_at_once_are_refused() -> None:

@@ -1,7 +1,9 @@
 """KV in two tiers against a model that keeps everything, through any sequence of what sessions do to it."""
 
+import contextlib
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -24,8 +26,10 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.tier_reads import StagedReads, fetch_listed
+from engine.prefetcher import MOST, Prefetcher, Wanted
+from engine.tier_reads import StagedReads, StepRounds, fetch_listed
 from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV, head_rows
+from sparsity.selection import BlockSelection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -87,11 +91,34 @@ def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: in
         pages[layer][frames, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
 
 
+@contextlib.contextmanager
+def turn(kv: TieredKV) -> Iterator[None]:
+    """As a pass has it."""
+    kv.take_tables()
+    try:
+        yield
+    finally:
+        kv.give_tables()
+
+
 def check_staged(kv: TieredKV, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
     """Whole sequences, layer by layer."""
-    staged = StagedReads(kv, [sequence for sequence, _ in sequences])
-    for layer in range(LAYERS):
-        check_layer(staged, layer, sequences)
+    with turn(kv):
+        staged = StagedReads(kv, [sequence for sequence, _ in sequences])
+        for layer in range(LAYERS):
+            check_layer(staged, layer, sequences)
+
+
+def step_rounds(kv: TieredKV, sequences: list[SequenceKV]) -> StepRounds:
+    round = kv.step_round()
+    numbers = round, kv.prefetches.oldest(round), kv.prefetches.due(sequences, kv.pool.shared > 0)
+    tensors = (torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in numbers)
+    return StepRounds(*tensors, None, None)
+
+
+def words_of(chosen: np.ndarray) -> np.ndarray:
+    """bool [layers * heads, blocks]"""
+    return BlockSelection.from_matrix(chosen).words
 
 
 def check_layer(staged: StagedReads, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
@@ -170,6 +197,8 @@ class Tiers(RuleBasedStateMachine):
     def start(self, frames: int) -> None:
         self.kv = make(frames)
         self.kv.keep_group_means(GROUP, 5 * LONGEST // GROUP)
+        self.prefetcher = Prefetcher(self.kv, PAGE_SIZE, pages_for(LONGEST) + 2, enforce_eager=True)
+        self.prefetched = 0
 
     @precondition(lambda self: len(self.live) < 4)
     @rule(
@@ -235,10 +264,23 @@ class Tiers(RuleBasedStateMachine):
     def run_pass(self, data: st.DataObject, seed: int, share: float, per_block: int, aborted: bool) -> None:
         """Frames are given, lists requested, new KV written, all of it read; then rounds are judged."""
         planned = self.plan(data)
-        if not planned or not self.begin(planned):
-            for session in self.live:
-                session.drafted.clear()
-            return
+        with turn(self.kv):
+            if not planned or not self.begin(planned):
+                for session in self.live:
+                    session.drafted.clear()
+                return
+            self.run_planned(planned, seed, share, per_block)
+        for session, count in planned:
+            session.kv.length += count
+        for session, _ in planned:
+            if aborted and session is planned[0][0]:
+                self.end(session)
+            else:
+                self.judge(session, data)
+
+    def run_planned(
+        self, planned: list[tuple[Session, int]], seed: int, share: float, per_block: int
+    ) -> None:
         self.check_means([session.kv for session, _ in planned])
         after = [(s.kv, tuple((s.tokens + s.drafted)[: s.kv.length + count])) for s, count in planned]
         if self.kv.spilled and seed % 3:
@@ -252,13 +294,40 @@ class Tiers(RuleBasedStateMachine):
         else:
             for layer in range(LAYERS):
                 self.write(planned, after, layer)
-        for session, count in planned:
-            session.kv.length += count
-        for session, _ in planned:
-            if aborted and session is planned[0][0]:
-                self.end(session)
-            else:
-                self.judge(session, data)
+
+    @precondition(lambda self: self.live and self.kv.spilled)
+    @rule(seed=st.integers(0, 10**6), share=st.sampled_from([0.1, 0.4, 1.0]))
+    def prefetch(self, seed: int, share: float) -> None:
+        """What any sessions will perhaps read, between two passes; as much as there are slots for."""
+        rng, kv, tables = np.random.default_rng(seed), self.kv, self.kv.tables
+        sessions = [session for session in self.live if session.kv.pages and rng.random() < 0.7][:MOST]
+        if not sessions:
+            return
+        chosen = [rng.random((LAYERS * HEADS, len(s.kv.pages))) < share for s in sessions]
+        rows = [{int(p) * HEADS + h for s, c in zip(sessions, chosen, strict=True) for h in range(HEADS)
+                 for p in np.array(s.kv.pages)[c[layer * HEADS + h]]} for layer in range(LAYERS)]  # fmt: skip
+        oldest = kv.oldest_for_prefetch(kv.round + 1)
+        expected = [self.placed(layer, wanted, oldest) for layer, wanted in enumerate(rows)]
+        assert self.prefetcher.launch(
+            [Wanted(s.kv, words_of(c)) for s, c in zip(sessions, chosen, strict=True)]
+        )
+        last = kv.prefetches.outstanding[-1]
+        assert last.transfers.counts.tolist() == expected
+        self.prefetched += sum(expected)
+        for layer, wanted in enumerate(rows):
+            missing = {row for row in wanted if int(tables.slot_of[layer, row]) < 0}
+            assert len(missing) == int(last.transfers.unplaced[layer])
+            self.reached["prefetch without a slot"] += bool(missing)
+        self.reached["prefetched"] += sum(expected) > 0
+
+    def placed(self, layer: int, wanted: set[int], oldest: int) -> int:
+        """How many pages that are not hot a request will find slots for."""
+        tables = self.kv.tables
+        slots = {row: int(tables.slot_of[layer, row]) for row in wanted}
+        hot = {slot for slot in slots.values() if slot >= 0}
+        dirty, stamps = tables.dirty[layer].tolist(), tables.stamps[layer].tolist()
+        free = sum(not dirty[s] and stamps[s] < oldest and s not in hot for s in range(tables.slots))
+        return min(len(wanted) - len(hot), free)
 
     def write(
         self, planned: list[tuple[Session, int]], after: list[tuple[SequenceKV, tuple[int, ...]]], layer: int
@@ -276,19 +345,18 @@ class Tiers(RuleBasedStateMachine):
     ) -> None:
         """All that is listed, if the GPU has slots for it; whether it has is told."""
         kv, tables = self.kv, self.kv.tables
-        listed = Listed.draw(rng, [sequence for sequence, _ in after], per_block, share)
+        sequences = [sequence for sequence, _ in after]
+        listed = Listed.draw(rng, sequences, per_block, share)
+        rounds = step_rounds(kv, sequences)
         refused = fetched = 0
         for layer in range(LAYERS):
-            rows, dirty = listed.rows(layer), tables.dirty[layer].cpu().bool()
-            slots = {row: int(tables.slot_of[layer, row]) for row in rows}
-            clean = sum(slot < 0 or not dirty[slot] for slot in slots.values())
-            over = max(0, clean + int(dirty.sum()) - tables.slots)
-            refused += over
-            fetched += sum(slot < 0 for slot in slots.values()) - over
+            rows = listed.rows(layer)
+            placed = self.placed(layer, rows, int(rounds.oldest))
+            fetched += placed
+            refused += sum(int(tables.slot_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        number = torch.tensor([kv.next_round()], dtype=torch.int32, device=DEVICE)
-        done = fetch_listed(kv, lists, counts, size, pages, number)
+        done = fetch_listed(kv, lists, counts, size, pages, rounds)
         assert int(done.refused) == refused
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -296,6 +364,12 @@ class Tiers(RuleBasedStateMachine):
             done.wait(layer)
             if not refused:
                 listed.check(kv, done.slots, layer, after)
+        kv.tell_tables_free()
+        held = len(kv.prefetches.outstanding)
+        kv.note_step(sequences)
+        self.reached["prefetches read"] += len(kv.prefetches.outstanding) < held
+        if refused:
+            self.reached["given up"] += kv.give_up_prefetches()
         self.reached["refused" if refused else "listed"] += 1
         self.reached["fetched"] += fetched > 0
 
@@ -340,6 +414,31 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def frames_and_home_are_in_order(self) -> None:
         self.kv.check_integrity()
+
+    @invariant()
+    def what_is_hot_is_right(self) -> None:
+        """Of all that the clock has, in every slot."""
+        kv = self.kv
+        if not kv.spilled:
+            return
+        with turn(kv):
+            kv.prefetches.wait_for_copies()
+        for layer in range(LAYERS):
+            page_in, dirty = (part[layer].long() for part in (kv.tables.page_in, kv.tables.dirty))
+            slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
+            for near, far in ((kv.k_pages, kv.k_home), (kv.v_pages, kv.v_home)):
+                got, home = head_rows(near[layer])[slots].cpu(), head_rows(far[layer])
+                assert torch.equal(got, home[page_in[slots].cpu()])
+
+    @invariant()
+    def prefetched_pages_are_counted(self) -> None:
+        self.kv.take_accounts(PAGE_SIZE)
+        counters, state = self.kv.counters, self.kv.prefetches
+        under_way = sum(int(prefetch.transfers.counts.sum()) for prefetch in state.outstanding)
+        if DEVICE == "cpu":
+            assert counters.prefetched_pages + under_way == self.prefetched
+        assert counters.wasted_pages <= counters.prefetched_pages
+        self.reached["wasted"] += counters.wasted_pages > 0
 
     @invariant()
     def sessions_read_back(self) -> None:
@@ -403,6 +502,7 @@ def test_sessions_over_tiers() -> None:
     assert {name for name, count in Tiers.reached.items() if count} - {"out of pages"} == {
         *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
         *("listed", "fetched", "refused", "staged", "means", "out of frames"),
+        *("prefetched", "prefetches read", "prefetch without a slot", "wasted", "given up"),
     }
 
 
