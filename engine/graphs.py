@@ -271,6 +271,7 @@ class GraphRunner(Runner):
             captured.graph.replay()
         counters, results = self.kv.counters, captured.buffers.results.fetch()
         counters.fetched_pages += int(results["fetched"][0])
+        counters.pages_from_peer += int(results["from_peer"][0])
         counters.refused_pages += int(results["refused"][0])
         if results["refused"][0]:
             return None

@@ -175,7 +175,7 @@ def make_buffers(
     tiers: Layout = {}
     if shape.tiered:
         tiers = {"round": ((1,), torch.int32)}
-        results |= dict.fromkeys(("fetched", "refused"), ((1,), torch.int32))
+        results |= dict.fromkeys(("fetched", "refused", "from_peer"), ((1,), torch.int32))
         results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
         if shape.measures_waits:
             results["waited"] = (2 * sparse,), torch.int64
@@ -332,6 +332,8 @@ def run_step(
     if fetched is not None:
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
+        if fetched.from_peer is not None:
+            results["from_peer"].copy_(fetched.from_peer)
         results["cold"].copy_(fetched.cold)
         results["late"].copy_(fetched.late)
         if fetched.waited is not None:
