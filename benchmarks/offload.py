@@ -343,7 +343,7 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
         "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
         "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
         "nor fetched, and the step is void.\nGB/s: fetched over the whole step. Bound: the resident step, or what was "
-        "fetched at the link's bulk rate (of two links: the longer)."
+        "fetched at the link's bulk rate\n(of two links: the longer)."
     )
     return "\n".join(lines)
 

@@ -43,6 +43,8 @@ def peer_pages(
             f"{neighbour} has no {size / 2**30:.1f} GiB for KV, {free / 2**30:.1f} GiB of it are free: lower "
             "--peer-kv-memory, or choose another --peer-gpu"
         ) from None
+    if neighbour.type == "cuda":
+        torch.cuda.synchronize(neighbour)  # its streams and those of `device` do not wait for each other
     return keys, values
 
 

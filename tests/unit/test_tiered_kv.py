@@ -94,6 +94,8 @@ def neighbour(pages: int) -> Pages:
 
 def home_of(kv: TieredKV) -> Pages:
     """All pages at home, of all segments, in the order of their numbers."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     sides = [(segment.keys, segment.values) for segment in kv.segments]
     keys, values = (
         [torch.cat([side[which][layer].cpu() for side in sides]) for layer in range(LAYERS)]
