@@ -241,10 +241,11 @@ class TieredKV(PagedKV):
 
     @property
     def totals(self) -> dict[str, float]:
-        """Counters since the start, by name."""
+        """Counters since the start, by name; those of a neighbour GPU where there is one."""
         page_bytes = 2 * self.k_pages[0][0, 0].nbytes
         values = self.counters.values(page_bytes, len(self.tiered_layers) * self.kv_heads)
-        return {f"kv_{name}": value for name, value in values.items()}
+        told = {name: value for name, value in values.items() if self.peer_pages or "from_peer" not in name}
+        return {f"kv_{name}": value for name, value in told.items()}
 
     @property
     def gauges(self) -> dict[str, float]:

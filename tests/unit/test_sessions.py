@@ -1442,7 +1442,7 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
 
 
 def over_tiers(frames: int = 40, on_peer: int = 0, **changes: Any) -> Verifier:
-    """A target with a home for 40 pages; nothing that is run here leaves its frames. on_peer: of them on a neighbour."""
+    """A target with a home for 40 pages; nothing run here leaves its frames. on_peer: of them on a neighbour."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
     peer = peer_pages(LAYERS, on_peer, KV_HEADS, 2, torch.float32, torch.device("cpu")) if on_peer else None
     runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500, peer=peer)
@@ -1502,8 +1502,9 @@ def test_means_for_late_kv_need_group_means() -> None:
         Verifier(runner, replace(PLAN, group_size=0), settings)
 
 
-def test_counters_and_gauges_of_tiers_are_told() -> None:
-    verifier = over_tiers()
+@pytest.mark.parametrize("on_peer", [0, 15])
+def test_counters_and_gauges_of_tiers_are_told(on_peer: int) -> None:
+    verifier = over_tiers(on_peer=on_peer)
     verifier.open(exact("a", max_tokens=5), lambda _: None)
     run_to_the_end(verifier)
     totals, gauges = verifier.totals, verifier.gauges
@@ -1511,7 +1512,9 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
     assert {name for name in totals if name.startswith("kv_")} == {
         *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
         *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
+        *(("kv_pages_from_peer", "kv_bytes_from_peer") if on_peer else ()),
     }
+    assert gauges.get("kv_peer_pages") == (on_peer or None)
     assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
 
