@@ -106,9 +106,8 @@ class _HomeState:
                 copy.pages.remove(page)
 
 
-Pages = tuple[
-    list[Tensor], list[Tensor]
-]  # keys and values of each layer, [pages, kv_heads, PAGE_SIZE, head_dim]
+# Keys and values of each layer, [pages, kv_heads, PAGE_SIZE, head_dim].
+Pages = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -181,9 +180,10 @@ class TieredKV(PagedKV):
             self.k_pages[layer], self.v_pages[layer] = (
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2)
             )
-        on_host = (pages - self.peer_pages, *shape[1:])
-        if home is not None and any(part.shape != on_host for part in (*home[0], *home[1])):
-            raise ValueError(f"pages at home that are there already must be {on_host}")
+        on_host, on_peer = ((count, *shape[1:]) for count in (pages - self.peer_pages, self.peer_pages))
+        for given, wanted in ((home, on_host), (peer, on_peer)):
+            if given is not None and any(part.shape != wanted for part in (*given[0], *given[1])):
+                raise ValueError(f"pages at home that are there already must be {wanted}")
         self.k_home, self.v_home = home or self._make_home(on_host, dtype)
         self._freed: list[int] = []
         self._last_work: list[SequenceKV] = []

@@ -677,3 +677,5 @@ def test_a_neighbour_does_not_hold_all_of_home() -> None:
         make(frames=4, pages=8, on_peer=8)
     with pytest.raises(ValueError, match=r"there already must be \(4, "):
         TieredKV(1, HEADS, DIM, 4, 8, LONGEST, home=neighbour(8), peer=neighbour(4))
+    with pytest.raises(ValueError, match=rf"there already must be \(4, {HEADS + 1}, "):
+        TieredKV(LAYERS, HEADS + 1, DIM, 4, 8, LONGEST, peer=neighbour(4))
