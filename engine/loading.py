@@ -267,6 +267,11 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         )
     how = settings.late_kv, settings.measure_kv_waits, settings.dense_layers
     on_peer = _room_in(settings.peer_kv_memory, settings, shape, dtype)
+    if settings.peer_kv_memory and on_peer < PAGE_SIZE:
+        raise ValueError(
+            f"peer_kv_memory of {settings.peer_kv_memory} GiB holds KV of {on_peer} tokens, a page has {PAGE_SIZE}: "
+            "raise it, or leave it out"
+        )
     plain = make_runner(
         loaded, tokens, at_home - on_peer, _longest(settings, shape), *how, on_peer, settings.peer_gpu
     )

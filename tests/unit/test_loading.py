@@ -180,3 +180,15 @@ def test_a_runner_with_pages_on_a_neighbour() -> None:
     assert [len(segment.keys) for segment in kv.segments] == [3, 3]
     with pytest.raises(ValueError, match="480 tokens on a neighbour GPU and of none on the host"):
         make_runner(model, 320, 0, 640, peer_kv_tokens=480)
+
+
+def test_a_model_is_opened_over_two_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with a neighbour; together they hold a context, which neither does alone."""
+    monkeypatch.setattr(engine.loading, "_check_peer", lambda *_: None)
+    kv = open_model(replace(tiered(480), peer_kv_memory=tiered(320).host_kv_memory)).runner.kv
+    assert isinstance(kv, TieredKV)
+    assert [(len(segment.pages), segment.on_peer) for segment in kv.segments] == [(20, True), (30, False)]
+    with pytest.raises(ValueError, match=r"KV for 639 tokens fits on the host and the neighbour GPU"):
+        open_model(replace(tiered(439), peer_kv_memory=tiered(200).host_kv_memory))
+    with pytest.raises(ValueError, match="holds KV of 15 tokens, a page has 16: raise it"):
+        open_model(replace(tiered(800), peer_kv_memory=tiered(15).host_kv_memory))
