@@ -31,6 +31,7 @@ from benchmarks.offload_steps import (
     Step,
     link_rate,
     make_home,
+    make_peer,
     pack_rounds,
     replay,
     resident_kv,
@@ -40,7 +41,7 @@ from benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import Shape, random_decoder
-from engine.paged_kv import PAGE_SIZE
+from engine.paged_kv import PAGE_SIZE, PagedKV
 from evaluation.plots import make_figure, save_figure
 
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
@@ -54,7 +55,7 @@ class Settings:
     """shares: of the pages, selected. hot: shares of the pages that there are frames for. passes: over all rounds.
 
     home_layers: layers that have a home of their own; the others share these. host_memory: bytes that homes may take;
-    None: what is free.
+    None: what is free. peer_share: of the pages, those whose home is a neighbour GPU.
     """
 
     batches: tuple[int, ...] = (1, 8)
@@ -65,6 +66,7 @@ class Settings:
     passes: int = 4
     home_layers: int = 1
     host_memory: int | None = None
+    peer_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.hot or not all(0 < value <= 1 for value in self.hot):
@@ -75,6 +77,8 @@ class Settings:
             raise ValueError(
                 f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
             )
+        if not 0 <= self.peer_share < 1:
+            raise ValueError(f"peer_share must lie in [0, 1), got {self.peer_share}")
         if self.queries < 2 or min(*self.batches, self.passes, self.home_layers) < 1:
             raise ValueError("there must be 2 queries at least, and one of batches, passes and home layers")
 
@@ -85,7 +89,8 @@ class Row:
 
     pages, each of a layer and KV head: read, fetched over the link (in tiers), and listed without finding a slot; where
     there are any of these the step is void, and the services would verify fewer sessions at once.
-    link: bytes a second of fetches over the whole step; link_used: the same, of the bulk rate. bound: milliseconds.
+    link: bytes a second of fetches over the whole step; link_used: the same, of the host link's bulk rate. bound:
+    milliseconds. pages_from_peer: of those fetched, what a neighbour GPU had.
     """
 
     batch: int
@@ -103,6 +108,7 @@ class Row:
     link: float
     link_used: float
     bound: float
+    pages_from_peer: float = 0.0
 
     @property
     def to_resident(self) -> float | None:
@@ -146,6 +152,9 @@ class Bench:
         layers = min(settings.home_layers, largest.shape.num_hidden_layers)
         self.home: Home = make_home(largest, layers, device)
         self.link = link_rate(self.home, device)
+        share = settings.peer_share
+        self.peer = make_peer(largest, layers, share, device) if share else None
+        self.peer_link = link_rate(self.peer, device) if self.peer else 0.0
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
     def rows(self, case: Case) -> Iterator[Row]:
@@ -169,7 +178,11 @@ class Bench:
             where = "wholly on the GPU" if hot is None else f"{hot:.1%} of it on the GPU"
             print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
             return {}
-        kv = resident_kv(case, self.device) if hot is None else tiered_kv(case, hot, self.home, self.device)
+        kv: PagedKV
+        if hot is None:
+            kv = resident_kv(case, self.device)
+        else:
+            kv = tiered_kv(case, hot, self.home, self.device, self.peer, self.settings.peer_share)
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], overlap)
         measured = {share: replay(step, words, self.settings.passes) for share, words in rounds.items()}
         del step, kv
@@ -186,6 +199,8 @@ class Bench:
         self, case: Case, share: float, way: str, hot: float, measured: Measured, resident: float | None
     ) -> Row:
         mean, size = float(np.mean(measured.milliseconds)), measured.fetched * case.page_bytes
+        from_peer = measured.from_peer * case.page_bytes
+        links = [(size - from_peer) / self.link, from_peer / self.peer_link if from_peer else 0.0]
         if way == RESIDENT:
             resident = mean
         rate = 1e3 * size / mean
@@ -204,7 +219,8 @@ class Bench:
             bytes_fetched=size,
             link=rate,
             link_used=rate / self.link,
-            bound=max(resident or 0.0, 1e3 * size / self.link),
+            bound=max(resident or 0.0, 1e3 * max(links)),
+            pages_from_peer=measured.from_peer,
         )
 
 
@@ -257,6 +273,9 @@ def run_offload_benchmark(
         bench = Bench(settings, cases, device)
         rows = [row for case in tqdm(cases, desc="replaying") for row in bench.rows(case)]
     head = _head(name, settings, device, bench.link, homes)
+    if bench.peer:
+        where = f"{bench.peer[0][0].device}, bulk copies from there {bench.peer_link / 1e9:.1f} GB/s"
+        head["peer"] = f"{settings.peer_share:.0%} of the home pages on {where}"
     print(report(head, rows))
     if json_file:
         content = head | {"rows": [asdict(row) for row in rows]}
@@ -298,7 +317,8 @@ def command_of(name: str, settings: Settings) -> str:
     }
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
     numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
-    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
+    peer = f" --peer-share {settings.peer_share}" if settings.peer_share else ""
+    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}{peer}"
 
 
 def report(head: dict[str, str | float], rows: list[Row]) -> str:
@@ -316,13 +336,14 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
             f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
             f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
             f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8}"
+            + (f" {row.pages_from_peer / row.pages_fetched:.0%} from peer" if row.pages_from_peer else "")
         )
     lines.append(
         f"Means over the rounds from the {SETTLED + 1}th on, nothing hot before the first; p95 of the same. Read: as "
         "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
         "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
         "nor fetched, and the step is void.\nGB/s: fetched over the whole step. Bound: the resident step, or what was "
-        "fetched at the link's bulk rate."
+        "fetched at the link's bulk rate\n(of two links: the longer)."
     )
     return "\n".join(lines)
 

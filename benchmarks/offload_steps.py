@@ -21,6 +21,7 @@ from engine.decoder import Decoder
 from engine.host_memory import host_zeros
 from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.peer_memory import peer_pages
 from engine.sampling import Sampling
 from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
@@ -66,6 +67,10 @@ class Case:
     def layer_bytes(self) -> int:
         return self.pages * self.shape.num_key_value_heads * self.page_bytes
 
+    def on_peer(self, share: float) -> int:
+        """Pages whose home is a neighbour GPU."""
+        return int(share * self.pages)
+
     def frames(self, hot: float) -> int:
         """A share of all pages, but room for what a step writes."""
         written = self.pages_each - self.context // PAGE_SIZE
@@ -86,6 +91,17 @@ def make_home(case: Case, layers: int, device: torch.device) -> Home:
         return [made[layer % layers] for layer in range(case.shape.num_hidden_layers)]
 
     return side(), side()
+
+
+def make_peer(case: Case, layers: int, share: float, device: torch.device) -> Home:
+    """As make_home, a share of the pages on a neighbour GPU; without a GPU, in memory that stands for it."""
+    shape = case.shape
+    sizes = case.on_peer(share), shape.num_key_value_heads, shape.head_dim
+    keys, values = peer_pages(layers, *sizes, case.dtype, device)
+    for part in (*keys, *values):
+        part.normal_()
+    order = [layer % layers for layer in range(shape.num_hidden_layers)]
+    return [keys[i] for i in order], [values[i] for i in order]
 
 
 def link_rate(home: Home, device: torch.device) -> float:
@@ -109,13 +125,22 @@ def resident_kv(case: Case, device: torch.device) -> PagedKV:
     return kv
 
 
-def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> TieredKV:
-    """hot: share of all pages that there are frames for."""
+def tiered_kv(
+    case: Case,
+    hot: float,
+    home: Home,
+    device: torch.device,
+    peer: Home | None = None,
+    peer_share: float = 0.0,
+) -> TieredKV:
+    """hot: share of all pages that there are frames for; peer_share: of those whose home is `peer`."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    keys, values = ([part[: case.pages] for part in side] for side in home)
+    on_peer = case.on_peer(peer_share) if peer else 0
+    keys, values = ([part[: case.pages - on_peer] for part in side] for side in home)
+    near = ([part[:on_peer] for part in peer[0]], [part[:on_peer] for part in peer[1]]) if peer else None
     sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values))
+    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values), peer=near)
 
 
 def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
@@ -149,12 +174,16 @@ def step_shape(case: Case, tiered: bool) -> StepShape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for."""
+    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
+
+    from_peer: of those fetched, what a neighbour GPU had.
+    """
 
     milliseconds: list[float]
     read: float
     fetched: float
     refused: float
+    from_peer: float
 
 
 class Step:
@@ -193,10 +222,10 @@ class Step:
                 getattr(self.kv.tables, name).copy_(part)
 
     def counts(self) -> Tensor:
-        """[3]: pages that the last run read, fetched, and had no slot for."""
+        """[4]: pages that the last run read, fetched, had no slot for, and fetched from a neighbour GPU."""
         results = self.buffers.results.device
         nothing = torch.zeros_like(results["blocks_read"][:1])
-        tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
+        tiers = (results.get(name, nothing) for name in ("fetched", "refused", "from_peer"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
 
     def _copy_tables(self) -> dict[str, Tensor]:
@@ -263,8 +292,8 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
                 counted.append(step.counts())
     if device.type == "cuda":
         torch.cuda.synchronize()
-    read, fetched, refused = torch.stack(counted).float().mean(0).tolist()
-    return Measured([begin.milliseconds_to(end) for begin, end in marks], read, fetched, refused)
+    means = torch.stack(counted).float().mean(0).tolist()
+    return Measured([begin.milliseconds_to(end) for begin, end in marks], *means)
 
 
 def _wake(step: Step, words: Tensor) -> None:

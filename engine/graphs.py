@@ -323,6 +323,7 @@ class GraphRunner(Runner):
         counters, results = self.kv.counters, self._fetch(captured.buffers)
         self.kv.take_accounts(shape.block_size)
         counters.fetched_pages += int(results["fetched"][0])
+        counters.pages_from_peer += int(results["from_peer"][0])
         counters.refused_pages += int(results["refused"][0])
         if results["refused"][0]:
             return None

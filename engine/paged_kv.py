@@ -40,14 +40,17 @@ class PagePool:
     """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
     freed: pages that went back to the free list, in order, for who keeps anything else of them and empties the list.
+    preferred: so many of the first pages are given out while there are free ones among them, before any other.
     """
 
-    def __init__(self, num_pages: int, freed: list[int] | None = None) -> None:
+    def __init__(self, num_pages: int, freed: list[int] | None = None, preferred: int = 0) -> None:
         self.num_pages = num_pages
         self.freed = freed
         self.references = [0] * num_pages
         self.shared = 0  # references beyond a page's first, over all pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._preferred = preferred
+        self._free_preferred = list(range(preferred - 1, -1, -1))
+        self._free = list(range(num_pages - 1, preferred - 1, -1))
         self._page_of_prefix: dict[Prefix, int] = {}
         self._prefix_of_page: dict[int, Prefix] = {}
         self._serial_of_page: dict[int, int] = {}
@@ -59,7 +62,12 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be allocated, evicting reusable ones where needed."""
-        return len(self._free) + len(self._reusable)
+        return self.free + len(self._reusable)
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free_preferred) + len(self._free)
 
     @property
     def held(self) -> int:
@@ -69,9 +77,9 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         if count > self.available:
             raise OutOfPages(f"{count} pages wanted, {self.available} of {self.num_pages} available")
-        while len(self._free) < count:
+        while self.free < count:
             self.evict_one()
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [(self._free_preferred or self._free).pop() for _ in range(count)]
         for page in pages:
             self.references[page] = 1
         return pages
@@ -130,15 +138,15 @@ class PagePool:
         self._give_back(page)
 
     def _give_back(self, page: int) -> None:
-        self._free.append(page)
+        (self._free_preferred if page < self._preferred else self._free).append(page)
         if self.freed is not None:
             self.freed.append(page)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is in exactly one place."""
-        free, reusable = set(self._free), set(self._reusable)
+        free, reusable = {*self._free_preferred, *self._free}, set(self._reusable)
         held = {page for page, count in enumerate(self.references) if count}
-        assert len(free) == len(self._free) and not free & reusable and not held & (free | reusable)
+        assert len(free) == self.free and not free & reusable and not held & (free | reusable)
         assert len(free) + len(reusable) + len(held) == self.num_pages
         assert self.shared == sum(count - 1 for count in self.references if count)
         assert {p: h for h, p in self._page_of_prefix.items()} == self._prefix_of_page

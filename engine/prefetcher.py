@@ -98,29 +98,38 @@ class Prefetcher:
         request = self._request_of(power_of_two(len(wanted)))
         round = self._lay_out(request.inputs, wanted)
         sequences = [item.kv for item in wanted]
-        if state.request_stream is None or state.copy_stream is None:
-            request.inputs.send()
-            transfers, cold = self._run(request.inputs)
-            self._copy(transfers)
-            state.add(Prefetch(sequences, round, state.tickets + 1, transfers, cold, None))
-            return
-        with torch.cuda.stream(state.request_stream):
+        with torch.cuda.stream(state.request_stream):  # None: where it is
             request.inputs.send()
             kv.follow_tables()
             transfers, cold = self._replay(request)
-            state.requested = torch.cuda.Event()
-            state.requested.record()
-        with torch.cuda.stream(state.copy_stream):
-            state.copy_stream.wait_event(state.requested)
-            kv.follow_link()
-            self._copy(transfers)
-            copied = torch.cuda.Event()
-            copied.record()
-        state.add(Prefetch(sequences, round, state.tickets + 1, transfers, cold, copied))
+            from_peer = torch.zeros(1, dtype=torch.int32, device=kv.device)
+            if state.request_stream is not None:
+                state.requested = torch.cuda.Event()
+                state.requested.record()
+        state.copied = self._copy(transfers, from_peer)
+        state.add(Prefetch(sequences, round, state.tickets + 1, transfers, cold, from_peer, state.copied))
 
-    def _copy(self, transfers: Transfers) -> None:
-        lists = transfers.pages, transfers.slots, transfers.counts
-        gather_layers(self.kv.fetches, *lists, self.kv.prefetches.arrived, PROGRAMS, self.kv.backend)
+    def _copy(self, transfers: Transfers, from_peer: Tensor) -> torch.cuda.Event | None:
+        """Over all links at once, but one prefetch after the other, as they are counted; when it will be done."""
+        kv, state = self.kv, self.kv.prefetches
+        copying = transfers.pages, transfers.slots, transfers.counts, state.arrived, PROGRAMS, kv.backend
+        done: torch.cuda.Event | None = None
+        for segment, stream in zip(kv.segments, state.copy_streams, strict=True):
+            counted = from_peer if segment.on_peer else None
+            with torch.cuda.stream(stream):
+                if stream is None:
+                    gather_layers(segment.fetches, *copying, counted)
+                    continue
+                for event in (state.requested, state.copied):
+                    if event is not None:
+                        stream.wait_event(event)
+                kv.follow_link()
+                gather_layers(segment.fetches, *copying, counted)
+                if done is not None:
+                    stream.wait_event(done)  # one event stands for all of them
+                done = torch.cuda.Event()
+                done.record()
+        return done
 
     def _replay(self, request: _Request) -> tuple[Transfers, Tensor]:
         """What it gives is the caller's own: the next replay is not to change it."""

@@ -21,8 +21,9 @@ class Prefetch:
     """One request, for one or several sequences.
 
     round: of the residency tables. ticket: how many prefetches there were, with this one. cold: [sequences] int32,
-    blocks that were not hot. copied: None where copying does not return before it is done. unread: sequences that have
-    not been stepped since. steps: of anyone, since.
+    blocks that were not hot. from_peer: [1] int32, pages that came from a neighbour GPU, once copied. copied: None
+    where copying does not return before it is done. unread: sequences that have not been stepped since. steps: of
+    anyone, since.
     """
 
     sequences: list[SequenceKV]
@@ -30,6 +31,7 @@ class Prefetch:
     ticket: int
     transfers: Transfers
     cold: Tensor
+    from_peer: Tensor
     copied: torch.cuda.Event | None
     unread: list[SequenceKV] = field(init=False)
     steps: int = 0
@@ -44,8 +46,8 @@ class Prefetch:
 
 @dataclass
 class Account:
-    """Of a prefetch that is over. numbers: int64, pages that it fetched, those of them that no step has read, and of
-    each sequence the blocks that were not hot; on the host once `done`."""
+    """Of a prefetch that is over. numbers: int64, pages that it fetched, those of them that no step has read, those
+    that came from a neighbour GPU, and of each sequence the blocks that were not hot; on the host once `done`."""
 
     sequences: list[SequenceKV]
     numbers: Tensor
@@ -53,19 +55,24 @@ class Account:
 
 
 class Prefetches:
-    """Those of one TieredKV. `arrived` [layers] int32 counts programs that have finished a layer, since the start."""
+    """Those of one TieredKV. links: ways from home, each of which `programs` copy.
 
-    def __init__(self, layers: int, programs: int, device: torch.device) -> None:
-        self.programs = programs
+    arrived: [layers] int32 counts programs that have finished a layer, since the start, one prefetch after the other.
+    """
+
+    def __init__(self, layers: int, links: int, programs: int, device: torch.device) -> None:
+        self.programs = links * programs
         self.arrived = torch.zeros(layers, dtype=torch.int32, device=device)
         self.tickets = 0
         self.outstanding: list[Prefetch] = []
         self.accounts: list[Account] = []
         # Before what computes, or they would find no room on the multiprocessors.
-        self.request_stream, self.copy_stream = (
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
+        self.request_stream, *self.copy_streams = (
+            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+            for _ in range(1 + links)
         )
         self.requested: torch.cuda.Event | None = None  # when the tables were last used for a prefetch
+        self.copied: torch.cuda.Event | None = None  # when the last one was
 
     def add(self, prefetch: Prefetch) -> None:
         self.outstanding.append(prefetch)
@@ -114,10 +121,11 @@ class Prefetches:
 
 
 def account_for(prefetch: Prefetch, tables: ResidencyTables) -> Tensor:
-    """int64 [2 + sequences]: Account.numbers, on the tables' device. What a step has read bears a later stamp."""
+    """int64 [3 + sequences]: Account.numbers, on the tables' device. What a step has read bears a later stamp."""
     transfers = prefetch.transfers
     place = torch.arange(transfers.slots.shape[1], device=transfers.slots.device)
     placed = place < transfers.counts[:, None]
     stamps = tables.stamps.gather(1, transfers.slots.where(placed, 0).long())
     unread = (placed & (stamps == prefetch.round)).sum()
-    return torch.cat([torch.stack([transfers.counts.sum(), unread]), prefetch.cold.long()])
+    pages = torch.stack([transfers.counts.sum(), unread])
+    return torch.cat([pages, prefetch.from_peer.long(), prefetch.cold.long()])

@@ -175,7 +175,7 @@ def make_buffers(
     tiers: Layout = {}
     if shape.tiered:
         tiers = dict.fromkeys(("round", "oldest", "due"), ((1,), torch.int32))
-        results |= dict.fromkeys(("listed", "fetched", "refused"), ((1,), torch.int32))
+        results |= dict.fromkeys(("listed", "fetched", "refused", "from_peer"), ((1,), torch.int32))
         results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
         if shape.measures_waits:
             results["waited"] = (2 * sparse,), torch.int64
@@ -336,6 +336,8 @@ def run_step(
         results["listed"].copy_(buffers.counts.sum())
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
+        if fetched.from_peer is not None:
+            results["from_peer"].copy_(fetched.from_peer)
         results["cold"].copy_(fetched.cold)
         results["late"].copy_(fetched.late)
         if fetched.waited is not None:

@@ -27,6 +27,8 @@ class Fetched:
     waited: [2 * layers] int64, nanoseconds before and after each layer's wait; None if that is not measured
     earlier, due: what prefetches have counted, by layer, and where that must be (engine.prefetches)
     copy_late: copies a layer's pages once the layer waits for them; None: they are under way.
+    programs: that copy a layer, over all links
+    from_peer: [1] int32, pages that came from a neighbour GPU, once the last layer has waited; None where there is none
     """
 
     slots: Tensor
@@ -41,6 +43,8 @@ class Fetched:
     waited: Tensor | None
     backend: str
     copy_late: Callable[[int], None] | None = None
+    programs: int = PROGRAMS
+    from_peer: Tensor | None = None
 
     def wait(self, index: int) -> None:
         """Let the current stream wait until this layer's pages are there; to be called once for each layer."""
@@ -49,7 +53,7 @@ class Fetched:
         if self.copy_late is not None:
             self.copy_late(index)
         else:
-            wait_for_layer(self.done, index, PROGRAMS, self.earlier, self.due, self.backend)
+            wait_for_layer(self.done, index, self.programs, self.earlier, self.due, self.backend)
         if self.ended is not None and index + 1 == len(self.done):
             torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
         if self.waited is not None:
@@ -104,32 +108,55 @@ def fetch_listed(
         rounds.tables_free.record()
     done = torch.zeros(len(lists), dtype=torch.int32, device=kv.device)
     found = slots, refused, cold, late, transfers, done, kv.prefetches.arrived, rounds.due
+    from_peer = torch.zeros(1, dtype=torch.int32, device=kv.device) if kv.peer_pages else None
+    links = PROGRAMS * len(kv.segments), from_peer
     if not overlap:
-        return Fetched(*found, None, waited, kv.backend, partial(_fetch_layer, kv, transfers))
-    copying = kv.fetches, transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
-    if kv.link_stream is None:
-        gather_layers(*copying)
-        return Fetched(*found, None, waited, kv.backend)
-    kv.link_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(kv.link_stream):
-        gather_layers(*copying)
-        ended = torch.cuda.Event()
-        ended.record()
-        if rounds.link_free is not None:
+        copy_late = partial(_fetch_layer, kv, transfers, from_peer)
+        return Fetched(*found, None, waited, kv.backend, copy_late, *links)
+    ended = start_fetches(kv, transfers, done, from_peer)
+    if rounds.link_free is not None:
+        with torch.cuda.stream(kv.segments[-1].stream):  # which has waited for the others'
             rounds.link_free.record()
-    return Fetched(*found, ended, waited, kv.backend)
+    return Fetched(*found, ended, waited, kv.backend, None, *links)
 
 
-def _fetch_layer(kv: TieredKV, transfers: Transfers, index: int) -> None:
-    gather_blocks(
-        kv.fetches.sources[index],
-        kv.fetches.destinations[index],
-        transfers.pages[index],
-        transfers.slots[index],
-        transfers.counts[index : index + 1],
-        PROGRAMS,
-        kv.backend,
-    )
+def start_fetches(
+    kv: TieredKV, transfers: Transfers, done: Tensor, from_peer: Tensor | None
+) -> torch.cuda.Event | None:
+    """Have all segments' pages copied, each over its link, at once; returns when that has ended, None on a CPU.
+
+    done: as gather_layers'; PROGRAMS of each segment count. from_peer: Fetched.from_peer
+    """
+    copying = transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
+    ended: torch.cuda.Event | None = None
+    for segment in kv.segments:
+        copied = from_peer if segment.on_peer else None
+        if segment.stream is None:
+            gather_layers(segment.fetches, *copying, copied)
+            continue
+        segment.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(segment.stream):
+            gather_layers(segment.fetches, *copying, copied)
+            if ended is not None:
+                segment.stream.wait_event(ended)  # one event stands for all of them
+            ended = torch.cuda.Event()
+            ended.record()
+    return ended
+
+
+def _fetch_layer(kv: TieredKV, transfers: Transfers, from_peer: Tensor | None, index: int) -> None:
+    for segment in kv.segments:
+        gather_blocks(
+            segment.fetches.sources[index],
+            segment.fetches.destinations[index],
+            transfers.pages[index],
+            transfers.slots[index],
+            transfers.counts[index : index + 1],
+            PROGRAMS,
+            kv.backend,
+            segment.fetches.first_source,
+            from_peer if segment.on_peer else None,
+        )
 
 
 class StagedReads:
@@ -154,11 +181,12 @@ class StagedReads:
         self._kv = kv
         self._wanted = kv.rows_of(pages)
         self._slots: dict[int, Tensor] = {}
-        # Of each sequence, heads' pages that came from home.
+        # Of each sequence, heads' pages that came from home; of all, those that a neighbour GPU had.
         self._cold = torch.zeros(len(sequences), dtype=torch.int64, device=kv.device)
+        self._from_peer = torch.zeros((), dtype=torch.int64, device=kv.device)
         counts = torch.tensor([len(sequence.pages) * kv.kv_heads for sequence in sequences])
         self._owner = torch.arange(len(sequences)).repeat_interleave(counts).to(kv.device)
-        self._brought: dict[int, torch.cuda.Event | None] = {}
+        self._brought: dict[int, list[torch.cuda.Event]] = {}
         kv.counters.stages += 1
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -174,8 +202,8 @@ class StagedReads:
             kv.tiered_layers
         ):  # its buffer was last read by layer index - 1, which has been launched
             self._bring_cold(index + 1)
-        if arrived is not None:
-            torch.cuda.current_stream().wait_event(arrived)
+        for event in arrived:
+            torch.cuda.current_stream().wait_event(event)
         kv.bring_hot(index, index % 2, self._slots.pop(index))
         return kv.k_staged[index % 2], kv.v_staged[index % 2]
 
@@ -184,18 +212,24 @@ class StagedReads:
         for output, cold in zip(outputs, self._cold.tolist(), strict=True):
             output.tokens_fetched = cold * PAGE_SIZE
             self._kv.counters.staged_pages += cold
+        self._kv.counters.pages_from_peer += int(self._from_peer)
 
     def _bring_cold(self, index: int) -> None:
         kv = self._kv
         self._slots[index] = slots = kv.slots_of(index, self._wanted)
         self._cold.index_add_(0, self._owner, (slots < 0).long())
-        if kv.link_stream is None:
-            kv.bring_cold(index, index % 2, self._wanted, slots)
-            self._brought[index] = None
-            return
-        kv.link_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(kv.link_stream):
-            kv.bring_cold(index, index % 2, self._wanted, slots)
-            self._brought[index] = torch.cuda.Event()
-            self._brought[index].record()  # type: ignore[union-attr]
-        slots.record_stream(kv.link_stream)
+        if kv.peer_pages:
+            self._from_peer += kv.from_peer(self._wanted, slots)
+        self._brought[index] = []
+        for segment in kv.segments:
+            bringing = segment, index, index % 2, self._wanted, slots
+            if segment.stream is None:
+                kv.bring_cold(*bringing)
+                continue
+            segment.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(segment.stream):
+                kv.bring_cold(*bringing)
+                event = torch.cuda.Event()
+                event.record()
+            self._brought[index].append(event)
+            slots.record_stream(segment.stream)

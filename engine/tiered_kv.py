@@ -1,4 +1,4 @@
-"""KV in two tiers: all pages have a home in host memory, and as many as fit lie on the GPU.
+"""KV in tiers: all pages have a home in host memory or on a neighbour GPU, and as many as fit lie on the GPU.
 
 GPU memory is cut into frames: one page of all layers and KV heads each. What becomes of a page:
 
@@ -15,6 +15,9 @@ list (engine.tier_reads.fetch_listed), others have their pages brought together 
 from those that the clock has; what it had put there is forgotten, since it is at home too.
 
 Only full pages are copied home, once: what a round has rolled back is never copied, and partial pages stay in frames.
+
+Home is made of segments: a run of page numbers each, in one memory, with a link of its own. The neighbour's, where
+there is one (engine.peer_memory), has the first numbers, which are given out first.
 """
 
 import os
@@ -31,7 +34,7 @@ from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PageP
 from engine.prefetches import Account, Prefetch, Prefetches, account_for
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
-from kernels.kv_gather import gather_blocks, layer_copies
+from kernels.kv_gather import LayerCopies, gather_blocks, layer_copies
 from kernels.residency import clear_tables, drop_pages, empty_tables, mark_home, pin_frames
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied home, unless frames are short
@@ -52,12 +55,13 @@ class TierCounters:
     hit: listed by a step, and in a slot already. fetched: into slots, for a step that listed them; late: of blocks
     that were not announced; left_out: of late ones that means stood in for. prefetched: into slots before a step listed
     them; wasted: of these, not read by the next step that could have. refused: had no slot, so that the step ran again.
-    staged: brought from home for a pass that reads everything; stages: such passes. wait_seconds: of each layer, where
-    that is measured.
+    staged: brought from home for a pass that reads everything; stages: such passes. pages_from_peer: of those fetched,
+    prefetched and staged, what a neighbour GPU had. wait_seconds: of each layer, where that is measured.
     """
 
     hit_pages: int = 0
     fetched_pages: int = 0
+    pages_from_peer: int = 0
     late_pages: int = 0
     left_out_pages: int = 0
     prefetched_pages: int = 0
@@ -80,6 +84,7 @@ class TierCounters:
         counts = {item.name: float(getattr(self, item.name)) for item in fields(self) if item.type is int}
         from_home = ("fetched_pages", "prefetched_pages", "staged_pages")
         counts["bytes_fetched"] = page_bytes * sum(counts[name] for name in from_home)
+        counts["bytes_from_peer"] = page_bytes * counts["pages_from_peer"]
         counts["bytes_copied_home"] = page_bytes * heads * counts["copied_home"]
         waits = {f"wait_seconds_layer_{layer}": wait for layer, wait in self.wait_seconds.items()}
         return counts | waits
@@ -113,17 +118,42 @@ class _HomeState:
                 copy.pages.remove(page)
 
 
+# Keys and values of each layer, [pages, kv_heads, PAGE_SIZE, head_dim].
+Pages = tuple[list[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Pages that have their home in one memory, and the way from there.
+
+    pages: their numbers; on_peer: whether the memory is a neighbour GPU's. fetches: into the slots of all layers.
+    stream: for what the link carries beside the model; None on a CPU.
+    """
+
+    pages: range
+    on_peer: bool
+    keys: list[Tensor]
+    values: list[Tensor]
+    fetches: LayerCopies
+    stream: torch.cuda.Stream | None
+
+    def rows(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, a row for each page and head."""
+        return head_rows(self.keys[index]), head_rows(self.values[index])
+
+
 class TieredKV(PagedKV):
     """A PagedKV whose page numbers are places at home. A runner calls `begin` before each pass.
 
     frames: pages that lie on the GPU at once; pages: at home, in all. longest: tokens of a sequence, at most, which
     StagedReads has room for. means_for_late: steps that let group means stand in for what is not read have them stand
     in for late blocks too, instead of fetching these. measures_waits: how long layers wait for what is fetched.
-    kept_layers: whose pages all stay on the GPU, at their numbers. k_home, v_home: of each other layer, [pages,
-    kv_heads, PAGE_SIZE, head_dim] on the host. tables: rows are these layers, a page of them is page * kv_heads + head,
-    a slot frame * kv_heads + head; they say nothing until KV has spilled.
+    kept_layers: whose pages all stay on the GPU, at their numbers. tables: rows are the other layers, a page of them is
+    page * kv_heads + head, a slot frame * kv_heads + head; they say nothing until KV has spilled.
+    peer: memory of a neighbour GPU for the first pages (engine.peer_memory.peer_pages); contents do not matter.
+    k_home, v_home: of each layer in tiers, the other pages on the host, [pages, kv_heads, PAGE_SIZE, head_dim].
     home: k_home and v_home, if they are there already (for a GPU pinned; layers may share one if contents do not
-    matter). Raises MemoryError if the host has no room.
+    matter). segments: all of home, in the order of page numbers. Raises MemoryError if the host has no room.
     """
 
     def __init__(
@@ -139,7 +169,8 @@ class TieredKV(PagedKV):
         means_for_late: bool = False,
         measures_waits: bool = False,
         kept_layers: tuple[int, ...] = (),
-        home: tuple[list[Tensor], list[Tensor]] | None = None,
+        home: Pages | None = None,
+        peer: Pages | None = None,
     ) -> None:
         if torch.device(device).type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise ValueError(
@@ -150,18 +181,25 @@ class TieredKV(PagedKV):
             raise ValueError(f"{frames} frames on the GPU for {pages} pages at home: expected 1 to {pages}")
         super().__init__(num_layers, kv_heads, head_dim, frames, dtype, device)
         shape = (pages, kv_heads, PAGE_SIZE, head_dim)
-        if home is not None and any(part.shape != shape for part in (*home[0], *home[1])):
-            raise ValueError(f"pages at home that are there already must be {shape}")
         self.kept_layers = kept_layers
         self.tiered_layers = [layer for layer in range(num_layers) if layer not in kept_layers]
+        self.peer_pages = len(peer[0][0]) if peer is not None and self.tiered_layers else 0
+        if self.peer_pages >= pages:
+            raise ValueError(
+                f"{self.peer_pages} pages on the neighbour of {pages} at home: the host has some, too"
+            )
         for layer in kept_layers:
             self.k_pages[layer], self.v_pages[layer] = (
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2)
             )
-        self.k_home, self.v_home = home or self._make_home(shape, dtype)
+        on_host, on_peer = ((count, *shape[1:]) for count in (pages - self.peer_pages, self.peer_pages))
+        for given, wanted in ((home, on_host), (peer, on_peer)):
+            if given is not None and any(part.shape != wanted for part in (*given[0], *given[1])):
+                raise ValueError(f"pages at home that are there already must be {wanted}")
+        self.k_home, self.v_home = home or self._make_home(on_host, dtype)
         self._freed: list[int] = []
         self._last_work: list[SequenceKV] = []
-        self.pool = PagePool(pages, self._freed)
+        self.pool = PagePool(pages, self._freed, preferred=self.peer_pages)
         self.num_frames = frames
         self.frame_of = np.full(pages, -1, np.int32)
         self._at_home = np.zeros(pages, bool)
@@ -174,18 +212,18 @@ class TieredKV(PagedKV):
             torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
             for _ in range(2)
         )
-        self.fetches = layer_copies(
-            [(head_rows(k), head_rows(v)) for k, v in zip(self.k_home, self.v_home, strict=True)],
-            [(head_rows(self.k_pages[i]), head_rows(self.v_pages[i])) for i in self.tiered_layers],
-            self.device,
-        )
+        self.segments = [self._make_segment(False, (self.k_home, self.v_home), self.link_stream)]
+        if peer is not None and self.peer_pages:
+            stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+            self.segments.insert(0, self._make_segment(True, peer, stream))
         rows = max(1, len(self.tiered_layers))
         self.tables = empty_tables(rows, pages * kv_heads, frames * kv_heads, self.device)
         self.spilled = False
         self.means_for_late, self.measures_waits = means_for_late, measures_waits
         self.round = 0  # of the residency tables
         self._step_round = 0  # of the last step that fetches
-        self.prefetches = Prefetches(len(self.tiered_layers), PROGRAMS, self.device)
+        links = len(self.segments)
+        self.prefetches = Prefetches(len(self.tiered_layers), links, PROGRAMS, self.device)
         self._turn = threading.Lock()  # whose the tables are, of the threads that launch
         self._tables_free: torch.cuda.Event | None = None  # when the last of these is through with them
         self._link_free: torch.cuda.Event | None = None  # and when what its step fetches has come
@@ -200,6 +238,18 @@ class TieredKV(PagedKV):
         keys, values = ([host_zeros(shape, dtype, self.device) for _ in self.tiered_layers] for _ in range(2))
         return keys, values
 
+    def _make_segment(self, on_peer: bool, home: Pages, stream: torch.cuda.Stream | None) -> Segment:
+        keys, values = home
+        first = 0 if on_peer else self.peer_pages
+        pages = range(first, first + (len(keys[0]) if keys else 0))
+        copies = layer_copies(
+            [(head_rows(k), head_rows(v)) for k, v in zip(keys, values, strict=True)],
+            [(head_rows(self.k_pages[i]), head_rows(self.v_pages[i])) for i in self.tiered_layers],
+            self.device,
+            first * self.kv_heads if self.peer_pages else None,  # alone, it has all that is asked for
+        )
+        return Segment(pages, on_peer, keys, values, copies, stream)
+
     @property
     def backend(self) -> str:
         return default_backend(self.device)
@@ -211,10 +261,11 @@ class TieredKV(PagedKV):
 
     @property
     def totals(self) -> dict[str, float]:
-        """Counters since the start, by name."""
+        """Counters since the start, by name; those of a neighbour GPU where there is one."""
         page_bytes = 2 * self.k_pages[0][0, 0].nbytes
         values = self.counters.values(page_bytes, len(self.tiered_layers) * self.kv_heads)
-        return {f"kv_{name}": value for name, value in values.items()}
+        told = {name: value for name, value in values.items() if self.peer_pages or "from_peer" not in name}
+        return {f"kv_{name}": value for name, value in told.items()}
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -222,6 +273,7 @@ class TieredKV(PagedKV):
             "kv_frames": self.num_frames,
             "kv_frames_written": self.num_frames - len(self._free_frames),  # the clock has the others
             "kv_spilled": float(self.spilled),
+            **({"kv_peer_pages": self.peer_pages} if self.peer_pages else {}),
         }
 
     def frames(self, sequence: SequenceKV) -> np.ndarray:
@@ -332,9 +384,10 @@ class TieredKV(PagedKV):
             if account.done is not None and not account.done.query():
                 kept.append(account)
                 continue
-            fetched, wasted, *cold = account.numbers.tolist()
+            fetched, wasted, from_peer, *cold = account.numbers.tolist()
             self.counters.prefetched_pages += fetched
             self.counters.wasted_pages += wasted
+            self.counters.pages_from_peer += from_peer
             for sequence, blocks in zip(account.sequences, cold, strict=False):
                 sequence.prefetched += blocks * block_size
         self.prefetches.accounts = kept
@@ -457,27 +510,35 @@ class TieredKV(PagedKV):
             return
         self._home.copying |= self._home.waiting
         self._home.waiting.clear()
-        frames, places = self._list(self.frame_of[pages].tolist()), self._list(pages)
-        count = self._list([len(pages)])
+        lists = [(segment, *self._lists_of(segment, pages)) for segment in self.segments]
         done: torch.cuda.Event | None = None
         if self._home_stream is None:
-            self._copy_layers_home(frames, places, count)
+            for part in lists:
+                self._copy_layers_home(*part)
         else:
             self._home_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._home_stream):
-                self._copy_layers_home(frames, places, count)
+                for part in lists:
+                    self._copy_layers_home(*part)
                 done = torch.cuda.Event()
                 done.record()
-            for tensor in (frames, places, count):
-                tensor.record_stream(self._home_stream)
+            for _, *tensors in lists:
+                for tensor in tensors:
+                    tensor.record_stream(self._home_stream)
         self._home.copies.append(_Copy(pages, done))
         self.counters.copied_home += len(pages)
 
-    def _copy_layers_home(self, frames: Tensor, places: Tensor, count: Tensor) -> None:
-        for row, layer in enumerate(self.tiered_layers):
+    def _lists_of(self, segment: Segment, pages: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the pages that have their home there: frames, places in the segment, and how many they are."""
+        held = [page for page in pages if page in segment.pages]
+        places = [page - segment.pages.start for page in held]
+        return self._list(self.frame_of[held].tolist()), self._list(places), self._list([len(held)])
+
+    def _copy_layers_home(self, segment: Segment, frames: Tensor, places: Tensor, count: Tensor) -> None:
+        for row, layer in enumerate(self.tiered_layers if len(places) else []):
             gather_blocks(
                 (_rows(self.k_pages[layer]), _rows(self.v_pages[layer])),
-                (_rows(self.k_home[row]), _rows(self.v_home[row])),
+                (_rows(segment.keys[row]), _rows(segment.values[row])),
                 frames,
                 places,
                 count,
@@ -581,11 +642,14 @@ class TieredKV(PagedKV):
         self.prefetches.wait_for_copies()
         places = np.arange(pages.size).reshape(pages.shape)
         wanted = self.rows_of(pages.reshape(-1))
-        cold = torch.zeros((), dtype=torch.int64, device=self.device)
+        cold, from_peer = torch.zeros(2, dtype=torch.int64, device=self.device)
         for row, layer in enumerate(self.tiered_layers):
+            if self.peer_pages:
+                from_peer += self.from_peer(wanted, self.slots_of(row, wanted))
             cold += self.bring(row, 0, wanted)
             self._make_layer_means(layer, self.k_staged[0], self.v_staged[0], places, slots, pool)
         self.counters.staged_pages += int(cold)
+        self.counters.pages_from_peer += int(from_peer)
 
     def _make_layer_means(
         self,
@@ -620,8 +684,13 @@ class TieredKV(PagedKV):
         """Pages of a layer, from where they lie, to the first places of a staging buffer; [], how many from home."""
         hot = self.slots_of(index, wanted)
         self.bring_hot(index, buffer, hot)
-        self.bring_cold(index, buffer, wanted, hot)
+        for segment in self.segments:
+            self.bring_cold(segment, index, buffer, wanted, hot)
         return (hot < 0).sum()
+
+    def from_peer(self, wanted: Tensor, slots: Tensor) -> Tensor:
+        """[] int64, how many of the pages that are only at home have it on a neighbour GPU."""
+        return ((slots < 0) & (wanted < self.peer_pages * self.kv_heads)).sum()
 
     def slots_of(self, index: int, wanted: Tensor) -> Tensor:
         """Where pages of a layer are on the GPU, -1 where they are only at home."""
@@ -629,22 +698,25 @@ class TieredKV(PagedKV):
 
     def bring_hot(self, index: int, buffer: int, slots: Tensor) -> None:
         layer = self.tiered_layers[index]
-        self._bring(head_rows(self.k_pages[layer]), head_rows(self.v_pages[layer]), buffer, slots)
+        self._bring((head_rows(self.k_pages[layer]), head_rows(self.v_pages[layer])), buffer, slots)
 
-    def bring_cold(self, index: int, buffer: int, wanted: Tensor, slots: Tensor) -> None:
+    def bring_cold(self, segment: Segment, index: int, buffer: int, wanted: Tensor, slots: Tensor) -> None:
         cold = wanted.masked_fill(slots >= 0, -1)
-        self._bring(head_rows(self.k_home[index]), head_rows(self.v_home[index]), buffer, cold)
+        self._bring(segment.rows(index), buffer, cold, segment.fetches.first_source)
 
-    def _bring(self, keys: Tensor, values: Tensor, buffer: int, rows: Tensor) -> None:
+    def _bring(
+        self, sources: tuple[Tensor, Tensor], buffer: int, rows: Tensor, first_source: int | None = None
+    ) -> None:
         places = torch.arange(len(rows), dtype=torch.int32, device=self.device)
         gather_blocks(
-            (keys, values),
+            sources,
             (head_rows(self.k_staged[buffer]), head_rows(self.v_staged[buffer])),
             rows,
             places,
             self._list([len(rows)]),
             4 * PROGRAMS,  # nothing else runs while a layer's pages are awaited
             self.backend,
+            first_source,
         )
 
     def release(self, sequence: SequenceKV) -> None:
@@ -666,9 +738,12 @@ class TieredKV(PagedKV):
         assert self.spilled or not self._reserve
         assert self._away == (self._at_home & (self.frame_of < 0)).sum()
         home = np.flatnonzero(self._at_home & (self.frame_of >= 0))
-        for frames, places in ((self.k_pages, self.k_home), (self.v_pages, self.v_home)):
-            for near, far in zip((frames[layer] for layer in self.tiered_layers), places, strict=True):
-                assert torch.equal(near[self.frame_of[home]].cpu(), far[home].cpu())
+        for segment in self.segments:
+            here = home[(home >= segment.pages.start) & (home < segment.pages.stop)]
+            places = here - segment.pages.start
+            for frames, far in ((self.k_pages, segment.keys), (self.v_pages, segment.values)):
+                for row, layer in enumerate(self.tiered_layers):
+                    assert torch.equal(frames[layer][self.frame_of[here]].cpu(), far[row][places].cpu())
         movable = {**self._home.movable, **self._home.movable_dense}
         assert all(self._at_home[page] and self.frame_of[page] >= 0 for page in movable)
         assert not (set(movable) & set(self._home.waiting)) and not (set(movable) & set(self._home.copying))

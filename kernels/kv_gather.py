@@ -2,7 +2,10 @@
 
 The Triton kernel reads and writes host memory at its mapped address, so which rows move is known to the device alone:
 no host planning, no copy per row, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that
-53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there.
+53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there. Memory of another GPU that
+this one has access to is read and written in the same way.
+
+Where rows lie in several memories, one list serves all of them: a call for each takes the rows that its sources hold.
 """
 
 from dataclasses import dataclass
@@ -30,29 +33,40 @@ def gather_blocks(
     count: Tensor,
     programs: int,
     backend: str = "torch",
+    first_source: int | None = None,
+    copied: Tensor | None = None,
 ) -> None:
     """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for one pair of them or two.
 
-    sources: [n, size] each, any dtype, contiguous; on the lists' device, or pinned on the host
-    destinations: [m, size] each, their dtype, contiguous; on the lists' device, or pinned; no part of a source
+    sources: [n, size] each, any dtype, contiguous; on the lists' device, pinned on the host, or on another GPU that the
+        lists' has access to (enabled before)
+    destinations: [m, size] each, their dtype, contiguous; in one of these places; no part of a source
     source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Where the source row
         is negative, nothing is copied
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
+    first_source: the number of the sources' first row: rows that are not first_source … first_source + n - 1 are not
+        copied either. None: the first is 0, and all rows that are not negative must be there
+    copied: [1] int32 there, to which the number of rows that were copied is added; None: they are not counted
     """
     check_backend("gather_blocks", backend, ("torch", "triton"))
     _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
+    _check_segment(first_source, copied, source_rows.device)
     if backend == "torch":
-        kept = source_rows[: int(count)] >= 0
-        source_rows, destination_rows = (rows[: int(count)][kept] for rows in (source_rows, destination_rows))
+        source_rows, destination_rows = source_rows[: int(count)], destination_rows[: int(count)]
+        kept = source_rows >= (first_source or 0)
+        if first_source is not None:
+            kept &= source_rows < first_source + len(sources[0])
+        source_rows, destination_rows = source_rows[kept] - (first_source or 0), destination_rows[kept]
+        if copied is not None:
+            copied += len(source_rows)
         for source, destination in zip(sources, destinations, strict=True):
             rows = source.index_select(0, source_rows.to(source.device).long())
             places = destination_rows.to(destination.device).long()
             destination.index_copy_(0, places, rows.to(destination.device))
         return
     tensors = *sources, *destinations
-    if any(t.device != source_rows.device and not t.is_pinned() for t in tensors):
-        raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
+    _check_reach(tensors, source_rows.device)
     row_bytes = _row_bytes(tensors)
     if not source_rows.numel() or not row_bytes:
         return
@@ -65,6 +79,11 @@ def gather_blocks(
         source_rows,
         destination_rows,
         count,
+        count if copied is None else copied,
+        first_source or 0,
+        (first_source or 0) + len(sources[0]),
+        BOUNDED=first_source is not None,
+        COUNTED=copied is not None,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * len(sources)), 1),
@@ -79,20 +98,24 @@ class LayerCopies:
 
     offsets: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin, in words of
         16 bytes from `anchor` [4] int32 on: by which the compiler knows that they are whole ones
+    first_source: as gather_blocks'
     """
 
     sources: list[Pair]
     destinations: list[Pair]
     offsets: Tensor
     anchor: Tensor
+    first_source: int | None = None
 
 
-def layer_copies(sources: list[Pair], destinations: list[Pair], device: torch.device) -> LayerCopies:
-    """device: where lists will be. Sources and destinations lie there or are pinned, and stay where they are."""
+def layer_copies(
+    sources: list[Pair], destinations: list[Pair], device: torch.device, first_source: int | None = None
+) -> LayerCopies:
+    """device: where lists will be. Sources and destinations lie where gather_blocks may find them, and stay there."""
     anchor = torch.zeros(4, dtype=torch.int32, device=device)
     begins = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
     offsets = (torch.tensor(begins, dtype=torch.int64) - anchor.data_ptr()) // 16
-    return LayerCopies(sources, destinations, offsets.to(device), anchor)
+    return LayerCopies(sources, destinations, offsets.to(device), anchor, first_source)
 
 
 def gather_layers(
@@ -103,11 +126,13 @@ def gather_layers(
     done: Tensor,
     programs: int,
     backend: str = "torch",
+    copied: Tensor | None = None,
 ) -> None:
     """`gather_blocks` layer after layer, in one launch; who needs a layer waits by `wait_for_layer`.
 
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
-    done: [layers] int32, zeros: each program counts one in each layer that it has finished
+    done: [layers] int32, zeros before the first of the calls that share it: each program counts one in each layer that
+        it has finished
     """
     check_backend("gather_layers", backend, ("torch", "triton"))
     layers = len(copies.sources)
@@ -122,9 +147,11 @@ def gather_layers(
     if backend == "torch":
         for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
             rows = source_rows[layer], destination_rows[layer]
-            gather_blocks(*pairs, *rows, counts[layer : layer + 1], programs)
+            one = counts[layer : layer + 1]
+            gather_blocks(*pairs, *rows, one, programs, "torch", copies.first_source, copied)
         done += programs
         return
+    _check_segment(copies.first_source, copied, source_rows.device)
     row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
     piece = _piece(row_bytes)
     _gather_layers_kernel[(programs,)](
@@ -134,8 +161,13 @@ def gather_layers(
         destination_rows,
         counts,
         done,
+        done if copied is None else copied,
         len(counts),
         source_rows.shape[1],
+        copies.first_source or 0,
+        (copies.first_source or 0) + len(copies.sources[0][0]),
+        BOUNDED=copies.first_source is not None,
+        COUNTED=copied is not None,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * 2), 1),
@@ -146,7 +178,7 @@ def gather_layers(
 def wait_for_layer(
     done: Tensor, layer: int, programs: int, earlier: Tensor, due: Tensor, backend: str = "torch"
 ) -> None:
-    """Let the stream wait until all programs of a `gather_layers` on another stream have finished a layer.
+    """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer.
 
     earlier: [layers] int32, what others have counted before it, over and over (it may run over); due: [1] int32, where
     their count must be, too
@@ -169,6 +201,25 @@ def _piece(row_bytes: int) -> int:
     """Bytes of a row that are taken at once."""
     # The largest power of two in a row wastes no lanes; below MIN_PIECE it would waste transactions instead.
     return min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
+
+
+def _check_reach(tensors: tuple[Tensor, ...], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device.type == device.type == "cuda":
+            if tensor.device != device and not torch.cuda.can_device_access_peer(device, tensor.device):
+                raise ValueError(f"gather_blocks: {device} has no access to the memory of {tensor.device}")
+        elif tensor.device != device and not tensor.is_pinned():
+            raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
+
+
+def _check_segment(first_source: int | None, copied: Tensor | None, device: torch.device) -> None:
+    if first_source is not None and first_source < 0:
+        raise ValueError(f"gather_blocks: the sources' first row is {first_source}, it must not be negative")
+    if copied is not None and (copied.shape, copied.dtype, copied.device) != ((1,), torch.int32, device):
+        raise ValueError(
+            f"gather_blocks: copied rows are counted in [1] int32 on {device}, not in {tuple(copied.shape)} "
+            f"{copied.dtype} on {copied.device}"
+        )
 
 
 def _check_arguments(
@@ -213,6 +264,14 @@ def _check_arguments(
 
 
 @jit
+def _held(rows, first, end, BOUNDED: tl.constexpr):
+    """Among the rows of the sources, which hold those from `first` to before `end`; -1: not there."""
+    if BOUNDED:
+        rows = tl.where((rows >= first) & (rows < end), rows - first, -1)
+    return rows
+
+
+@jit
 def _copy_rows(
     source_ptr,
     destination_ptr,
@@ -221,6 +280,11 @@ def _copy_rows(
     source_rows_ptr,
     destination_rows_ptr,
     count,
+    copied_ptr,
+    first,
+    end,
+    BOUNDED: tl.constexpr,
+    COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -233,8 +297,9 @@ def _copy_rows(
     word = tl.arange(0, PIECE)
     piece = tl.program_id(0) + tl.arange(0, LANES) * programs
     here = piece < pieces
-    source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
+    source = _held(tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0), first, end, BOUNDED)
     destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
+    copied = tl.zeros([LANES], dtype=tl.int32)
     for _ in tl.range(0, pieces, programs * LANES):
         at = (piece % PARTS)[:, None] * PIECE + word[None, :]
         inside = (here & (source >= 0))[:, None] & (at < WORDS)
@@ -244,14 +309,18 @@ def _copy_rows(
         if PAIRS == 2:
             data2 = tl.load(source2_ptr + origin, mask=inside, cache_modifier=".cg")
         place = destination.to(tl.int64)[:, None] * WORDS + at
+        if COUNTED:
+            copied += (here & (source >= 0) & (piece % PARTS == 0)).to(tl.int32)
         # The next rows are looked up while the data is on its way.
         piece += programs * LANES
         here = piece < pieces
-        source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
+        source = _held(tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0), first, end, BOUNDED)
         destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
         tl.store(destination_ptr + place, data, mask=inside)
         if PAIRS == 2:
             tl.store(destination2_ptr + place, data2, mask=inside)
+    if COUNTED:
+        tl.atomic_add(copied_ptr, tl.sum(copied, 0), sem="relaxed", scope="gpu")
 
 
 @jit
@@ -263,6 +332,11 @@ def _gather_blocks_kernel(
     source_rows_ptr,
     destination_rows_ptr,
     count_ptr,
+    copied_ptr,
+    first,
+    end,
+    BOUNDED: tl.constexpr,
+    COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -276,6 +350,11 @@ def _gather_blocks_kernel(
         source_rows_ptr,
         destination_rows_ptr,
         tl.load(count_ptr),
+        copied_ptr,
+        first,
+        end,
+        BOUNDED,
+        COUNTED,
         WORDS,
         PIECE,
         LANES,
@@ -291,8 +370,13 @@ def _gather_layers_kernel(
     destination_rows_ptr,
     counts_ptr,
     done_ptr,
+    copied_ptr,
     layers,
     capacity,
+    first,
+    end,
+    BOUNDED: tl.constexpr,
+    COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -308,6 +392,11 @@ def _gather_layers_kernel(
             source_rows_ptr + rows,
             destination_rows_ptr + rows,
             tl.load(counts_ptr + layer),
+            copied_ptr,
+            first,
+            end,
+            BOUNDED,
+            COUNTED,
             WORDS,
             PIECE,
             LANES,

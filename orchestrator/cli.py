@@ -413,6 +413,13 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)"
     )
+    parser.add_argument(
+        "--peer-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="of the home pages, on the next GPU (needs two; rehearsed without any)",
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
     parser.set_defaults(run=_bench_offload)
@@ -434,6 +441,7 @@ def _bench_offload(flags: argparse.Namespace) -> None:
         flags.passes,
         flags.home_layers,
         None if flags.host_memory is None else int(flags.host_memory * 2**30),
+        flags.peer_share,
     )
     run_offload_benchmark(flags.shape, read_shape_of(flags.shape), settings, flags.json, flags.plot)
 

@@ -136,9 +136,7 @@ def start_services(settings: Settings) -> Cluster:
     """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
     target_port = settings.target_port or _free_port(settings.service_host)
     target_address = f"{settings.service_host}:{target_port}"
-    on_gpu = settings.device == "cuda" or (
-        settings.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 2
-    )
+    target_gpus, draft_gpus = gpus_of(settings, ray.cluster_resources().get("GPU", 0))
     threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
 
     def side(name: str, model: str, kv_tokens: int) -> SideSettings:
@@ -192,16 +190,33 @@ def start_services(settings: Settings) -> Cluster:
         ),
     )
     # Fractional CPUs: placement asks for room, the models' threads are set above.
-    options = {"num_cpus": 0.1, "num_gpus": 1 if on_gpu else 0, "max_restarts": -1, "max_task_retries": -1}
+    options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
     actor = ray.remote(ServiceActor)
-    target = actor.options(name="target", **options).remote(target_process)
-    draft = actor.options(name="draft", **options).remote(draft_process)
+    target = actor.options(name="target", num_gpus=target_gpus, **options).remote(target_process)
+    draft = actor.options(name="draft", num_gpus=draft_gpus, **options).remote(draft_process)
     try:
         target_info, draft_info = ray.get([target.info.remote(), draft.info.remote()])
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
     return Cluster(target, draft, target_info, draft_info)
+
+
+def gpus_of(settings: Settings, there: float) -> tuple[int, int]:
+    """How many of the `there` GPUs of Ray's cluster target and draft get. Raises ClusterError if they are too few.
+
+    A target sees the GPUs that it gets, so that one whose KV has a home on a neighbour gets that too.
+    """
+    if settings.peer_kv_memory > 0:
+        if there < 3:
+            raise ClusterError(
+                f"peer_kv_memory: the target takes two GPUs then and the draft one, Ray has {there:g}: leave it out, "
+                "or start the services without Ray (a target that sees the draft's GPU may use its spare memory)"
+            )
+        return 2, 1
+    if settings.device == "cuda" or (settings.device == "auto" and there >= 2):
+        return 1, 1
+    return 0, 0
 
 
 def _tiers(settings: Settings) -> dict[str, Any]:

@@ -69,6 +69,14 @@ class Settings:
         0.0,
         "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none",
     )
+    peer_kv_memory: float = _setting(
+        0.0,
+        "GiB of a neighbour GPU's memory as the home of more of it, beside host_kv_memory; the target then takes two "
+        "GPUs of Ray's; 0: none",
+    )
+    peer_gpu: int = _setting(
+        -1, "that GPU, among those that the target sees; negative: the one after the model's own"
+    )
     late_kv: str = _setting(
         "fetch", "fetch, or means: what becomes of KV on the host that a step needs and nobody announced"
     )
@@ -206,6 +214,19 @@ def _check(settings: Settings) -> None:
         (
             settings.host_kv_memory > 0 or (settings.late_kv == "fetch" and not settings.measure_kv_waits),
             "late_kv and measure_kv_waits are of KV whose home is the host: give host_kv_memory",
+        ),
+        (settings.peer_kv_memory >= 0, "peer_kv_memory must not be negative"),
+        (
+            settings.peer_kv_memory == 0 or settings.host_kv_memory > 0,
+            "peer_kv_memory is a home of KV beside the host's: give host_kv_memory too",
+        ),
+        (
+            settings.peer_kv_memory > 0 or settings.peer_gpu < 0,
+            f"peer_gpu is {settings.peer_gpu} and says where peer_kv_memory is: give that too",
+        ),
+        (
+            settings.peer_kv_memory == 0 or settings.device != "cpu",
+            "peer_kv_memory is memory of another GPU than the target's, and device is cpu: give host_kv_memory alone",
         ),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 
 from engine.late_kv import LATE_KV
+from engine.peer_memory import NEXT
 from target_service.service import TargetProcess, TargetServiceSettings, run
 from target_service.verifier import VerifierSettings
 from wire.server import serve_until_signal
@@ -26,10 +27,24 @@ def main() -> None:
         help="KV of all sessions in host memory; 0: all of it lies where the model does",
     )
     parser.add_argument(
+        "--peer-kv-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="KV of all sessions in the memory of another GPU that this process sees, beside --host-kv-memory",
+    )
+    parser.add_argument(
+        "--peer-gpu",
+        type=int,
+        default=NEXT,
+        metavar="INDEX",
+        help="that GPU; by default the one after the model's",
+    )
+    parser.add_argument(
         "--late-kv",
         choices=LATE_KV,
         default="fetch",
-        help="KV on the host that a step needs and nobody announced: fetch it, or let means stand in",
+        help="KV at home that a step needs and nobody announced: fetch it, or let means stand in",
     )
     parser.add_argument(
         "--measure-kv-waits", action="store_true", help="count how long each layer waits for what is fetched"

@@ -229,9 +229,10 @@ class Verifier:
             queued = sum(self._need(session.max_length) for session in self._queue)
             taken = self._reserved + queued - leaving
             if taken + self._need(length) > self.runner.kv.pool.num_pages:
+                where = "in host memory" + " and on the neighbour GPU" * (self.runner.kv.peer_pages > 0)
                 raise ResourceExhausted(
                     f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
-                    f"{self.runner.kv.pool.num_pages} in host memory; try again later"
+                    f"{self.runner.kv.pool.num_pages} {where}; try again later"
                 )
 
     def _need(self, length: int) -> int:

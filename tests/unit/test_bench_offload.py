@@ -45,9 +45,9 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
         assert resident.buffers.logits is not None
         for step in tiered:
             torch.testing.assert_close(step.buffers.logits, resident.buffers.logits)
-        read, fetched, refused = tiered[0].counts().tolist()
-        assert tiered[1].counts().tolist() == [read, fetched, refused]
-        assert resident.counts().tolist() == [read, 0, 0]
+        read, fetched, refused, from_peer = tiered[0].counts().tolist()
+        assert tiered[1].counts().tolist() == [read, fetched, refused, from_peer]
+        assert resident.counts().tolist() == [read, 0, 0, 0]
         for name in ("slot_of", "page_in", "stamps", "hand"):
             one, other = (getattr(step.kv.tables, name) for step in tiered)  # type: ignore[attr-defined]
             assert torch.equal(one, other)
@@ -165,12 +165,28 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert "a rehearsal" in capsys.readouterr().out
 
 
+def test_a_share_of_the_home_on_a_neighbour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs, or none")
+    file = tmp_path / "rows.json"
+    sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--peer-share", "0.5"]
+    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert "50% of the home pages on" in content["peer"] and "--peer-share 0.5" in content["command"]
+    resident, prefetch, on_demand = content["rows"]
+    assert 0 < prefetch["pages_from_peer"] < prefetch["pages_fetched"]
+    assert prefetch["pages_from_peer"] == on_demand["pages_from_peer"]
+    assert resident["pages_from_peer"] == 0
+    assert "from peer" in capsys.readouterr().out
+
+
 def test_what_is_refused() -> None:
     for flags, message in (
         (["--hot", "1.5"], "hot must lie"),
         (["--shares", "0.5"], "shares must be among"),
         (["--contexts", "1000"], "multiples of 16"),
         (["--queries", "1"], "2 queries at least"),
+        (["--peer-share", "1"], "peer_share must lie"),
         (["--host-memory", "0"], "no room for the home"),
     ):
         with pytest.raises(SystemExit, match=message):

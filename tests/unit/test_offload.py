@@ -48,9 +48,18 @@ def model() -> Any:
 class Side:
     """A runner and its sequences, each with its prompt read and a reader of its own."""
 
-    def __init__(self, model: Any, frames: int, plan: Plan, method: str, kept: tuple[int, ...] = ()) -> None:
-        at_home = 16 * PAGES if frames else 0
-        plain = make_runner(model, 16 * (frames or PAGES), at_home, CONTEXT + 130, dense_layers=kept)
+    def __init__(
+        self,
+        model: Any,
+        frames: int,
+        plan: Plan,
+        method: str,
+        kept: tuple[int, ...] = (),
+        on_peer: int = 0,
+    ) -> None:
+        at_home, on_peer = (16 * (PAGES - on_peer), 16 * on_peer) if frames else (0, 0)
+        sizes = 16 * (frames or PAGES), at_home, CONTEXT + 130
+        plain = make_runner(model, *sizes, dense_layers=kept, peer_kv_tokens=on_peer)
         self.runner = GraphRunner(read_decoder(plain.model), plain, CONTEXT, step_queries=GAMMA + 1)
         self.kv: PagedKV = self.runner.kv
         self.plan = plan
@@ -118,8 +127,9 @@ class Side:
 class Case:
     """What is run. silent: the turn in which the second sequence has no announcement, and reads everything.
 
-    keeps: whether layers that the plan reads densely stay on the device, where there are tiers. prefetches: bring what
-    is announced, and what a wrong announcement says, before each round.
+    keeps: whether layers that the plan reads densely stay on the device, where there are tiers. on_peer: pages whose
+    home is a neighbour GPU, there. prefetches: bring what is announced, and what a wrong announcement says, before each
+    round.
     """
 
     method: str = "ahead"
@@ -129,6 +139,7 @@ class Case:
     turns: int = 3
     keeps: bool = False
     prefetches: bool = False
+    on_peer: int = 0
 
 
 @dataclass
@@ -155,7 +166,7 @@ class Outcome:
 def run(model: Any, frames: int, case: Case) -> Outcome:
     """frames 0: all KV lies on the device. The last round is judged."""
     kept = case.plan.dense_layers if case.keeps and frames else ()
-    side = Side(model, frames, case.plan, case.method, kept)
+    side = Side(model, frames, case.plan, case.method, kept, case.on_peer)
     outputs = side.read_prompts(case.chunk)
     before = replace(side.kv.counters) if isinstance(side.kv, TieredKV) else TierCounters()
     rng = np.random.default_rng(0)
@@ -185,7 +196,7 @@ def plain(model: Any) -> Callable[[Case], Outcome]:
 def check(
     model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True
 ) -> Outcome:
-    wanted, got = plain(case), run(model, frames, case)
+    wanted, got = plain(replace(case, on_peer=0)), run(model, frames, case)
     for one, other in zip(wanted.outputs + wanted.means, got.outputs + got.means, strict=True):
         compare(other, one, exactly)
     return got
@@ -213,6 +224,17 @@ def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: in
     assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
     assert (got.tiered.counters.refused_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs a second GPU")
+@pytest.mark.parametrize("method", ["ahead", "streaming", "dense"])
+def test_a_neighbour_has_some_of_the_pages(model: Any, plain: Any, method: str) -> None:
+    """Whose home is there and on the host, in one sequence even; layers that stay are in neither."""
+    case = replace(with_plan(dense_layers=(0, 3)), method=method, keeps=True, on_peer=30)
+    got = check(model, plain, 45, case, method != "dense" or PARTS_ARE_EXACT)
+    counters = got.tiered.counters
+    assert 0 < counters.pages_from_peer < counters.fetched_pages + counters.staged_pages
+    assert [segment.on_peer for segment in got.tiered.segments] == [True, False]
 
 
 @pytest.mark.parametrize("method", ["streaming", "sts", "pillar"])

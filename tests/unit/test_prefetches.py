@@ -27,12 +27,12 @@ class Copying:
 
 def state(*of: tuple[list[SequenceKV], int]) -> tuple[Prefetches, list[Copying]]:
     """Prefetches for these, of these rounds, all of them under way."""
-    kept, copies = Prefetches(3, 8, torch.device("cpu")), [Copying() for _ in of]
+    kept, copies = Prefetches(3, 1, 8, torch.device("cpu")), [Copying() for _ in of]
     nothing = torch.zeros(3, 0, dtype=torch.int32)
     transfers = Transfers(nothing, nothing, nothing[:, 0:0], nothing[:, 0:0])
     for (wanting, round), copied in zip(of, copies, strict=True):
         cold = torch.zeros(len(wanting), dtype=torch.int32)
-        kept.add(Prefetch(wanting, round, kept.tickets + 1, transfers, cold, copied))  # type: ignore[arg-type]
+        kept.add(Prefetch(wanting, round, kept.tickets + 1, transfers, cold, cold[:1], copied))  # type: ignore[arg-type]
     return kept, copies
 
 
@@ -45,7 +45,7 @@ def test_a_step_waits_for_what_was_prefetched_for_it() -> None:
     assert kept.due([a], shared=True) == 16  # another's page may be its own
     b.pages.clear()
     assert kept.due([a], shared=False) == 16  # somebody else may have b's page now
-    assert Prefetches(3, 8, torch.device("cpu")).due([a], shared=True) == 0
+    assert Prefetches(3, 1, 8, torch.device("cpu")).due([a], shared=True) == 0
 
 
 def test_counts_go_round() -> None:

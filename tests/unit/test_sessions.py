@@ -24,6 +24,7 @@ from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.peer_memory import peer_pages
 from engine.prefetcher import Wanted
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
@@ -1441,10 +1442,11 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
 # KV in tiers
 
 
-def over_tiers(frames: int = 40, **changes: Any) -> Verifier:
-    """A target with a home for 40 pages; nothing that is run here leaves its frames."""
+def over_tiers(frames: int = 40, on_peer: int = 0, **changes: Any) -> Verifier:
+    """A target with a home for 40 pages; nothing run here leaves its frames. on_peer: of them on a neighbour."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500)
+    peer = peer_pages(LAYERS, on_peer, KV_HEADS, 2, torch.float32, torch.device("cpu")) if on_peer else None
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500, peer=peer)
     settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
@@ -1458,9 +1460,12 @@ def run_to_the_end(verifier: Verifier) -> None:
         verifier.finish_step(step, verifier.execute(step))
 
 
-def test_what_host_memory_has_no_room_for_is_refused_until_others_have_ended() -> None:
+@pytest.mark.parametrize(
+    ("on_peer", "where"), [(0, "in host memory"), (15, "in host memory and on the neighbour GPU")]
+)
+def test_what_home_has_no_room_for_is_refused_until_others_have_ended(on_peer: int, where: str) -> None:
     """Also beside those that are queued; what runs gets to its end."""
-    verifier = over_tiers(max_sessions=1, max_queued=9)
+    verifier = over_tiers(on_peer=on_peer, max_sessions=1, max_queued=9)
     commits: list[m.ServedEvent] = []
     verifier.open(exact("a"), commits.append)
     verifier.plan_step()
@@ -1468,7 +1473,7 @@ def test_what_host_memory_has_no_room_for_is_refused_until_others_have_ended() -
     assert verifier.gauges["queued_sessions"] == 1
     with pytest.raises(
         ResourceExhausted,
-        match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
+        match=f"105 tokens need 7 KV pages, open sessions have 38 of the 40 {where}; try again later",
     ):
         verifier.open(exact("c", max_tokens=5), commits.append)
     verifier.open(exact("d", 5, 5), commits.append)
@@ -1498,8 +1503,9 @@ def test_means_for_late_kv_need_group_means() -> None:
         Verifier(runner, replace(PLAN, group_size=0), settings)
 
 
-def test_counters_and_gauges_of_tiers_are_told() -> None:
-    verifier = over_tiers()
+@pytest.mark.parametrize("on_peer", [0, 15])
+def test_counters_and_gauges_of_tiers_are_told(on_peer: int) -> None:
+    verifier = over_tiers(on_peer=on_peer)
     verifier.open(exact("a", max_tokens=5), lambda _: None)
     run_to_the_end(verifier)
     totals, gauges = verifier.totals, verifier.gauges
@@ -1508,7 +1514,9 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
         *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
         *("kv_hit_pages", "kv_prefetched_pages", "kv_wasted_pages", "kv_prefetches"),
         *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
+        *(("kv_pages_from_peer", "kv_bytes_from_peer") if on_peer else ()),
     }
+    assert gauges.get("kv_peer_pages") == (on_peer or None)
     assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
 

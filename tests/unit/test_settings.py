@@ -179,6 +179,28 @@ def test_host_memory_is_the_targets() -> None:
         resolve("--host-kv-memory", "1", "--late-kv", "never")
 
 
+def test_memory_of_a_neighbour_is_beside_the_hosts() -> None:
+    from orchestrator.cluster import ClusterError, gpus_of  # imports Ray
+
+    assert (resolve().peer_kv_memory, resolve().peer_gpu) == (0, -1)
+    settings = resolve("--host-kv-memory", "1", "--peer-kv-memory", "2.5", "--peer-gpu", "3")
+    assert (settings.peer_kv_memory, settings.peer_gpu) == (2.5, 3)
+    for flags, match in (
+        (("--peer-kv-memory", "1"), "give host_kv_memory too"),
+        (("--host-kv-memory", "1", "--peer-gpu", "0"), "peer_gpu is 0 and says where"),
+        (("--host-kv-memory", "1", "--peer-kv-memory", "-1"), "must not be negative"),
+        (("--host-kv-memory", "1", "--peer-kv-memory", "1", "--device", "cpu"), "device is cpu"),
+    ):
+        with pytest.raises(SettingsError, match=match):
+            resolve(*flags)
+    assert gpus_of(settings, 3) == gpus_of(settings, 8) == (2, 1)
+    with pytest.raises(ClusterError, match="the target takes two GPUs then and the draft one, Ray has 2"):
+        gpus_of(settings, 2)
+    assert [gpus_of(resolve(), there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
+    assert gpus_of(resolve("--device", "cuda"), 0) == (1, 1)
+    assert gpus_of(resolve("--device", "cpu"), 2) == (0, 0)
+
+
 @pytest.mark.parametrize(
     "flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")]
 )

@@ -25,10 +25,13 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
+from engine.host_memory import host_zeros
 from engine.paged_kv import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.peer_memory import peer_pages
 from engine.prefetcher import MOST, Prefetcher, Wanted
+from engine.runner import SequenceOutput
 from engine.tier_reads import StagedReads, StepRounds, fetch_listed
-from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV, head_rows
+from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, PROGRAMS, Pages, TieredKV, head_rows
 from sparsity.selection import BlockSelection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,8 +80,32 @@ class Session:
         return len(self.tokens) - 1 - self.kv.length
 
 
-def make(frames: int, pages: int = HOME, longest: int = LONGEST) -> TieredKV:
-    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE)
+def make(frames: int, pages: int = HOME, longest: int = LONGEST, on_peer: int = 0) -> TieredKV:
+    """on_peer: so many of the pages have their home on a neighbour."""
+    peer = neighbour(on_peer) if on_peer else None
+    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE, peer=peer)
+
+
+def neighbour(pages: int) -> Pages:
+    """Memory of another GPU; where there is none, of the host."""
+    device = torch.device(DEVICE)
+    if torch.cuda.device_count() > 1 or DEVICE == "cpu":
+        return peer_pages(LAYERS, pages, HEADS, DIM, torch.float32, device)
+    shape = pages, HEADS, PAGE_SIZE, DIM
+    keys, values = ([host_zeros(shape, torch.float32, device) for _ in range(LAYERS)] for _ in range(2))
+    return keys, values
+
+
+def home_of(kv: TieredKV) -> Pages:
+    """All pages at home, of all segments, in the order of their numbers."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    sides = [(segment.keys, segment.values) for segment in kv.segments]
+    keys, values = (
+        [torch.cat([side[which][layer].cpu() for side in sides]) for layer in range(LAYERS)]
+        for which in range(2)
+    )
+    return keys, values
 
 
 def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: int, layer: int) -> None:
@@ -187,6 +214,7 @@ class Tiers(RuleBasedStateMachine):
     """Sessions read prompts, run rounds that are judged, are released and aborted, as the verifier does it."""
 
     reached: ClassVar[Counter[str]] = Counter()
+    on_peer: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +223,7 @@ class Tiers(RuleBasedStateMachine):
 
     @initialize(frames=st.sampled_from([5, 7, 9, 12, HOME]))
     def start(self, frames: int) -> None:
-        self.kv = make(frames)
+        self.kv = make(frames, on_peer=self.on_peer)
         self.kv.keep_group_means(GROUP, 5 * LONGEST // GROUP)
         self.prefetcher = Prefetcher(self.kv, PAGE_SIZE, pages_for(LONGEST) + 2, enforce_eager=True)
         self.prefetched = 0
@@ -237,7 +265,7 @@ class Tiers(RuleBasedStateMachine):
         partial = [1 for s in self.live if s.kv.length % PAGE_SIZE and id(s.kv) not in writing]
         fits = missing <= self.kv.pool.available
         has_frames = sum(writing.values()) + len(partial) <= self.kv.num_frames
-        spilled, free = self.kv.spilled, len(self.kv.pool._free)
+        spilled, free = self.kv.spilled, self.kv.pool.free
         try:
             self.kv.begin(work)
         except OutOfPages as error:
@@ -356,7 +384,7 @@ class Tiers(RuleBasedStateMachine):
             refused += sum(int(tables.slot_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        done = fetch_listed(kv, lists, counts, size, pages, rounds)
+        done = fetch_listed(kv, lists, counts, size, pages, rounds, overlap=share < 1)
         assert int(done.refused) == refused
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -372,6 +400,12 @@ class Tiers(RuleBasedStateMachine):
             self.reached["given up"] += kv.give_up_prefetches()
         self.reached["refused" if refused else "listed"] += 1
         self.reached["fetched"] += fetched > 0
+        if kv.peer_pages:
+            moved = torch.cat(
+                [row[:count] for row, count in zip(done.transfers.pages, done.transfers.counts, strict=True)]
+            )
+            assert int(done.from_peer) == int((moved < kv.peer_pages * HEADS).sum())  # type: ignore[arg-type]
+            self.reached["from both"] += 0 < int(done.from_peer) < fetched  # type: ignore[arg-type]
 
     def check_means(self, kvs: list[SequenceKV]) -> None:
         """Made before anything of the pass is written, also from pages that are only at home."""
@@ -426,9 +460,10 @@ class Tiers(RuleBasedStateMachine):
         for layer in range(LAYERS):
             page_in, dirty = (part[layer].long() for part in (kv.tables.page_in, kv.tables.dirty))
             slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
-            for near, far in ((kv.k_pages, kv.k_home), (kv.v_pages, kv.v_home)):
-                got, home = head_rows(near[layer])[slots].cpu(), head_rows(far[layer])
-                assert torch.equal(got, home[page_in[slots].cpu()])
+            for near, side in ((kv.k_pages, "keys"), (kv.v_pages, "values")):
+                got = head_rows(near[layer])[slots].cpu()
+                home = torch.cat([getattr(segment, side)[layer].cpu() for segment in kv.segments])
+                assert torch.equal(got, head_rows(home)[page_in[slots].cpu()])
 
     @invariant()
     def prefetched_pages_are_counted(self) -> None:
@@ -461,7 +496,7 @@ class Tiers(RuleBasedStateMachine):
         assert (framed | home).all()
         for places, where, chosen in (
             ((self.kv.k_pages, self.kv.v_pages), frames, framed),
-            ((self.kv.k_home, self.kv.v_home), pages, home),
+            (home_of(self.kv), pages, home),
         ):
             at = torch.from_numpy(where[chosen].astype(np.int64))
             there = torch.from_numpy(written.numpy()[chosen])
@@ -474,8 +509,9 @@ class Tiers(RuleBasedStateMachine):
     def home_never_changes(self) -> None:
         """From the copy of a page to its release; of pages that are kept for their prefix too."""
         kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv._at_home)}
+        keys, values = home_of(self.kv)
+        layers = [*keys, *values]
         for page, before in kept.items():
-            layers = [*self.kv.k_home, *self.kv.v_home]
             now = zlib.crc32(b"".join(layer[page].numpy().tobytes() for layer in layers))
             assert before in (None, now)
             kept[page] = now
@@ -490,19 +526,28 @@ class Tiers(RuleBasedStateMachine):
             self.kv.check_integrity()
 
 
-def test_sessions_over_tiers() -> None:
+class TiersWithNeighbour(Tiers):
+    """Some pages have their home on a neighbour GPU."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+    on_peer: ClassVar[int] = HOME // 3
+
+
+@pytest.mark.parametrize("machine", [Tiers, TiersWithNeighbour])
+def test_sessions_over_tiers(machine: type[Tiers]) -> None:
     """And that the machine gets to all that is to be tested."""
-    Tiers.reached.clear()
+    machine.reached.clear()
     run_state_machine_as_test(
-        Tiers, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True)
+        machine, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True)
     )
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
     # Out of pages it gets now and then; a test below gets there always.
-    assert {name for name, count in Tiers.reached.items() if count} - {"out of pages"} == {
+    assert {name for name, count in machine.reached.items() if count} - {"out of pages"} == {
         *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
         *("listed", "fetched", "refused", "staged", "means", "out of frames"),
         *("prefetched", "prefetches read", "prefetch without a slot", "wasted", "given up"),
+        *(("from both",) if machine.on_peer else ()),
     }
 
 
@@ -688,3 +733,49 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         event.arrived = True
         kv.begin([])
         assert bool(kv._at_home[page]) is home
+
+
+def test_pages_on_the_neighbour_are_given_out_first_and_counted() -> None:
+    kv = make(frames=6, pages=20, longest=20 * PAGE_SIZE, on_peer=8)
+    texts = tuple(text(1, 6)), tuple(text(2, 6))
+    first, second = (fill(kv, list(tokens)) for tokens in texts)
+    assert first.pages == list(range(7)) and second.pages == list(range(7, 14))
+    assert kv.spilled and kv.gauges["kv_peer_pages"] == 8
+    assert [segment.pages for segment in kv.segments] == [range(8), range(8, 20)]
+    cold = (kv.tables.slot_of[:, : 14 * HEADS] < 0).sum(1)
+    cold_on_peer = (kv.tables.slot_of[:, : 8 * HEADS] < 0).sum(1)
+    staged = StagedReads(kv, [first, second])
+    for layer in range(LAYERS):
+        check_layer(staged, layer, list(zip((first, second), texts, strict=True)))
+    staged.account([SequenceOutput(), SequenceOutput()])
+    assert 0 < kv.counters.pages_from_peer == int(cold_on_peer.sum())
+    assert kv.counters.pages_from_peer < kv.counters.staged_pages == int(cold.sum())
+    page_bytes = 2 * PAGE_SIZE * DIM * 4
+    assert kv.totals["kv_bytes_from_peer"] == kv.totals["kv_pages_from_peer"] * page_bytes
+    kv.release(second)
+    kv.release(first)
+    assert set(fill(kv, text(3, 3)).pages) <= set(range(8))
+    kv.check_integrity()
+
+
+def test_layers_wait_for_both_links() -> None:
+    kv = make(frames=6, on_peer=8)
+    sequence = fill(kv, text(1, 8))
+    kv.begin([(sequence, 1)])
+    lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()
+    counts = torch.full((LAYERS, 1, HEADS), 4, dtype=torch.int32, device=DEVICE)
+    tables = torch.from_numpy(sequence.table().copy())[None].to(DEVICE)
+    done = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, step_rounds(kv, [sequence]))
+    for layer in range(LAYERS):
+        done.wait(layer)
+    assert done.programs == 2 * PROGRAMS
+    assert done.done.tolist() == [2 * PROGRAMS] * LAYERS
+
+
+def test_a_neighbour_does_not_hold_all_of_home() -> None:
+    with pytest.raises(ValueError, match="8 pages on the neighbour of 8 at home"):
+        make(frames=4, pages=8, on_peer=8)
+    with pytest.raises(ValueError, match=r"there already must be \(4, "):
+        TieredKV(1, HEADS, DIM, 4, 8, LONGEST, home=neighbour(8), peer=neighbour(4))
+    with pytest.raises(ValueError, match=rf"there already must be \(4, {HEADS + 1}, "):
+        TieredKV(LAYERS, HEADS + 1, DIM, 4, 8, LONGEST, peer=neighbour(4))
