@@ -1,7 +1,8 @@
 """Verification steps as `approximate` sessions are served, over KV that lies wholly on the GPU or in tiers, replayed.
 
-Random weights and KV. What a step reads is imposed: the announced words of its shared budget carry the selection, and
-there is no room for more. On a GPU a step is one CUDA graph; without one it runs eagerly, so that all can be rehearsed.
+Random weights and KV; both kinds of KV hold the same. What a step reads is imposed: the announced words of its shared
+budget carry the selection, and there is no room for more. On a GPU a step is one CUDA graph; without one it runs
+eagerly, so that all can be rehearsed.
 """
 
 import time
@@ -24,6 +25,7 @@ from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.sampling import Sampling
 from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
+from kernels.backends import power_of_two
 from kernels.shared_budget import WORD
 
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
@@ -36,13 +38,21 @@ Home = tuple[
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each."""
+    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
+
+    first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
+    power of two, as GraphRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
+    many places each sequence gets the same logits whatever runs beside it.
+    """
 
     shape: Shape
     batch: int
     context: int
     queries: int
     dtype: torch.dtype
+    first: int = 0
+    places: int = 0
+    pinned: bool = False
 
     @property
     def rows(self) -> int:
@@ -100,12 +110,16 @@ def link_rate(home: Home, device: torch.device) -> float:
     return source.nbytes / (time.perf_counter() - began)
 
 
-def resident_kv(case: Case, device: torch.device) -> PagedKV:
+def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
+    """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     kv = PagedKV(*of_model, case.pages, case.dtype, device)
-    for part in (*kv.k_pages, *kv.v_pages):
-        part.normal_()
+    full = case.context // PAGE_SIZE
+    begin, end = case.first * full, (case.first + case.batch) * full
+    for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
+        for part, layer in zip(parts, far, strict=True):
+            part[: end - begin].copy_(layer[begin:end])
     return kv
 
 
@@ -128,33 +142,52 @@ def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
             kv.adopt_home(sequence)
     kv.begin([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
-    for i, sequence in enumerate(sequences):  # they are all alike: what stands in makes no difference to time
-        count = case.context // GROUP
+    count = case.context // GROUP
+    for i, sequence in enumerate(sequences):
         sequence.groups = list(range(i * count, (i + 1) * count))
+        _make_up_means(kv, sequence, case.first + i)
     return sequences
+
+
+def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
+    """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
+    assert kv.means is not None
+    random = torch.Generator(kv.device).manual_seed(seed)
+    for layer in range(kv.num_layers):
+        shape = len(sequence.groups), *kv.means.k.shape[2:]
+        for part in (kv.means.k, kv.means.v):
+            part[layer, sequence.groups] = (
+                torch.randn(shape, generator=random, device=kv.device) * GROUP**-0.5
+            )
+        kv.means.k_variance[layer, sequence.groups] = 1.0
 
 
 def step_shape(case: Case, tiered: bool) -> StepShape:
     """As GraphRunner has it for verification with a shared budget."""
     return StepShape(
-        *(case.batch, case.queries, case.pages_each, PAGE_SIZE),
+        *(case.places or power_of_two(case.batch), case.queries, case.pages_each, PAGE_SIZE),
         width=case.pages_each,
         groups=case.context // GROUP,
         read_weights=True,
         decay=DECAY,
         judged=True,
+        pinned=case.pinned,
         tiered=tiered,
     )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for."""
+    """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
+
+    logits: of all rounds of the last pass, [batch, queries, vocab] on the host; None where a round was void.
+    """
 
     milliseconds: list[float]
     read: float
     fetched: float
     refused: float
+    logits: list[Tensor | None]
 
 
 class Step:
@@ -180,7 +213,7 @@ class Step:
         """What the next run reads; in tiers it is another round."""
         budget = self.buffers.budget
         assert budget is not None
-        budget.words[..., : words.shape[-1]].copy_(words)
+        budget.words[: len(words), :, : words.shape[-1]].copy_(words)
         if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
             self.buffers.round.fill_(self.kv.next_round())
 
@@ -196,6 +229,12 @@ class Step:
         nothing = torch.zeros_like(results["blocks_read"][:1])
         tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
+
+    def logits(self) -> Tensor:
+        """[batch, queries, vocab], a copy of what the last run gave."""
+        assert self.buffers.logits is not None
+        by_place = self.buffers.logits.view(-1, self.case.queries, self.buffers.logits.shape[-1])
+        return by_place[: self.case.batch].clone()
 
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, TieredKV):
@@ -243,26 +282,32 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
     """Run all rounds so many times, each time with nothing hot at first; from round SETTLED on they count.
 
     rounds: int64 [rounds, batch, rows, words]. Not to and fro, nor round and round: what was once fetched would be hot.
-    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends.
+    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends; the last
+    pass leaves copies of its logits between the steps.
     """
     device = rounds.device
     _wake(step, rounds[0])
     marks: list[tuple[_Mark, _Mark]] = []
     counted: list[Tensor] = []
-    for _ in range(passes):
+    left: list[tuple[Tensor, Tensor]] = []
+    for turn in range(passes):
         step.forget()
         for number, words in enumerate(rounds):
             step.choose(words)
             begin = _Mark(device)
             step.run()
             end = _Mark(device)
+            counts = step.counts()
             if number >= SETTLED:
                 marks.append((begin, end))
-                counted.append(step.counts())
+                counted.append(counts)
+            if turn == passes - 1:
+                left.append((counts, step.logits()))
     if device.type == "cuda":
         torch.cuda.synchronize()
     read, fetched, refused = torch.stack(counted).float().mean(0).tolist()
-    return Measured([begin.milliseconds_to(end) for begin, end in marks], read, fetched, refused)
+    logits = [None if counts[2] else given.cpu() for counts, given in left]
+    return Measured([begin.milliseconds_to(end) for begin, end in marks], read, fetched, refused, logits)
 
 
 def _wake(step: Step, words: Tensor) -> None:

@@ -392,13 +392,22 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id"
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
     parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768, 102400], metavar="N")
     parser.add_argument(
         "--shares", type=float, nargs="+", default=[0.1], metavar="X", help="of the pages that a step selects"
     )
     parser.add_argument(
-        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="frames, of all pages"
+        "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=float,
+        metavar="GIB",
+        help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
+    )
+    parser.add_argument(
+        "--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)"
     )
     parser.add_argument("--queries", type=int, default=5, help="of each sequence")
     parser.add_argument(
@@ -425,15 +434,26 @@ def _bench_offload(flags: argparse.Namespace) -> None:
 
     if flags.shape != "tiny":  # which is rehearsed without a GPU
         require_gpu()
+    if flags.kv_memory is not None and (flags.batches or flags.hot):
+        raise ValueError(
+            "--kv-memory says how many sessions and frames there are: leave --batches and --hot out"
+        )
+    if flags.kv_memory is None and flags.sessions_factor is not None:
+        raise ValueError("--sessions-factor is of the sessions that fit --kv-memory: give it")
+    given = {
+        "batches": flags.batches and tuple(flags.batches),
+        "hot": flags.hot and tuple(flags.hot),
+        "host_memory": None if flags.host_memory is None else int(flags.host_memory * 2**30),
+        "kv_memory": None if flags.kv_memory is None else int(flags.kv_memory * 2**30),
+        "sessions_factor": flags.sessions_factor,
+    }
     settings = Settings(
-        tuple(flags.batches),
-        tuple(flags.contexts),
-        tuple(flags.shares),
-        tuple(flags.hot),
-        flags.queries,
-        flags.passes,
-        flags.home_layers,
-        None if flags.host_memory is None else int(flags.host_memory * 2**30),
+        contexts=tuple(flags.contexts),
+        shares=tuple(flags.shares),
+        queries=flags.queries,
+        passes=flags.passes,
+        home_layers=flags.home_layers,
+        **{name: value for name, value in given.items() if value is not None},
     )
     run_offload_benchmark(flags.shape, read_shape_of(flags.shape), settings, flags.json, flags.plot)
 
