@@ -472,6 +472,18 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--refresh-every", type=int, default=1, help="rounds between dense first draft steps")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
+        "--host-kv-memory",
+        type=float,
+        metavar="GIB",
+        help="as the home of the target's KV (default: no tiers)",
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=float,
+        metavar="GIB",
+        help="of the target's GPU for KV (default: what is left of it)",
+    )
+    parser.add_argument(
         "--gpus",
         type=int,
         nargs=2,
@@ -487,6 +499,11 @@ def _bench_serve(flags: argparse.Namespace) -> None:
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+    memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
+    if any(value is not None and value <= 0 for value in memory.values()):
+        raise ValueError("--host-kv-memory and --kv-memory must be positive; leave out what is not wanted")
+    given = {name: value for name, value in memory.items() if value is not None}
+    target_kv = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     run_serve_benchmark(
         flags.target_shape,
         flags.draft_shape,
@@ -497,6 +514,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         flags.acceptance,
         flags.budget,
         (*drafting, *(("--no-ahead",) if flags.no_ahead else ())),
+        tuple(target_kv),
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
     )
