@@ -193,10 +193,15 @@ def _calibrate(flags: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
+    )
     source.add_argument(
         "--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on"
     )
@@ -204,7 +209,9 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
     )
-    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000)")
+    parser.add_argument(
+        "--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)"
+    )
     parser.add_argument(
         "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
     )
@@ -222,8 +229,14 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
     )
-    parser.add_argument("--hot", default="0.25", metavar="X,Y", help="tiers: frames, of the pages of a case")
-    parser.add_argument("--generated", type=int, default=64, help="drafts: tokens after each passage")
+    parser.add_argument(
+        "--hot",
+        metavar="X,Y",
+        help="tiers, identity: frames, of the pages of a case, of all sessions (default: 0.25, identity 0.5,0.25)",
+    )
+    parser.add_argument(
+        "--generated", type=int, default=64, help="drafts, identity: tokens after each passage"
+    )
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
     parser.add_argument(
         "--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries"
@@ -249,6 +262,11 @@ def _evaluate(flags: argparse.Namespace) -> None:
     if flags.dense_layers is not None:
         changes["dense_layers"] = tuple(flags.dense_layers)
     plan = dataclasses.replace(load_plan(flags.plan), **changes)
+    if flags.task == "identity":
+        _evaluate_identity(flags, plan)
+        return
+    if not flags.text and not flags.books:
+        raise ValueError(f"evaluate {flags.task} reads texts: give --text or --books")
     texts = cases.read_texts(flags.text or cases.held_out_files(flags.books, plan))
     if flags.task == "drafts":
         _evaluate_drafts(flags, plan, texts)
@@ -285,9 +303,28 @@ def _evaluate_tiers(flags: argparse.Namespace, plan: "Plan", chosen: "list[Case]
     from evaluation import tiers
     from evaluation.run import Pair
 
-    hot = [float(share) for share in flags.hot.split(",")]
+    hot = [float(share) for share in (flags.hot or "0.25").split(",")]
     rows = tiers.measure(Pair(flags.target, flags.draft), plan, chosen, hot, flags.gamma)
     print(tiers.to_json(rows) if flags.json else tiers.to_text(rows))
+
+
+def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
+    """Exits with 1 if any token differs."""
+    from engine.loading import load_tokenizer
+    from evaluation import cases
+    from orchestrator import identity
+    from orchestrator.demo import TEXT
+
+    sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(TEXT)]
+    hot = [float(share) for share in (flags.hot or "0.5,0.25").split(",")]
+    tokenizer = load_tokenizer(flags.target)
+    prompts = identity.prompts_of(cases.read_texts(sources), tokenizer, flags.context or 1000)
+    gamma = 4 if flags.gamma is None else flags.gamma
+    requests = identity.Requests(prompts, flags.generated, gamma)
+    rows = list(identity.compare(flags.target, flags.draft, plan, requests, hot))
+    print(identity.to_json(rows) if flags.json else identity.to_text(rows))
+    if not all(row.identical for row in rows):
+        sys.exit(1)
 
 
 def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, str]) -> None:
