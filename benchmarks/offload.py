@@ -324,7 +324,7 @@ def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[C
 
 
 def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
-    """one: a single session. Raises ValueError if the KV memory does not hold it."""
+    """one: a single session. Raises ValueError if the KV memory does not hold it, or has no room for frames."""
     if settings.kv_memory is None:
         return settings.batches
     fit = sessions_that_fit(settings.kv_memory, one)
@@ -334,7 +334,9 @@ def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
             f"the KV of one session of {one.context} tokens takes {needed / 2**30:.4g} GiB, --kv-memory has "
             f"{settings.kv_memory / 2**30:.4g}: raise it, or lower --contexts"
         )
-    return (fit * settings.sessions_factor,)
+    batch = fit * settings.sessions_factor
+    hot_share(settings.kv_memory, replace(one, batch=batch))  # before anything is measured
+    return (batch,)
 
 
 def run_offload_benchmark(

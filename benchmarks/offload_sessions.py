@@ -25,7 +25,7 @@ def hot_share(memory: int, case: Case) -> float:
     least = case.frames(0.0)
     if frames < least:
         raise ValueError(
-            f"{memory / 2**30:.2f} GiB have room for {max(0, frames)} pages beside the tables of {case.batch} sessions "
+            f"{memory / 2**30:.4g} GiB have room for {max(0, frames)} pages beside the tables of {case.batch} sessions "
             f"of {case.context} tokens, which write {least} at once: raise --kv-memory or lower --sessions-factor"
         )
     return min(1.0, frames / case.pages)

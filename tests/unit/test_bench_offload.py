@@ -294,6 +294,7 @@ def test_what_is_refused() -> None:
         (["--kv-memory", "1", "--hot", "0.5"], "leave --batches and --hot out"),
         (["--kv-memory", "0"], "must be positive"),
         (["--kv-memory", "0.0001"], "takes 0.00489 GiB, --kv-memory has 0.0001: raise it"),
+        (["--kv-memory", "0.005"], "write 4 at once: raise --kv-memory or lower --sessions-factor"),
         (["--sessions-factor", "2"], "--sessions-factor is of the sessions that fit"),
     ):
         with pytest.raises(SystemExit, match=message):
