@@ -7,13 +7,19 @@ What the target of the real services read (benchmarks/read_trace.py) is read rou
     on demand  a layer's pages are fetched when its queries are there, as must be where nobody has announced them
 
 The bound of a step is the resident step or the link's time for what was fetched at its bulk rate, whichever is longer.
+Resident KV holds what the home holds, and the logits of all rounds of a replay's last pass are compared bit by bit.
+
+With a KV memory instead of shares of hot pages, as many sessions as fit it without tiers run resident, and a multiple
+of them in tiers, the GPU's part of which lies in the same memory. Where the resident KV of all of these does not fit
+the GPU, their logits are compared with those of resident parts: by steps of as many places, whose attention does not
+depend on the batch, since others would round otherwise on a GPU.
 """
 
 import gc
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +30,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.offload_check import Check, compare_logits
+from benchmarks.offload_sessions import hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
     Case,
     Home,
@@ -35,6 +43,7 @@ from benchmarks.offload_steps import (
     pack_rounds,
     replay,
     resident_kv,
+    step_shape,
     tiered_kv,
 )
 from benchmarks.read_trace import ReadTrace, about_reads, load_reads
@@ -55,7 +64,9 @@ class Settings:
     """shares: of the pages, selected. hot: shares of the pages that there are frames for. passes: over all rounds.
 
     home_layers: layers that have a home of their own; the others share these. host_memory: bytes that homes may take;
-    None: what is free. peer_share: of the pages, those whose home is a neighbour GPU.
+    None: what is free. peer_share: of the pages, those whose home is a neighbour GPU. kv_memory: bytes of the GPU for
+    KV; sessions_factor: times as many sessions run in tiers as fit these without; they take the place of batches and
+    hot.
     """
 
     batches: tuple[int, ...] = (1, 8)
@@ -67,6 +78,8 @@ class Settings:
     home_layers: int = 1
     host_memory: int | None = None
     peer_share: float = 0.0
+    kv_memory: int | None = None
+    sessions_factor: int = 4
 
     def __post_init__(self) -> None:
         if not self.hot or not all(0 < value <= 1 for value in self.hot):
@@ -81,6 +94,10 @@ class Settings:
             raise ValueError(f"peer_share must lie in [0, 1), got {self.peer_share}")
         if self.queries < 2 or min(*self.batches, self.passes, self.home_layers) < 1:
             raise ValueError("there must be 2 queries at least, and one of batches, passes and home layers")
+        if self.sessions_factor < 1 or (self.kv_memory is not None and self.kv_memory < 1):
+            raise ValueError(
+                f"KV memory and sessions factor must be positive, got {self.kv_memory} B, {self.sessions_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,8 @@ class Row:
     pages, each of a layer and KV head: read, fetched over the link (in tiers), and listed without finding a slot; where
     there are any of these the step is void, and the services would verify fewer sessions at once.
     link: bytes a second of fetches over the whole step; link_used: the same, of the host link's bulk rate. bound:
-    milliseconds. pages_from_peer: of those fetched, what a neighbour GPU had.
+    milliseconds. check: against the resident step's logits; in_parts: those of resident parts. pages_from_peer: of
+    those fetched, what a neighbour GPU had.
     """
 
     batch: int
@@ -108,6 +126,8 @@ class Row:
     link: float
     link_used: float
     bound: float
+    check: Check
+    in_parts: bool
     pages_from_peer: float = 0.0
 
     @property
@@ -134,7 +154,8 @@ def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
     if case.rows > ROWS:
         raise ValueError(f"{case.rows} KV heads in all layers; the recorded reads have {ROWS} rows")
     rows = (2 * np.arange(case.rows) + 1) * ROWS // (2 * case.rows)  # evenly spread
-    sessions = [selections(case.context, share, session) for session in range(case.batch)]
+    numbers = range(case.first, case.first + case.batch)
+    sessions = [selections(case.context, share, number) for number in numbers]
     rounds = [[chosen[rows] for chosen in each] for each in zip(*sessions, strict=True)]
     return pack_rounds(rounds, device)
 
@@ -153,25 +174,70 @@ class Bench:
         self.home: Home = make_home(largest, layers, device)
         self.link = link_rate(self.home, device)
         share = settings.peer_share
-        self.peer = make_peer(largest, layers, share, device) if share else None
+        self.peer = make_peer(largest, self.home, layers, share, device) if share else None
         self.peer_link = link_rate(self.peer, device) if self.peer else 0.0
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
     def rows(self, case: Case) -> Iterator[Row]:
         """Resident first: what it takes of the GPU is given back before there are tiers."""
+        return self._rows(case, self.settings.hot)
+
+    def rows_of_sessions(self, case: Case) -> Iterator[Row]:
+        """Of the case's sessions in the KV memory that its part without tiers fits, after those of the part."""
+        assert self.settings.kv_memory is not None
+        part = case.batch // self.settings.sessions_factor
+        if part < case.batch:
+            yield from self._rows(replace(case, batch=part), ())
+        yield from self._rows(case, (hot_share(self.settings.kv_memory, case),), part)
+
+    def _rows(self, case: Case, hot: tuple[float, ...], part: int = 0) -> Iterator[Row]:
+        """part: sessions that the GPU has room for as a whole, to compare with where it has none for all."""
         rounds = {share: rounds_of(case, share, self.device) for share in self.settings.shares}
         resident: dict[float, float] = {}
-        for share, measured in self._measure(case, rounds, None, True).items():
-            row = self._row(case, share, RESIDENT, 1.0, measured, None)
-            resident[share] = row.milliseconds
+        wanted: dict[float, list[Tensor | None]] = {}
+        for share, measured in self._measure(case, rounds, None).items():
+            row = self._row(case, share, RESIDENT, 1.0, measured, None, Check(), False)
+            resident[share], wanted[share] = row.milliseconds, measured.logits
             yield row
-        for hot in self.settings.hot:
+        pinned = replace(case, pinned=True)
+        in_parts = part > 0 and not resident
+        if in_parts:
+            wanted = self._logits_of_parts(pinned, rounds, part)
+        for share_hot in hot:
             for way in (PREFETCH, ON_DEMAND):
-                for share, measured in self._measure(case, rounds, hot, way == PREFETCH).items():
-                    yield self._row(case, share, way, hot, measured, resident.get(share))
+                tiered = share_hot, way == PREFETCH
+                found = self._measure(case, rounds, *tiered)
+                checked = self._measure(pinned, rounds, *tiered, passes=1) if in_parts else found
+                for share, measured in found.items():
+                    check = Check()
+                    if share in wanted:
+                        check = compare_logits(checked[share].logits, wanted[share])
+                    yield self._row(
+                        case, share, way, share_hot, measured, resident.get(share), check, in_parts
+                    )
+
+    def _logits_of_parts(
+        self, case: Case, rounds: dict[float, Tensor], part: int
+    ) -> dict[float, list[Tensor | None]]:
+        """Of each share and round [batch, queries, vocab], from resident steps of so many sessions each."""
+        places = step_shape(case, False).sequences
+        parts: dict[float, list[list[Tensor | None]]] = {}
+        for first in range(0, case.batch, part):
+            here = replace(case, batch=part, first=case.first + first, places=places)
+            words = {share: given[:, first : first + part] for share, given in rounds.items()}
+            for share, measured in self._measure(here, words, None, passes=1).items():
+                parts.setdefault(share, []).append(measured.logits)
+        return {
+            share: [_together(each) for each in zip(*found, strict=True)] for share, found in parts.items()
+        }
 
     def _measure(
-        self, case: Case, rounds: dict[float, Tensor], hot: float | None, overlap: bool
+        self,
+        case: Case,
+        rounds: dict[float, Tensor],
+        hot: float | None,
+        overlap: bool = True,
+        passes: int | None = None,
     ) -> dict[float, Measured]:
         """By share. hot: None: resident. Nothing if the GPU has no room."""
         if not self._fits(case, 1.0 if hot is None else hot):
@@ -179,14 +245,16 @@ class Bench:
             print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
             return {}
         kv: PagedKV
+        device = self.device
         if hot is None:
-            kv = resident_kv(case, self.device)
+            kv = resident_kv(case, self.home, device)
         else:
-            kv = tiered_kv(case, hot, self.home, self.device, self.peer, self.settings.peer_share)
+            kv = tiered_kv(case, hot, self.home, device, self.peer, self.settings.peer_share)
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], overlap)
-        measured = {share: replay(step, words, self.settings.passes) for share, words in rounds.items()}
+        passes = passes or self.settings.passes
+        measured = {share: replay(step, words, passes) for share, words in rounds.items()}
         del step, kv
-        _give_memory_back(self.device)
+        _give_memory_back(device)
         return measured
 
     def _fits(self, case: Case, hot: float) -> bool:
@@ -196,7 +264,15 @@ class Bench:
         return kv + SPARE <= torch.cuda.mem_get_info(self.device)[0]
 
     def _row(
-        self, case: Case, share: float, way: str, hot: float, measured: Measured, resident: float | None
+        self,
+        case: Case,
+        share: float,
+        way: str,
+        hot: float,
+        measured: Measured,
+        resident: float | None,
+        check: Check,
+        in_parts: bool,
     ) -> Row:
         mean, size = float(np.mean(measured.milliseconds)), measured.fetched * case.page_bytes
         from_peer = measured.from_peer * case.page_bytes
@@ -220,8 +296,15 @@ class Bench:
             link=rate,
             link_used=rate / self.link,
             bound=max(resident or 0.0, 1e3 * max(links)),
+            check=check,
+            in_parts=in_parts,
             pages_from_peer=measured.from_peer,
         )
+
+
+def _together(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Of one round. Resident rounds are never void."""
+    return torch.cat([part for part in parts if part is not None])
 
 
 def _give_memory_back(device: torch.device) -> None:
@@ -242,7 +325,7 @@ def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[C
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cases = []
     for context in settings.contexts:
-        for batch in settings.batches:
+        for batch in _batches(settings, Case(shape, 1, context, settings.queries, dtype)):
             case = Case(shape, batch, context, settings.queries, dtype)
             needed = home_bytes(case, settings)
             if needed <= room:
@@ -255,6 +338,22 @@ def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[C
     if not cases:
         raise ValueError("the host has no room for the home of any case")
     return cases
+
+
+def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
+    """one: a single session. Raises ValueError if the KV memory does not hold it, or has no room for frames."""
+    if settings.kv_memory is None:
+        return settings.batches
+    fit = sessions_that_fit(settings.kv_memory, one)
+    if not fit:
+        needed = one.pages * one.rows * one.page_bytes
+        raise ValueError(
+            f"the KV of one session of {one.context} tokens takes {needed / 2**30:.4g} GiB, --kv-memory has "
+            f"{settings.kv_memory / 2**30:.4g}: raise it, or lower --contexts"
+        )
+    batch = fit * settings.sessions_factor
+    hot_share(settings.kv_memory, replace(one, batch=batch))  # before anything is measured
+    return (batch,)
 
 
 def run_offload_benchmark(
@@ -271,11 +370,14 @@ def run_offload_benchmark(
     print(f"page-locked host memory: {homes / 2**30:.2f} GiB", flush=True)
     with torch.inference_mode():
         bench = Bench(settings, cases, device)
-        rows = [row for case in tqdm(cases, desc="replaying") for row in bench.rows(case)]
+        replayed = bench.rows if settings.kv_memory is None else bench.rows_of_sessions
+        rows = [row for case in tqdm(cases, desc="replaying") for row in replayed(case)]
     head = _head(name, settings, device, bench.link, homes)
     if bench.peer:
         where = f"{bench.peer[0][0].device}, bulk copies from there {bench.peer_link / 1e9:.1f} GB/s"
         head["peer"] = f"{settings.peer_share:.0%} of the home pages on {where}"
+    if settings.kv_memory is not None:
+        head["sessions"] = "; ".join(_about_sessions(settings, case) for case in cases)
     print(report(head, rows))
     if json_file:
         content = head | {"rows": [asdict(row) for row in rows]}
@@ -308,13 +410,24 @@ def _head(
     return head
 
 
+def _about_sessions(settings: Settings, case: Case) -> str:
+    assert settings.kv_memory is not None
+    part = case.batch // settings.sessions_factor
+    return (
+        f"{settings.kv_memory / 2**30:.4g} GiB hold the KV of {part} of {case.context} tokens without tiers; "
+        f"{case.batch} run in tiers"
+    )
+
+
 def command_of(name: str, settings: Settings) -> str:
-    lists = {
-        "batches": settings.batches,
-        "contexts": settings.contexts,
-        "shares": settings.shares,
-        "hot": settings.hot,
-    }
+    lists: dict[str, tuple[float, ...]] = {"contexts": settings.contexts, "shares": settings.shares}
+    if settings.kv_memory is None:
+        lists |= {"batches": settings.batches, "hot": settings.hot}
+    else:
+        lists |= {
+            "kv-memory": (round(settings.kv_memory / 2**30, 6),),
+            "sessions-factor": (settings.sessions_factor,),
+        }
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
     numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
     peer = f" --peer-share {settings.peer_share}" if settings.peer_share else ""
@@ -325,7 +438,8 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items() if isinstance(value, str)]
     lines.append(
         f"{'':<12} {'read':>7} {'hot':>6} {'way':<9} {'step':>10} {'p95':>10} {'to resident':>11} {'pages':>8} "
-        f"{'missed':>14} {'no slot':>7} {'fetched':>9} {'GB/s':>5} {'of link':>7} {'bound':>10} {'to bound':>8}"
+        f"{'missed':>14} {'no slot':>7} {'fetched':>9} {'GB/s':>5} {'of link':>7} {'bound':>10} {'to bound':>8} "
+        f"same"
     )
     for row in rows:
         ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
@@ -335,7 +449,7 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
             f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
             f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
             f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
-            f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8}"
+            f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}"
             + (f" {row.pages_from_peer / row.pages_fetched:.0%} from peer" if row.pages_from_peer else "")
         )
     lines.append(
@@ -343,9 +457,18 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
         "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
         "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
         "nor fetched, and the step is void.\nGB/s: fetched over the whole step. Bound: the resident step, or what was "
-        "fetched at the link's bulk rate\n(of two links: the longer)."
+        "fetched at the link's bulk rate\n(of two links: the longer). Same: whether all logits of so many rounds (of "
+        "the last pass, without void ones) are those\nof the resident step, in every bit; if not, the greatest "
+        "difference; -: nothing to compare with. In parts: the resident\nKV of all sessions does not fit; compared are "
+        "steps in which nothing depends on the batch, of all in tiers and of\nresident parts."
     )
     return "\n".join(lines)
+
+
+def _same(row: Row) -> str:
+    if row.way == RESIDENT or row.check.same is None:
+        return "" if row.way == RESIDENT else "-"
+    return f"{row.check} ({row.check.rounds} rounds{', in parts' if row.in_parts else ''})"
 
 
 def plot_rows(rows: list[Row], path: Path) -> Path:

@@ -1,7 +1,8 @@
 """Verification steps as `approximate` sessions are served, over KV that lies wholly on the GPU or in tiers, replayed.
 
-Random weights and KV. What a step reads is imposed: the announced words of its shared budget carry the selection, and
-there is no room for more. On a GPU a step is one CUDA graph; without one it runs eagerly, so that all can be rehearsed.
+Random weights and KV; both kinds of KV hold the same. What a step reads is imposed: the announced words of its shared
+budget carry the selection, and there is no room for more. On a GPU a step is one CUDA graph; without one it runs
+eagerly, so that all can be rehearsed.
 """
 
 import time
@@ -25,6 +26,7 @@ from engine.peer_memory import peer_pages
 from engine.sampling import Sampling
 from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
+from kernels.backends import power_of_two
 from kernels.shared_budget import WORD
 
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
@@ -37,13 +39,21 @@ Home = tuple[
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each."""
+    """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
+
+    first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
+    power of two, as GraphRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
+    many places each sequence gets the same logits whatever runs beside it.
+    """
 
     shape: Shape
     batch: int
     context: int
     queries: int
     dtype: torch.dtype
+    first: int = 0
+    places: int = 0
+    pinned: bool = False
 
     @property
     def rows(self) -> int:
@@ -93,13 +103,14 @@ def make_home(case: Case, layers: int, device: torch.device) -> Home:
     return side(), side()
 
 
-def make_peer(case: Case, layers: int, share: float, device: torch.device) -> Home:
-    """As make_home, a share of the pages on a neighbour GPU; without a GPU, in memory that stands for it."""
+def make_peer(case: Case, home: Home, layers: int, share: float, device: torch.device) -> Home:
+    """A share of the pages of `home` on a neighbour GPU; without a GPU, in memory that stands for it."""
     shape = case.shape
     sizes = case.on_peer(share), shape.num_key_value_heads, shape.head_dim
     keys, values = peer_pages(layers, *sizes, case.dtype, device)
-    for part in (*keys, *values):
-        part.normal_()
+    for near, far in zip((keys, values), home, strict=True):
+        for part, whole in zip(near, far, strict=False):
+            part.copy_(whole[: len(part)])
     order = [layer % layers for layer in range(shape.num_hidden_layers)]
     return [keys[i] for i in order], [values[i] for i in order]
 
@@ -116,12 +127,16 @@ def link_rate(home: Home, device: torch.device) -> float:
     return source.nbytes / (time.perf_counter() - began)
 
 
-def resident_kv(case: Case, device: torch.device) -> PagedKV:
+def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
+    """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     kv = PagedKV(*of_model, case.pages, case.dtype, device)
-    for part in (*kv.k_pages, *kv.v_pages):
-        part.normal_()
+    full = case.context // PAGE_SIZE
+    begin, end = case.first * full, (case.first + case.batch) * full
+    for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
+        for part, layer in zip(parts, far, strict=True):
+            part[: end - begin].copy_(layer[begin:end])
     return kv
 
 
@@ -137,7 +152,7 @@ def tiered_kv(
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     on_peer = case.on_peer(peer_share) if peer else 0
-    keys, values = ([part[: case.pages - on_peer] for part in side] for side in home)
+    keys, values = ([part[on_peer : case.pages] for part in side] for side in home)
     near = ([part[:on_peer] for part in peer[0]], [part[:on_peer] for part in peer[1]]) if peer else None
     sizes = case.frames(hot), case.pages, PAGE_SIZE
     return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values), peer=near)
@@ -153,21 +168,36 @@ def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
             kv.adopt_home(sequence)
     kv.begin([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
-    for i, sequence in enumerate(sequences):  # they are all alike: what stands in makes no difference to time
-        count = case.context // GROUP
+    count = case.context // GROUP
+    for i, sequence in enumerate(sequences):
         sequence.groups = list(range(i * count, (i + 1) * count))
+        _make_up_means(kv, sequence, case.first + i)
     return sequences
+
+
+def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
+    """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
+    assert kv.means is not None
+    random = torch.Generator(kv.device).manual_seed(seed)
+    for layer in range(kv.num_layers):
+        shape = len(sequence.groups), *kv.means.k.shape[2:]
+        for part in (kv.means.k, kv.means.v):
+            part[layer, sequence.groups] = (
+                torch.randn(shape, generator=random, device=kv.device) * GROUP**-0.5
+            )
+        kv.means.k_variance[layer, sequence.groups] = 1.0
 
 
 def step_shape(case: Case, tiered: bool) -> StepShape:
     """As GraphRunner has it for verification with a shared budget."""
     return StepShape(
-        *(case.batch, case.queries, case.pages_each, PAGE_SIZE),
+        *(case.places or power_of_two(case.batch), case.queries, case.pages_each, PAGE_SIZE),
         width=case.pages_each,
         groups=case.context // GROUP,
         read_weights=True,
         decay=DECAY,
         judged=True,
+        pinned=case.pinned,
         tiered=tiered,
     )
 
@@ -176,7 +206,8 @@ def step_shape(case: Case, tiered: bool) -> StepShape:
 class Measured:
     """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
 
-    from_peer: of those fetched, what a neighbour GPU had.
+    from_peer: of those fetched, what a neighbour GPU had. logits: of all rounds of the last pass, [batch, queries,
+    vocab] on the host; None where a round was void.
     """
 
     milliseconds: list[float]
@@ -184,6 +215,7 @@ class Measured:
     fetched: float
     refused: float
     from_peer: float
+    logits: list[Tensor | None]
 
 
 class Step:
@@ -209,7 +241,7 @@ class Step:
         """What the next run reads; in tiers it is another round."""
         budget = self.buffers.budget
         assert budget is not None
-        budget.words[..., : words.shape[-1]].copy_(words)
+        budget.words[: len(words), :, : words.shape[-1]].copy_(words)
         if isinstance(self.kv, TieredKV) and self.buffers.rounds is not None:
             round = self.kv.step_round()
             self.buffers.rounds.round.fill_(round)
@@ -227,6 +259,12 @@ class Step:
         nothing = torch.zeros_like(results["blocks_read"][:1])
         tiers = (results.get(name, nothing) for name in ("fetched", "refused", "from_peer"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
+
+    def logits(self) -> Tensor:
+        """[batch, queries, vocab], a copy of what the last run gave."""
+        assert self.buffers.logits is not None
+        by_place = self.buffers.logits.view(-1, self.case.queries, self.buffers.logits.shape[-1])
+        return by_place[: self.case.batch].clone()
 
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, TieredKV):
@@ -274,26 +312,33 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
     """Run all rounds so many times, each time with nothing hot at first; from round SETTLED on they count.
 
     rounds: int64 [rounds, batch, rows, words]. Not to and fro, nor round and round: what was once fetched would be hot.
-    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends.
+    On a GPU all is launched without waiting, so that a step has been launched when the one before it ends; the last
+    pass leaves copies of its logits between the steps.
     """
     device = rounds.device
     _wake(step, rounds[0])
     marks: list[tuple[_Mark, _Mark]] = []
     counted: list[Tensor] = []
-    for _ in range(passes):
+    left: list[tuple[Tensor, Tensor]] = []
+    for turn in range(passes):
         step.forget()
         for number, words in enumerate(rounds):
             step.choose(words)
             begin = _Mark(device)
             step.run()
             end = _Mark(device)
+            counts = step.counts()
             if number >= SETTLED:
                 marks.append((begin, end))
-                counted.append(step.counts())
+                counted.append(counts)
+            if turn == passes - 1:
+                left.append((counts, step.logits()))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    means = torch.stack(counted).float().mean(0).tolist()
-    return Measured([begin.milliseconds_to(end) for begin, end in marks], *means)
+    read, fetched, refused, from_peer = torch.stack(counted).float().mean(0).tolist()
+    logits = [None if counts[2] else given.cpu() for counts, given in left]
+    times = [begin.milliseconds_to(end) for begin, end in marks]
+    return Measured(times, read, fetched, refused, from_peer, logits)
 
 
 def _wake(step: Step, words: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Target and draft have random weights in the shapes of real models, so that what they say means nothing: acceptance is
 imposed, and what is read follows a uniform plan. A target process serves alone first, then a draft process joins it;
-the prompts are read once and found again by prefix.
+the prompts are read once and found again by prefix. The target's KV may lie in tiers (docs/architecture.md).
 """
 
 import itertools
@@ -28,11 +28,13 @@ from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import save_plan, uniform_plan
 from wire.server import OPTIONS
 
+PREFILL_CHUNK = 4096  # prompt tokens a step, at most
+
 
 @dataclass(frozen=True)
 class Row:
     """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together, 0 if
-    at no moment all of them generated."""
+    at no moment all of them generated. kv_fetched, kv_late: of the KV that was read, where it lies in tiers."""
 
     what: str
     sessions: int
@@ -41,6 +43,8 @@ class Row:
     session_round_ms: float
     tokens_a_round: float
     kv_read: float
+    kv_fetched: float
+    kv_late: float
     draft_ms: float  # a round
     verify_ms: float  # a round
     wait_ms: float  # a round
@@ -73,19 +77,20 @@ def run_serve_benchmark(
     acceptance: float,
     budget: float,
     drafting: tuple[str, ...],
+    target_kv: tuple[str, ...],
     gpus: tuple[int, int] | None,
     json_file: str | None,
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Raises ChildProcessError if a service fails.
 
-    drafting: more flags for the draft service.
+    drafting: more flags for the draft service; target_kv: for the target service, about memory.
     """
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {target}, draft {draft}, random weights, imposed acceptance {acceptance} a token",
         "command": f"specahead bench serve --target-shape {target} --draft-shape {draft} --sessions {sessions} "
         f"--context {context} --tokens {tokens} --gamma {gamma} --acceptance {acceptance} --budget {budget} "
-        + " ".join(drafting),
+        + " ".join((*drafting, *target_kv)),
     }
     rows: list[Row] = []
     expected = sum(acceptance**i for i in range(gamma + 1))  # tokens of a round that is drafted
@@ -104,7 +109,7 @@ def run_serve_benchmark(
         def service(name: str, *flags: str) -> None:
             common = ("--model", str(pair[name]), "--plan", str(plan), "--port", port_of(addresses[name]))
             limits = ("--max-context", str(room), "--max-sessions", str(sessions), "--gamma", str(gamma))
-            options = ("--load-format", "dummy", "--prefill-chunk", "4096")
+            options = ("--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, context)))
             gpu = None if gpus is None else gpus[name == "draft"]
             command = (f"{name}_service", *common, *limits, *options, *flags)
             wait_for_service(start(*command, stdout=subprocess.PIPE, gpu=gpu))
@@ -112,7 +117,7 @@ def run_serve_benchmark(
 
         named = ("--target", str(pair["target"]), "--draft", str(pair["draft"]), "--plan", str(plan))
         clients = (*named, "--target-address", addresses["target"], "--max-context", str(room))
-        service("target", "--synthetic-acceptance", str(acceptance))
+        service("target", "--synthetic-acceptance", str(acceptance), *target_kv)
         alone = start_endpoints(start, *clients)
         _measure(alone, "reading the prompts", sessions, context, 2, "exact")
         rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
@@ -158,6 +163,8 @@ def _measure(address: str, what: str, sessions: int, context: int, tokens: int, 
         session_round_ms=1e3 * median(gaps) if gaps else 0.0,
         tokens_a_round=sessions * tokens / rounds,
         kv_read=sum(summary.kv_read_fraction for _, summary in streams) / sessions,
+        kv_fetched=sum(summary.kv_fetched_fraction for _, summary in streams) / sessions,
+        kv_late=sum(summary.kv_late_fraction for _, summary in streams) / sessions,
         draft_ms=1e3 * sum(summary.draft_seconds for _, summary in streams) / rounds,
         verify_ms=1e3 * sum(summary.verify_seconds for _, summary in streams) / rounds,
         wait_ms=1e3 * sum(summary.wait_seconds for _, summary in streams) / rounds,
@@ -188,16 +195,18 @@ def _report(head: dict[str, str], rows: list[Row]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"{'':<22} {'sessions':>8} {'context':>8} {'tokens/s':>9} {'round':>10} {'tokens':>7} {'KV read':>8} "
-        f"{'draft':>9} {'verify':>9} {'wait':>9}"
+        f"{'fetched':>8} {'late':>8} {'draft':>9} {'verify':>9} {'wait':>9}"
     )
     for row in rows:
         lines.append(
             f"{row.what:<22} {row.sessions:>8} {row.context:>8} {row.tokens_a_second:>9.1f} "
             f"{row.session_round_ms:>7.2f} ms {row.tokens_a_round:>7.2f} {row.kv_read:>8.3f} "
-            f"{row.draft_ms:>6.2f} ms {row.verify_ms:>6.2f} ms {row.wait_ms:>6.2f} ms"
+            f"{row.kv_fetched:>8.2%} {row.kv_late:>8.3%} {row.draft_ms:>6.2f} ms "
+            f"{row.verify_ms:>6.2f} ms {row.wait_ms:>6.2f} ms"
         )
     lines.append(
-        "Tokens/s: of all sessions, while all generate. Round: between two messages of a session, the median. Draft,\n"
-        "verify, wait: a round; draft runs beside the others, on the other GPU."
+        "Tokens/s: of all sessions, while all generate. Round: between two messages of a session, the median. "
+        "Fetched,\nlate: of the KV that was read, what came from the host, and what of it nobody had announced. Draft, "
+        "verify,\nwait: a round; draft runs beside the others, on the other GPU."
     )
     return "\n".join(lines)

@@ -193,10 +193,15 @@ def _calibrate(flags: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", nargs="+", metavar="FILE", help="files, or ids of Hugging Face data sets")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
+    )
     source.add_argument(
         "--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on"
     )
@@ -204,7 +209,9 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
     )
-    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000)")
+    parser.add_argument(
+        "--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)"
+    )
     parser.add_argument(
         "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
     )
@@ -222,8 +229,14 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
     )
-    parser.add_argument("--hot", default="0.25", metavar="X,Y", help="tiers: frames, of the pages of a case")
-    parser.add_argument("--generated", type=int, default=64, help="drafts: tokens after each passage")
+    parser.add_argument(
+        "--hot",
+        metavar="X,Y",
+        help="tiers, identity: frames, of the pages of a case, of all sessions (default: 0.25, identity 0.5,0.25)",
+    )
+    parser.add_argument(
+        "--generated", type=int, default=64, help="drafts, identity: tokens after each passage"
+    )
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
     parser.add_argument(
         "--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries"
@@ -249,6 +262,11 @@ def _evaluate(flags: argparse.Namespace) -> None:
     if flags.dense_layers is not None:
         changes["dense_layers"] = tuple(flags.dense_layers)
     plan = dataclasses.replace(load_plan(flags.plan), **changes)
+    if flags.task == "identity":
+        _evaluate_identity(flags, plan)
+        return
+    if not flags.text and not flags.books:
+        raise ValueError(f"evaluate {flags.task} reads texts: give --text or --books")
     texts = cases.read_texts(flags.text or cases.held_out_files(flags.books, plan))
     if flags.task == "drafts":
         _evaluate_drafts(flags, plan, texts)
@@ -285,9 +303,28 @@ def _evaluate_tiers(flags: argparse.Namespace, plan: "Plan", chosen: "list[Case]
     from evaluation import tiers
     from evaluation.run import Pair
 
-    hot = [float(share) for share in flags.hot.split(",")]
+    hot = [float(share) for share in (flags.hot or "0.25").split(",")]
     rows = tiers.measure(Pair(flags.target, flags.draft), plan, chosen, hot, flags.gamma)
     print(tiers.to_json(rows) if flags.json else tiers.to_text(rows))
+
+
+def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
+    """Exits with 1 if any token differs."""
+    from engine.loading import load_tokenizer
+    from evaluation import cases
+    from orchestrator import identity
+    from orchestrator.demo import TEXT
+
+    sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(TEXT)]
+    hot = [float(share) for share in (flags.hot or "0.5,0.25").split(",")]
+    tokenizer = load_tokenizer(flags.target)
+    prompts = identity.prompts_of(cases.read_texts(sources), tokenizer, flags.context or 1000)
+    gamma = 4 if flags.gamma is None else flags.gamma
+    requests = identity.Requests(prompts, flags.generated, gamma)
+    rows = list(identity.compare(flags.target, flags.draft, plan, requests, hot))
+    print(identity.to_json(rows) if flags.json else identity.to_text(rows))
+    if not all(row.identical for row in rows):
+        sys.exit(1)
 
 
 def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, str]) -> None:
@@ -392,13 +429,22 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id"
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
     parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768, 102400], metavar="N")
     parser.add_argument(
         "--shares", type=float, nargs="+", default=[0.1], metavar="X", help="of the pages that a step selects"
     )
     parser.add_argument(
-        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="frames, of all pages"
+        "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=float,
+        metavar="GIB",
+        help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
+    )
+    parser.add_argument(
+        "--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)"
     )
     parser.add_argument("--queries", type=int, default=5, help="of each sequence")
     parser.add_argument(
@@ -432,16 +478,27 @@ def _bench_offload(flags: argparse.Namespace) -> None:
 
     if flags.shape != "tiny":  # which is rehearsed without a GPU
         require_gpu()
+    if flags.kv_memory is not None and (flags.batches or flags.hot):
+        raise ValueError(
+            "--kv-memory says how many sessions and frames there are: leave --batches and --hot out"
+        )
+    if flags.kv_memory is None and flags.sessions_factor is not None:
+        raise ValueError("--sessions-factor is of the sessions that fit --kv-memory: give it")
+    given = {
+        "batches": flags.batches and tuple(flags.batches),
+        "hot": flags.hot and tuple(flags.hot),
+        "host_memory": None if flags.host_memory is None else int(flags.host_memory * 2**30),
+        "kv_memory": None if flags.kv_memory is None else int(flags.kv_memory * 2**30),
+        "sessions_factor": flags.sessions_factor,
+    }
     settings = Settings(
-        tuple(flags.batches),
-        tuple(flags.contexts),
-        tuple(flags.shares),
-        tuple(flags.hot),
-        flags.queries,
-        flags.passes,
-        flags.home_layers,
-        None if flags.host_memory is None else int(flags.host_memory * 2**30),
-        flags.peer_share,
+        contexts=tuple(flags.contexts),
+        shares=tuple(flags.shares),
+        queries=flags.queries,
+        passes=flags.passes,
+        home_layers=flags.home_layers,
+        peer_share=flags.peer_share,
+        **{name: value for name, value in given.items() if value is not None},
     )
     run_offload_benchmark(flags.shape, read_shape_of(flags.shape), settings, flags.json, flags.plot)
 
@@ -460,6 +517,18 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--refresh-every", type=int, default=1, help="rounds between dense first draft steps")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
+        "--host-kv-memory",
+        type=float,
+        metavar="GIB",
+        help="as the home of the target's KV (default: no tiers)",
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=float,
+        metavar="GIB",
+        help="of the target's GPU for KV (default: what is left of it)",
+    )
+    parser.add_argument(
         "--gpus",
         type=int,
         nargs=2,
@@ -475,6 +544,11 @@ def _bench_serve(flags: argparse.Namespace) -> None:
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+    memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
+    if any(value is not None and value <= 0 for value in memory.values()):
+        raise ValueError("--host-kv-memory and --kv-memory must be positive; leave out what is not wanted")
+    given = {name: value for name, value in memory.items() if value is not None}
+    target_kv = [part for name, value in given.items() for part in (f"--{name}", str(value))]
     run_serve_benchmark(
         flags.target_shape,
         flags.draft_shape,
@@ -485,6 +559,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         flags.acceptance,
         flags.budget,
         (*drafting, *(("--no-ahead",) if flags.no_ahead else ())),
+        tuple(target_kv),
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
     )

@@ -72,3 +72,26 @@ def test_the_services_are_measured_without_and_with_a_draft(tmp_path: Path) -> N
     assert 1 < rows["draft, dense verify"]["tokens_a_round"] <= 5
     assert rows["draft, sparse verify"]["kv_read"] < 1
     assert all(row["tokens_a_second"] > 0 for row in rows.values())
+    assert all(row["kv_fetched"] == row["kv_late"] == 0 for row in rows.values())
+
+
+def test_the_services_are_measured_over_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 44 pages about 30 lie on the device."""
+    file = tmp_path / "serve.json"
+    sizes = ["--sessions", "2", "--context", "200", "--tokens", "150", "--read-share", "1", "--no-ahead"]
+    memory = ["--host-kv-memory", "0.001", "--kv-memory", "0.0005"]
+    shapes = ["--target-shape", "tiny", "--draft-shape", "tiny"]
+    main(["bench", "serve", *shapes, *sizes, *memory, "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert content["command"].endswith("--no-ahead " + " ".join(memory))
+    rows = {row["what"]: row for row in content["rows"]}
+    for row in rows.values():
+        assert row["tokens_a_second"] > 0
+        assert 0 <= row["kv_late"] <= row["kv_fetched"]
+    assert rows["no draft, dense"]["kv_fetched"] > 0
+    assert "fetched" in capsys.readouterr().out
+
+
+def test_a_memory_of_nothing_is_refused() -> None:
+    with pytest.raises(SystemExit, match="must be positive; leave out what is not wanted"):
+        main(["bench", "serve", "--kv-memory", "0"])

@@ -1,17 +1,31 @@
 """Steps over tiers give what steps over resident KV give, however pages are fetched; and the benchmark's rehearsal."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload import Settings, home_bytes, rounds_of, selections
-from benchmarks.offload_steps import Case, Step, pack_rounds, replay, resident_kv, tiered_kv
+from benchmarks.offload import Bench, Settings, choose_cases, home_bytes, report, rounds_of, selections
+from benchmarks.offload_check import Check, compare_logits
+from benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
+from benchmarks.offload_steps import (
+    Case,
+    Home,
+    Step,
+    make_home,
+    pack_rounds,
+    replay,
+    resident_kv,
+    tiered_kv,
+)
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import SHAPES, random_decoder
+from engine.decoder import Decoder
 from engine.paged_kv import SequenceKV
 from engine.tiered_kv import TieredKV
 from orchestrator.cli import main
@@ -21,12 +35,16 @@ CPU = torch.device("cpu")
 CASE = Case(SHAPES["tiny"], 2, 512, 3, torch.float32)
 
 
-def steps() -> list[Step]:
-    """Resident, prefetching, on demand, over the same KV."""
+def parts() -> tuple[Decoder, Home]:
     torch.manual_seed(0)
     decoder = random_decoder(CASE.shape, CASE.context + CASE.queries, "cpu", torch.float32)
-    resident = resident_kv(CASE, CPU)
-    home = [part.clone() for part in resident.k_pages], [part.clone() for part in resident.v_pages]
+    return decoder, make_home(CASE, 2, CPU)
+
+
+def steps() -> list[Step]:
+    """Resident, prefetching, on demand, over the same KV."""
+    decoder, home = parts()
+    resident = resident_kv(CASE, home, CPU)
     words = rounds_of(CASE, 0.1, CPU)[0]
     return [
         Step(decoder, resident, CASE, words),
@@ -42,9 +60,8 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
         for step in (resident, *tiered):
             step.choose(words)
             step.run()
-        assert resident.buffers.logits is not None
         for step in tiered:
-            torch.testing.assert_close(step.buffers.logits, resident.buffers.logits)
+            assert torch.equal(step.logits(), resident.logits())
         read, fetched, refused, from_peer = tiered[0].counts().tolist()
         assert tiered[1].counts().tolist() == [read, fetched, refused, from_peer]
         assert resident.counts().tolist() == [read, 0, 0, 0]
@@ -94,6 +111,96 @@ def test_every_pass_of_a_replay_finds_nothing_hot() -> None:
         once.milliseconds
     )
     assert (once.read, once.fetched, once.refused) == (twice.read, twice.fetched, twice.refused)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("harm", ["", "a key", "a value", "a mean", "the new page"])
+def test_what_differs_is_seen(harm: str) -> None:
+    """A check that says yes to what is the same says no to a single wrong number that a step reads."""
+    decoder, home = parts()
+    rounds = rounds_of(CASE, 0.1, CPU)
+    resident = Step(decoder, resident_kv(CASE, home, CPU), CASE, rounds[0])
+    if harm in ("a key", "a value"):
+        home[harm == "a value"][1][0, 1, 5, 3] += 1  # of the first page, which all rounds read
+    kv = tiered_kv(CASE, 0.5, home, CPU)
+    tiered = Step(decoder, kv, CASE, rounds[0])
+    if harm == "a mean":
+        assert kv.means is not None
+        kv.means.v[0, 0, 0, 0] += 1
+    if harm == "the new page":
+        tiered.buffers.positions[CASE.queries] += 1
+    check = compare_logits(replay(tiered, rounds, 1).logits, replay(resident, rounds, 1).logits)
+    assert check.rounds == len(rounds)
+    assert check.same == (not harm)
+    assert check.difference is not None and (check.difference > 0) == bool(harm)
+
+
+def test_void_rounds_are_not_compared_and_no_number_is_the_same_as_none() -> None:
+    some, none = torch.ones(2, 3, 4), torch.full((2, 3, 4), torch.nan)
+    assert compare_logits([None, some], [some, some]) == Check(1, True, 0.0)
+    assert str(compare_logits([None], [some])) == "-"
+    found = compare_logits([none, some], [none, some])
+    assert (found.rounds, found.same, str(found)) == (2, False, "no, nan")
+    assert str(compare_logits([some + 0.5], [some])) == "no, 5.0e-01"
+
+
+@torch.inference_mode()
+def test_steps_without_slots_are_void() -> None:
+    decoder, home = parts()
+    rounds = rounds_of(CASE, 0.1, CPU)
+    step = Step(decoder, tiered_kv(CASE, 0.1, home, CPU), CASE, rounds[0])
+    measured = replay(step, rounds, 1)
+    assert measured.refused > 0 and None in measured.logits
+
+
+# Sessions in a given memory.
+
+
+def test_how_many_sessions_fit() -> None:
+    case = Case(SHAPES["8b"], 1, 102400, 5, torch.bfloat16)
+    assert frame_bytes(case) == 2 << 20
+    assert [sessions_that_fit(gib << 30, case) for gib in (12, 13, 100)] == [0, 1, 7]
+    many = replace(case, batch=28)
+    share = hot_share(100 << 30, many)
+    assert beside_frames(many) < 4.5 * 2**30
+    assert share * many.pages * frame_bytes(many) + beside_frames(many) == pytest.approx(
+        100 * 2**30, rel=1e-3
+    )
+    assert hot_share(100 << 30, case) == 1.0
+    with pytest.raises(ValueError, match="write 28 at once: raise --kv-memory or lower --sessions-factor"):
+        hot_share(3 << 30, many)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("harmed", [False, True])
+@pytest.mark.parametrize("room", [True, False])
+def test_sessions_in_tiers_are_compared_with_resident_ones(
+    monkeypatch: pytest.MonkeyPatch, room: bool, harmed: bool
+) -> None:
+    """Where the GPU has no room for all of them, with resident parts."""
+    torch.manual_seed(0)
+    a_session = 65 * 2 * 2 * 2048
+    settings = Settings(contexts=(1024,), passes=1, kv_memory=4 * a_session, sessions_factor=2, home_layers=2)
+    (case,) = choose_cases(settings, SHAPES["tiny"], torch.float32)
+    assert case.batch == 8
+    bench = Bench(settings, [case], CPU)
+    monkeypatch.setattr(bench, "_fits", lambda each, hot: room or hot < 1 or each.batch <= 4)
+    if harmed:  # the last session's first page, when resident steps have run
+
+        def harm(*arguments: Any) -> TieredKV:
+            bench.home[0][0][7 * 64] += 1
+            return tiered_kv(*arguments)
+
+        monkeypatch.setattr("benchmarks.offload.tiered_kv", harm)
+    rows = list(bench.rows_of_sessions(case))
+    tiered = [row for row in rows if row.way != "resident"]
+    assert [row.batch for row in rows if row.way == "resident"] == ([4, 8] if room else [4])
+    assert [(row.way, row.batch, row.check.same, row.in_parts) for row in tiered] == [
+        (way, 8, not harmed, not room) for way in ("prefetch", "on demand")
+    ]
+    assert all(row.check.rounds > 10 and 0.2 < row.hot < 0.5 and row.pages_fetched for row in tiered)
+    said = report({}, rows)
+    assert ("in parts)" in said) == (not room) and ("yes (" in said) == (not harmed)
 
 
 def test_only_pages_without_frames_are_adopted() -> None:
@@ -159,6 +266,9 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert prefetch["bytes_fetched"] == prefetch["pages_fetched"] * 2 * 16 * 16 * 4
     for name in ("pages_read", "pages_fetched", "pages_refused"):
         assert prefetch[name] == on_demand[name]
+    for row in content["rows"][2:]:
+        assert row["check"] == {"rounds": row["check"]["rounds"], "same": True, "difference": 0.0}
+        assert row["check"]["rounds"] > SETTLED
     assert prefetch["bound"] >= prefetch["resident"] == content["rows"][0]["milliseconds"]
     assert plot.stat().st_size > 0
     if not torch.cuda.is_available():
@@ -180,6 +290,15 @@ def test_a_share_of_the_home_on_a_neighbour(tmp_path: Path, capsys: pytest.Captu
     assert "from peer" in capsys.readouterr().out
 
 
+def test_the_rehearsal_of_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--contexts", "1024", "--kv-memory", "0.002", "--sessions-factor", "2", "--passes", "1"]
+    main(["bench", "offload", "--shape", "tiny", *sizes])
+    said = capsys.readouterr().out
+    assert "0.002 GiB hold the KV of 4 of 1024 tokens without tiers; 8 run in tiers" in said
+    assert said.count("yes (") == 2
+    assert "--kv-memory 0.002" in said and "--sessions-factor 2" in said and "--hot" not in said
+
+
 def test_what_is_refused() -> None:
     for flags, message in (
         (["--hot", "1.5"], "hot must lie"),
@@ -188,6 +307,11 @@ def test_what_is_refused() -> None:
         (["--queries", "1"], "2 queries at least"),
         (["--peer-share", "1"], "peer_share must lie"),
         (["--host-memory", "0"], "no room for the home"),
+        (["--kv-memory", "1", "--hot", "0.5"], "leave --batches and --hot out"),
+        (["--kv-memory", "0"], "must be positive"),
+        (["--kv-memory", "0.0001"], "takes 0.00489 GiB, --kv-memory has 0.0001: raise it"),
+        (["--kv-memory", "0.005"], "write 4 at once: raise --kv-memory or lower --sessions-factor"),
+        (["--sessions-factor", "2"], "--sessions-factor is of the sessions that fit"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["bench", "offload", "--shape", "tiny", *flags])

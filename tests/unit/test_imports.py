@@ -43,6 +43,7 @@ WITHOUT_GRPC = {
     "target_service/recording.py",
     "target_service/session.py",
     "target_service/verifier.py",
+    "orchestrator/identity.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",
     "orchestrator/settings.py",
