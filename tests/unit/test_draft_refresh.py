@@ -57,13 +57,13 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     if torch.cuda.is_available():
         pytest.skip("rounds are captured once there, and what they hold is not seen again")
     seen: list[Tensor] = []
-    choose = engine.draft_rounds._choose_words
+    predict = engine.draft_rounds._predict
 
     def look(settings: RoundSettings, buffers: Any, weights: Tensor) -> Tensor:
         seen.append(weights.clone())
-        return choose(settings, buffers, weights)
+        return predict(settings, buffers, weights)
 
-    monkeypatch.setattr(engine.draft_rounds, "_choose_words", look)
+    monkeypatch.setattr(engine.draft_rounds, "_predict", look)
     return seen
 
 
