@@ -15,6 +15,7 @@ import models
 from draft_service.drafter import DrafterSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
+    OnFirst,
     RoundMemory,
     RoundOutput,
     RoundRequest,
@@ -243,9 +244,9 @@ def refreshes(side: Side) -> list[bool]:
     seen: list[bool] = []
     draft = side.drafter.runner.draft_rounds
 
-    def look(requests: list[RoundRequest]) -> list[RoundOutput]:
+    def look(requests: list[RoundRequest], on_first: OnFirst | None = None) -> list[RoundOutput]:
         seen.extend(request.refresh for request in requests)
-        return draft(requests)
+        return draft(requests, on_first)
 
     side.drafter.runner.draft_rounds = look  # type: ignore[method-assign]
     return seen

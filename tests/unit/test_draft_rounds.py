@@ -24,7 +24,9 @@ from wire.messages import Announcement, At, Begin, DraftEvent, End, Proposal, Ve
 from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAN = load_plan(models.PLAN)
+PLAN = replace(
+    load_plan(models.PLAN), budget=0.25
+)  # so that there is something to announce in short contexts
 ROWS = {name: announcing.rows(PLAN) for name, announcing in (("a", BY_TARGET_HEAD), ("d", BY_DRAFT_HEAD))}
 ROWS["b"] = ROWS["a"]
 GREEDY = Sampling(temperature=0.0)
@@ -93,7 +95,7 @@ def test_whole_rounds_say_what_steps_say(ahead: bool, hint_bytes: int) -> None:
         begin("a", 700, "ahead", GREEDY, hints=True),
         begin("b", 420, "ahead", SAMPLED),
         begin("c", 180, "", GREEDY, hints=True),
-        begin("d", 250, "sts", GREEDY, hints=True),  # its choice is made step by step
+        begin("d", 740, "sts", GREEDY, hints=True),  # its choice is made step by step
     ]
     said: set[tuple[str, int]] = set()
     known: list[dict[str, dict[Any, Any]]] = [{}, {}]
@@ -182,7 +184,9 @@ def test_a_negative_number_of_hint_bytes_is_refused() -> None:
 def test_the_last_round_of_a_session_is_short() -> None:
     plain, whole = (Side(runner) for runner in runners())
     sent = [side.run(begin("a", 300, "ahead", GREEDY, 303)) for side in (plain, whole)]
-    assert comparable(sent[0], {}) == comparable(sent[1], {})
+    # A whole round weighs all its γ + 1 queries, also where it proposes fewer tokens.
+    one, two = ([e[:4] for e in comparable(events, {})] for events in sent)
+    assert one == two
     (proposal,) = [event for event in sent[1] if isinstance(event, Proposal) and event.at.round == 0]
     assert len(proposal.tokens) == 2
 
