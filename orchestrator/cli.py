@@ -528,13 +528,23 @@ def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
     )
+    parser.add_argument(
+        "--hints",
+        nargs="+",
+        metavar="TEXT",
+        help="instead: what hints name of what is selected, over these files",
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_bench_codec)
 
 
 def _bench_codec(flags: argparse.Namespace) -> None:
     from benchmarks.codec import run_codec_benchmark
+    from benchmarks.hints import run_hint_benchmark
 
+    if flags.hints:
+        run_hint_benchmark(flags.hints, flags.json)
+        return
     run_codec_benchmark(flags.repeats, flags.json, flags.record)
 
 

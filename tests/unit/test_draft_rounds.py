@@ -80,6 +80,20 @@ def comparable(events: list[DraftEvent], known: dict[str, dict[Any, Any]]) -> li
     return sorted(out, key=repr)
 
 
+def assert_alike(one: list[Any], two: list[Any]) -> None:
+    """What `comparable` gives. On a GPU the two run other kernels, and nearly equal scores may change places."""
+    if DEVICE == "cpu":
+        assert one == two
+        return
+    assert [e[:4] for e in one] == [e[:4] for e in two]
+    for a, b in zip(one, two, strict=True):
+        if a[1] == "announcement":
+            common = set(a[4]) & set(b[4])
+            assert len(common) >= 0.9 * max(len(a[4]), len(b[4])) - 2
+        else:
+            assert a == b
+
+
 def begin(
     name: str, length: int, method: str, sampling: Sampling, max_length: int = 800, hints: bool = False
 ) -> Begin:
@@ -103,7 +117,7 @@ def test_whole_rounds_say_what_steps_say(ahead: bool, hint_bytes: int) -> None:
     proposals: dict[tuple[str, int], Proposal] = {}
     for turn in range(4):
         sent = [side.run(*events) for side in (plain, whole)]
-        assert comparable(sent[0], known[0]) == comparable(sent[1], known[1])
+        assert_alike(comparable(sent[0], known[0]), comparable(sent[1], known[1]))
         proposals |= {(e.at.session, e.at.round): e for e in sent[0] if isinstance(e, Proposal)}
         said |= {(e.at.session, e.part) for e in sent[1] if isinstance(e, Announcement)}
         events = []
@@ -144,6 +158,30 @@ def test_a_first_pass_is_hinted_at_before_the_later_ones(monkeypatch: pytest.Mon
     hint, selection = (e for e in side.sent if isinstance(e, Announcement))
     assert (hint.part, selection.part) == (1, 2)
     assert isinstance(side.sent[1], Announcement)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there are no graphs to compare with")
+def test_captured_rounds_hint_at_what_eager_ones_do() -> None:
+    """Each replay at its own first pass, which a stale copy would not give."""
+    loaded = [load_runner(str(models.DRAFT), torch.float32, DEVICE, 8192) for _ in range(2)]
+    captured, eager = (
+        Side(GraphRunner(read_decoder(runner.model), runner, 900, enforce_eager=graphs), ahead=True)
+        for runner, graphs in zip(loaded, (False, True), strict=True)
+    )
+    known: list[dict[str, dict[Any, Any]]] = [{}, {}]
+    events: list[Any] = [begin("a", 700, "ahead", GREEDY, hints=True), begin("b", 420, "ahead", GREEDY)]
+    parts = []
+    for turn in range(6):
+        sent = [side.run(*events) for side in (captured, eager)]
+        assert_alike(comparable(sent[0], known[0]), comparable(sent[1], known[1]))
+        parts += [e.part for e in sent[0] if isinstance(e, Announcement) and e.at.session == "a"]
+        (proposal,) = [e for e in sent[0] if isinstance(e, Proposal) and e.at[::2] == ("a", turn)] or [
+            captured.peer.sessions["a"].proposal
+        ]
+        assert proposal is not None
+        place = At("a", proposal.at.epoch + 1, turn + 1, proposal.at.base)
+        events = [Verdict(place, 1, [proposal.tokens[0], (proposal.tokens[1] + 1) % 4096], plain=False)]
+    assert parts.count(1) >= 4
 
 
 def test_hints_of_the_model_thread_are_handed_over() -> None:
@@ -219,7 +257,7 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round() -> None:
         side.run(begin("a", 300, "ahead", GREEDY))
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     sent = [comparable(side.run(*behind), {"a": {}}) for side in (plain, whole)]
-    assert sent[0] == sent[1]
+    assert_alike(*sent)
     (proposal,) = [event for event in sent[1] if event[1] == "proposal"]
     assert proposal[0].base == 306
 
