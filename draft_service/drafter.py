@@ -44,7 +44,7 @@ from wire.messages import (
 )
 from wire.selection_codec import MAX_REFERENCES, encode_selection
 
-HINT_BYTES = 4096
+HINT_BYTES = 2048
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
 CallSoon = Callable[[Callable[[], None]], object]
@@ -102,7 +102,8 @@ class Drafted:
 class Query:
     """One of the queries of a round that announces; `evidence` is of those before it, `last` of the last round.
 
-    selects: whether it is the round's last. hint_blocks: to rank for a hint; 0: the session takes none.
+    selects: whether it is the round's last. hint_blocks: to rank for a hint; 0: the session takes none. held: what
+    hints leave out.
     """
 
     method: Method
@@ -111,6 +112,7 @@ class Query:
     last: BlockSelection | None
     selects: bool
     hint_blocks: int
+    held: BlockSelection | None
 
 
 @dataclass
@@ -367,7 +369,8 @@ class Drafter:
         sampling, announce = session.sampling, None
         if session.method is not None:
             last = session.last_announced[1] if session.last_announced else None
-            announce = announcement_request(self.plan, session.base, last, session.hints)
+            held = session.held if session.hints else None
+            announce = announcement_request(self.plan, session.base, last, session.hints, held)
         drawn = uniforms(sampling.seed, session.base, self.settings.gamma + 1, USE_DRAFT)
         memory = session.round_memory
         return RoundRequest(
@@ -386,9 +389,10 @@ class Drafter:
         if session.method is None or session.selection is not None:
             return None
         last = session.last_announced[1] if session.last_announced else None
-        hint_blocks = self._hint_blocks if session.hints else 0
-        evidence = list(session.evidence)
-        return Query(session.method, session.base, evidence, last, session.selection_due, hint_blocks)
+        hints = (self._hint_blocks, session.held) if session.hints else (0, None)
+        return Query(
+            session.method, session.base, list(session.evidence), last, session.selection_due, *hints
+        )
 
     @property
     def _hint_blocks(self) -> int:
@@ -434,11 +438,11 @@ class Drafter:
         known = self.plan, query.method.rule_of(self.plan), query.base, query.last
         if query.selects:
             (selection,) = announce(announcing, evidence, *known)
-            of_round = self.plan, query.base, selection, query.last
+            of_round = self.plan, query.base, selection, query.last, query.held
             return selection, runners_up(announcing, evidence, *of_round, most) if most else None
         if query.evidence or not most:
             return None, None
-        return None, first_choice(announcing, evidence, *known, 2 * most)
+        return None, first_choice(announcing, evidence, *known, query.held, 2 * most)
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for (peer, session), output in zip(step.rounds, result.rounds, strict=True):
@@ -502,8 +506,7 @@ class Drafter:
     def _hint(self, peer: Peer, session: DraftSession, part: int, ranked: Ranked) -> None:
         assert session.method is not None and session.method.announcing is not None
         shape = session.method.announcing.rows(self.plan), self.plan.num_blocks(session.base)
-        last = session.last_announced[1] if session.last_announced else None
-        hint = make_hint(part, ranked, last, session.hinted, *shape, self.settings.hint_bytes)
+        hint = make_hint(part, ranked, session.held, session.hinted, *shape, self.settings.hint_bytes)
         if hint is None:
             return
         session.hinted.append(hint)

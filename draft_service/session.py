@@ -6,6 +6,7 @@ token that the draft itself would have.
 """
 
 from dataclasses import dataclass, field
+from functools import reduce
 
 from torch import Tensor
 
@@ -97,6 +98,12 @@ class DraftSession:
     def last_announced(self) -> Named | None:
         known = self.known_selections
         return known[0] if known else None
+
+    @property
+    def held(self) -> BlockSelection | None:
+        """All that was announced of late: what the target is likely to have on its GPU."""
+        known = [selection for _, selection in self.known_selections]
+        return reduce(BlockSelection.joined, known) if known else None
 
     @property
     def pending(self) -> list[int]:

@@ -96,7 +96,8 @@ class RoundMemory:
 class AnnouncementRequest:
     """Choose `count` blocks over all rows among first … last - 1. before: uint64 [rows, words], chosen last time.
 
-    hints: also rank what the first pass would choose and was not chosen last time, and what comes behind the choice.
+    hints: also rank what the first pass would choose, and what comes behind the choice, without what is in `held`:
+    uint64 [rows, words], chosen of late.
     """
 
     first: int
@@ -104,6 +105,7 @@ class AnnouncementRequest:
     count: int
     before: np.ndarray | None
     hints: bool = False
+    held: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class RoundBuffers:
     limits: Tensor  # [3, sequences] int32: first, last, count of an announcement
     early: EarlyResults | None = None
     before: Tensor | None = None  # [sequences, rows, words] int64
+    held: Tensor | None = None  # the same, where rounds have hints
     known: Tensor | None = None  # [sequences] int32, tokens that `kept` is of; 0: this round refreshes
     kept: Tensor | None = None  # [sequences, layers, heads, blocks] float32: RoundMemory's, then this round's
 
@@ -209,14 +212,15 @@ def make_round_buffers(
         results["probs"] = (passes, count, support), torch.float32
     if shape.announces:
         assert settings.projection is not None
-        words = count, len(settings.projection), -(-blocks_of(shape, settings) // WORD)
-        layout["before"] = results["words"] = words, torch.int64
+        sizes = count, len(settings.projection), -(-blocks_of(shape, settings) // WORD)
+        layout["before"] = results["words"] = words = sizes, torch.int64
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
         layout["known"] = (count,), torch.int32
     early = None
     if shape.hints:
+        layout["held"] = words
         results["runners_up"] = (count, settings.hint_blocks), torch.int32
         early = EarlyResults({"first_choice": ((count, 2 * settings.hint_blocks), torch.int32)}, device)
     inputs = Staging(layout, device)
@@ -243,12 +247,18 @@ def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
         if item.announce is None:
             continue
         host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-        words, before = host["before"][i].view(np.uint64), item.announce.before
-        used = 0 if before is None else before.shape[1]
-        words[:, used:] = 0
-        if before is not None:
-            words[:, :used] = before
+        _lay_out_words(host["before"][i], item.announce.before)
+        if buffers.held is not None:
+            _lay_out_words(host["held"][i], item.announce.held)
     buffers.inputs.send()
+
+
+def _lay_out_words(place: np.ndarray, words: np.ndarray | None) -> None:
+    """place: int64 [rows, words or more]"""
+    used = 0 if words is None else words.shape[1]
+    place[:, used:] = 0
+    if words is not None:
+        place[:, :used] = words.view(np.int64)
 
 
 def give_first_choices(
@@ -419,7 +429,8 @@ def run_round(
         scores = _predict(settings, buffers, evidence)
         results["words"].copy_(_choose_words(buffers, scores))
         if shape.hints:
-            left = _outside(scores, results["words"]) * (buffers.limits[2] > 0)[:, None, None]
+            assert buffers.held is not None
+            left = _outside(scores, results["words"] | buffers.held) * (buffers.limits[2] > 0)[:, None, None]
             results["runners_up"].copy_(rank_over_all(left, settings.hint_blocks))
     if buffers.early is not None:
         buffers.early.join()
@@ -622,11 +633,11 @@ def _choose_words(buffers: RoundBuffers, scores: Tensor) -> Tensor:
 
 
 def _rank_first_choice(settings: RoundSettings, buffers: RoundBuffers, evidence: Tensor) -> None:
-    """What this evidence alone would choose and was not chosen last time. evidence: of first passes."""
-    assert buffers.early is not None and buffers.before is not None
+    """What this evidence alone would choose and was not chosen of late. evidence: of first passes."""
+    assert buffers.early is not None and buffers.held is not None
     scores = _predict(settings, buffers, evidence)
     chosen = scores * _bits(_choose_words(buffers, scores), scores.shape[2])
-    keys = rank_over_all(_outside(chosen, buffers.before), 2 * settings.hint_blocks)
+    keys = rank_over_all(_outside(chosen, buffers.held), 2 * settings.hint_blocks)
     buffers.early.device["first_choice"].copy_(keys)
 
 

@@ -13,7 +13,7 @@ import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from engine.late_kv import LATE_KV
 
-HINT_BYTES = 4096  # as DrafterSettings has it
+HINT_BYTES = 2048  # as DrafterSettings has it
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
 

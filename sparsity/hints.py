@@ -22,13 +22,18 @@ def runners_up(
     base: int,
     selection: BlockSelection,
     last: BlockSelection | None,
+    held: BlockSelection | None,
     most: int,
 ) -> Ranked:
-    """The heaviest blocks that a round did not select. Arguments are those of `announce`, and what it gave."""
+    """The heaviest blocks that a round did not select and that are not `held`, from what was selected of late.
+
+    The other arguments are those of `announce`, and what it gave.
+    """
     if not selection.words.any():
         return ranked_blocks(np.empty(0, np.int32), 1)
-    taken = torch.from_numpy(selection.matrix().copy())
-    return _rank(_scores(method, evidence, plan, base, last).masked_fill(taken, 0), most)
+    taken = selection if held is None else selection.joined(held.resized(selection.num_blocks))
+    taken_rows = torch.from_numpy(taken.matrix().copy())
+    return _rank(_scores(method, evidence, plan, base, last).masked_fill(taken_rows, 0), most)
 
 
 def first_choice(
@@ -38,13 +43,14 @@ def first_choice(
     rule: Rule,
     base: int,
     last: BlockSelection | None,
+    held: BlockSelection | None,
     most: int,
 ) -> Ranked:
-    """The heaviest blocks that `announce` would select by this evidence, of the first query, and did not last time."""
+    """The heaviest blocks that `announce` would select by this evidence, of the first query, and are not `held`."""
     (selection,) = announce(method, evidence, plan, rule, base, last)
     chosen = selection.matrix()
-    if last is not None:
-        chosen = chosen & ~last.resized(selection.num_blocks).matrix()
+    if held is not None:
+        chosen = chosen & ~held.resized(selection.num_blocks).matrix()
     scores = _scores(method, evidence, plan, base, last)
     return _rank(scores.masked_fill(~torch.from_numpy(chosen.copy()), 0), most)
 

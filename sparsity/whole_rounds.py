@@ -33,11 +33,19 @@ def round_settings(
 
 
 def announcement_request(
-    plan: Plan, base: int, last: BlockSelection | None, hints: bool = False
+    plan: Plan,
+    base: int,
+    last: BlockSelection | None,
+    hints: bool = False,
+    held: BlockSelection | None = None,
 ) -> AnnouncementRequest:
-    """What a round that builds on `base` tokens is to announce; last: the round before; hints: with hints."""
-    before = None if last is None else last.resized(plan.num_blocks(base)).words
-    return AnnouncementRequest(*shared_limits(plan, base), before, hints)
+    """What a round that builds on `base` tokens is to announce; last: the round before.
+
+    hints: with hints, which name nothing of `held`.
+    """
+    blocks = plan.num_blocks(base)
+    before, known = (None if chosen is None else chosen.resized(blocks).words for chosen in (last, held))
+    return AnnouncementRequest(*shared_limits(plan, base), before, hints, known)
 
 
 def announced_selection(words: np.ndarray, plan: Plan, base: int) -> BlockSelection:

@@ -40,7 +40,7 @@ from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_a
 from wire import convert
 from wire import messages as m
 from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
-from wire.selection_codec import decode_selection, encode_selection
+from wire.selection_codec import MAX_REFERENCES, decode_selection, encode_selection
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
 DRAFT_LAYERS, DRAFT_HEADS = 2, 3
@@ -1868,7 +1868,6 @@ def test_hints_name_the_likeliest_blocks_that_are_not_announced(
 
     held: dict[tuple[int, int], BlockSelection] = {}
     hinted: dict[tuple[int, int], list[BlockSelection]] = {}
-    last: BlockSelection | None = None
     cut = Counter[bool]()
     for event in stand.sent:
         if not isinstance(event, m.Announcement):
@@ -1881,10 +1880,11 @@ def test_hints_name_the_likeliest_blocks_that_are_not_announced(
             continue
         assert len(event.selection) <= hint_bytes
         assert found.words.any(), "an empty hint is not worth a message"
-        # The last selection: of the round before, in the epoch in which that was said.
-        of_last = [k for k in held if k[1] == event.at.round - 1]
-        last = held[of_last[-1]].resized(found.num_blocks) if of_last else None
-        named = [*hinted.get(key, []), *([] if last is None else [last])]
+        # What was announced of late, in the epochs in which that was said last.
+        named = list(hinted.get(key, []))
+        for back in range(1, min(MAX_REFERENCES, event.at.round) + 1):
+            of_round = [k for k in held if k[1] == event.at.round - back]
+            named.append(held[of_round[-1]].resized(found.num_blocks))
         assert all(not (found.words & other.words).any() for other in named)
         hinted.setdefault(key, []).append(found)
         cut[event.part == 1] += 1
