@@ -466,6 +466,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
+    numbers["hint-bytes"] = 0  # its target has no tiers, and graphs for hints would be made in vain
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     run_serve_benchmark(
         flags.target_shape,
