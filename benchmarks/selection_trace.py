@@ -120,14 +120,14 @@ def _text(text: str) -> np.ndarray:
 def record_traces(files: list[str], file: Path) -> None:
     """Record from texts, with the bundled pair and its plan. Raises ValueError if they are too short."""
     draft = str(models.DRAFT)
-    runner = load_runner(draft, torch.float32, "cpu", PROMPT + GAMMA * ROUNDS + BLOCK)
+    runner = open_draft()
     tokenizer = load_tokenizer(draft)
     texts = [tokenizer.encode(Path(name).read_text(encoding="utf-8")) for name in files]
     plan = load_plan(models.PLAN)
-    blend = _blend_matrix(plan)
+    blend = blend_matrix(plan)
     draft_heads, target_heads = plan.draft_layers * plan.draft_heads, len(blend)
-    most = _groups(draft_heads) * SEGMENTS
-    few = _groups(target_heads) * SEGMENTS
+    most = groups_of(draft_heads) * SEGMENTS
+    few = groups_of(target_heads) * SEGMENTS
     blended = {i * most // few for i in range(few)}
     by_head: list[list[Tensor]] = []
     ahead: dict[float, list[tuple[list[Tensor], float]]] = {0.0: [], STICKINESS: []}
@@ -178,8 +178,17 @@ def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[l
             start -= room
 
 
+def open_draft() -> Runner:
+    return load_runner(str(models.DRAFT), torch.float32, "cpu", PROMPT + GAMMA * ROUNDS + BLOCK)
+
+
 def _weights(runner: Runner, tokens: list[int]) -> list[Tensor]:
     """Of each round [draft heads, BLOCKS]."""
+    return [weights.mean(0) for weights in query_weights(runner, tokens)]
+
+
+def query_weights(runner: Runner, tokens: list[int]) -> list[Tensor]:
+    """Of each round [GAMMA queries, draft heads, BLOCKS]."""
     sequence, rounds = SequenceKV(), []
     try:
         for start in range(0, PROMPT, CHUNK):
@@ -188,14 +197,14 @@ def _weights(runner: Runner, tokens: list[int]) -> list[Tensor]:
             item = SequenceInput(sequence, tokens[start : start + GAMMA], block_size=BLOCK, emitting=GAMMA)
             (output,) = runner.forward([item])
             assert output.block_weights is not None
-            mean = output.block_weights.float().mean(1).flatten(0, 1)
-            rounds.append(mean[:, FIRST : FIRST + BLOCKS])
+            weights = output.block_weights.float().transpose(0, 1).flatten(1, 2)
+            rounds.append(weights[..., FIRST : FIRST + BLOCKS])
     finally:
         runner.kv.release(sequence)
     return rounds
 
 
-def _blend_matrix(plan: Plan) -> Tensor:
+def blend_matrix(plan: Plan) -> Tensor:
     """[target heads, draft heads], each row times its head's importance: what `ahead` chooses by."""
     matrix = torch.zeros(len(plan.blends), plan.draft_layers * plan.draft_heads)
     for row, (blend, importance) in enumerate(
@@ -240,13 +249,13 @@ def _trace(name: str, chosen: list[list[Tensor]], weight_lost: float) -> Trace:
     )
 
 
-def _groups(heads: int) -> int:
+def groups_of(heads: int) -> int:
     return -(-ROWS // heads)
 
 
 def stretch(recorded: np.ndarray) -> np.ndarray:
     """[passages, heads, BLOCKS] to [ROWS, SEGMENTS * BLOCKS]; there are SEGMENTS passages for each group."""
-    heads, groups = recorded.shape[1], _groups(recorded.shape[1])
+    heads, groups = recorded.shape[1], groups_of(recorded.shape[1])
     rows = recorded.reshape(SEGMENTS, groups, heads, BLOCKS).transpose(1, 2, 0, 3).reshape(groups, heads, -1)
     left = ROWS - (groups - 1) * heads
     last = rows[-1, np.arange(left) * heads // left]

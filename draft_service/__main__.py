@@ -29,6 +29,12 @@ def main() -> None:
         metavar="ROUNDS",
         help="from one dense first step to the next; above 1 with --read-share below 1 (GPU only)",
     )
+    parser.add_argument(
+        "--hint-bytes",
+        type=int,
+        default=DrafterSettings.hint_bytes,
+        help="of each hint before an announcement, to targets with KV in tiers; 0: none",
+    )
     flags = parser.parse_args()
     try:
         drafter = drafter_settings(flags)
@@ -50,6 +56,7 @@ def drafter_settings(flags: argparse.Namespace) -> DrafterSettings:
         warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),
         max_context=flags.max_context,
         refresh_every=flags.refresh_every,
+        hint_bytes=flags.hint_bytes,
     )
 
 

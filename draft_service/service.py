@@ -66,7 +66,8 @@ async def serve(
     on_ready: Callable[[RunningServer], None],
 ) -> None:
     """Runs until cancelled; ends with an exception if a step fails."""
-    drafter = Drafter(runner, plan, settings.drafter)
+    loop = asyncio.get_running_loop()
+    drafter = Drafter(runner, plan, settings.drafter, loop.call_soon_threadsafe)
     runner.warm_up_rounds(settings.drafter.warm_sessions)
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()

@@ -6,12 +6,15 @@ token that the draft itself would have.
 """
 
 from dataclasses import dataclass, field
+from functools import reduce
 
 from torch import Tensor
 
+from draft_service.hints import Hint
 from engine.draft_rounds import RoundMemory
 from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling, Support
+from sparsity.hints import Ranked
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Verdict
@@ -38,6 +41,7 @@ class DraftSession:
     max_length: int
     method: Method | None  # what it announces by; None: nothing
     gamma: int
+    hints: bool = False  # whether its rounds are announced in advance, by hints
     ready_due: bool = True  # the target does not wait for this draft until it says Ready
     kv: SequenceKV = field(default_factory=SequenceKV)
     round_memory: RoundMemory = field(default_factory=RoundMemory)  # filled where rounds are drafted whole
@@ -46,7 +50,7 @@ class DraftSession:
     base: int = 0
     supports: list[Support] = field(default_factory=list)
     evidence: list[Tensor] = field(default_factory=list)  # block weights of its queries so far
-    hint: BlockSelection | None = None  # announced early, from the first query
+    hinted: list[Hint] = field(default_factory=list)  # said of this round so far
     selection: BlockSelection | None = None  # announced from all queries
     proposal: Proposal | None = None  # sent for this round
     guess: int | None = None  # at the token that the target will add to it, once its last token has been run
@@ -58,10 +62,12 @@ class DraftSession:
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
     references: list[Named] = field(default_factory=list)  # of the last rounds judged, the newest first
+    runners_up: dict[int, Ranked] = field(default_factory=dict)  # by round, of those with a selection
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
-    def from_begin(begin: Begin, gamma: int) -> "DraftSession":
+    def from_begin(begin: Begin, gamma: int, hints: bool = False) -> "DraftSession":
+        """hints: if the target has use for them."""
         session = DraftSession(
             id=begin.at.session,
             tokens=list(begin.tokens),
@@ -72,6 +78,7 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
+            hints=hints and begin.hints and begin.method != "",
         )
         session.start_round(begin.at.round, len(begin.tokens))
         return session
@@ -91,6 +98,12 @@ class DraftSession:
     def last_announced(self) -> Named | None:
         known = self.known_selections
         return known[0] if known else None
+
+    @property
+    def held(self) -> BlockSelection | None:
+        """All that was announced of late: what the target is likely to have on its GPU."""
+        known = [selection for _, selection in self.known_selections]
+        return reduce(BlockSelection.joined, known) if known else None
 
     @property
     def pending(self) -> list[int]:
@@ -119,17 +132,20 @@ class DraftSession:
         """Whether guesses come true often enough; every _RETRY-th round is tried whatever they did."""
         return self.foresight >= least or self.round % _RETRY == 0
 
-    def go_ahead(self) -> None:
+    def go_ahead(self) -> bool:
         """Start the next round on the guess, if there is one and no other round is drafted ahead already."""
         if self.guess is not None and self.round == self.judged and len(self.tokens) < self.max_length:
             self.tokens.append(self.guess)
             self.judging = self.selection
             self.start_round(self.round + 1, len(self.tokens))
+            return True
+        return False
 
     def start_round(self, round_: int, base: int) -> None:
         self.round, self.base, self.waiting = round_, base, 0
         self.supports, self.proposal, self.guess, self.draft_seconds = [], None, None, 0.0
-        self.evidence, self.hint, self.selection = [], None, None
+        self.evidence, self.hinted, self.selection = [], [], None
+        self.runners_up = {r: ranked for r, ranked in self.runners_up.items() if r == round_ - 1}
 
     def apply(self, verdict: Verdict) -> bool:
         """Take the verdict on round `judged`; True if what was drafted beyond it still holds.

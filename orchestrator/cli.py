@@ -543,6 +543,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
+    numbers["hint-bytes"] = 0  # its target has no tiers, and graphs for hints would be made in vain
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
     if any(value is not None and value <= 0 for value in memory.values()):
@@ -611,13 +612,23 @@ def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
     )
+    parser.add_argument(
+        "--hints",
+        nargs="+",
+        metavar="TEXT",
+        help="instead: what hints name of what is selected, over these files",
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_bench_codec)
 
 
 def _bench_codec(flags: argparse.Namespace) -> None:
     from benchmarks.codec import run_codec_benchmark
+    from benchmarks.hints import run_hint_benchmark
 
+    if flags.hints:
+        run_hint_benchmark(flags.hints, flags.json)
+        return
     run_codec_benchmark(flags.repeats, flags.json, flags.record)
 
 

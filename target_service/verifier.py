@@ -314,8 +314,10 @@ class Verifier:
 
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
+        announced_by = session.announced_by
+        hints = isinstance(self.runner.kv, TieredKV) and announced_by != ""
         begin = Begin(
-            session.at, list(session.tokens), session.sampling, session.max_length, session.announced_by
+            session.at, list(session.tokens), session.sampling, session.max_length, announced_by, hints
         )
         session.draft.send(begin)
 

@@ -151,13 +151,14 @@ def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFr
 
 def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
     match event:
-        case m.Begin(at, tokens, sampling, max_length, method):
+        case m.Begin(at, tokens, sampling, max_length, method, hints):
             begin = speculation.Begin(
                 at=at_to_pb(at),
                 tokens=tokens,
                 sampling=sampling_to_pb(sampling),
                 max_length=max_length,
                 method=method,
+                hints=hints,
             )
             return speculation.TargetEvent(begin=begin)
         case m.Verdict(at, accepted, tokens, plain):
@@ -175,7 +176,8 @@ def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
     kind = pb.WhichOneof("event")
     if kind == "begin":
         b = pb.begin
-        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling_from_pb(b.sampling), b.max_length, b.method)
+        sampling = sampling_from_pb(b.sampling)
+        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling, b.max_length, b.method, b.hints)
     if kind == "verdict":
         v = pb.verdict
         return m.Verdict(at_from_pb(v.at), v.accepted, list(v.tokens), v.plain)

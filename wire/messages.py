@@ -57,6 +57,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class Announcement:
+    """The last part of a round is its selection; parts before it are hints."""
+
     at: At
     part: int
     assumed_token: int
@@ -98,6 +100,7 @@ class Begin:
     sampling: Sampling
     max_length: int
     method: str  # whose announcements are wanted; empty: none
+    hints: bool = False  # whether hints before them are of use
 
 
 @dataclass(frozen=True)

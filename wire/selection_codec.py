@@ -92,6 +92,28 @@ def encode_selection(
     return b"".join((*out, _checksum(heads, blocks, words)))
 
 
+def encode_blocks(heads: int, blocks: int, named: np.ndarray) -> bytes:
+    """A selection of few blocks without references, in time by their number: the bytes of `encode_selection`.
+
+    named: int32 [count, 2] of (head, block), in any order, none twice.
+    """
+    size = heads * row_words(blocks) * WORD
+    if size > MAX_PAIRS:
+        raise InvalidArgument(
+            f"a selection of {heads} heads over {blocks} blocks; at most {MAX_PAIRS} pairs can be sent"
+        )
+    head, block = named.T.astype(np.int64)
+    bits = np.sort(head * (row_words(blocks) * WORD) + block).astype(np.uint32)
+    place = bits // np.uint32(WORD)
+    starts = np.flatnonzero(np.diff(place, prepend=-1))
+    ones = np.uint64(1) << (bits % np.uint32(WORD)).astype(np.uint64)
+    words = np.bitwise_or.reduceat(ones, starts) if len(bits) else ones
+    out = [bytes([VERSION, 0]), _varint(heads), _varint(blocks)]
+    out.append(_encode_set(bits, size, zstandard.ZstdCompressor(level=_LEVEL)))
+    total = int(np.sum(words * _weights_at(place[starts].astype("<u8")), dtype=np.uint64))
+    return b"".join((*out, _checked_total(total, heads, blocks)))
+
+
 def decode_selection(
     data: bytes, references: Mapping[Reference, BlockSelection], heads: int, blocks: int | None = None
 ) -> BlockSelection:
@@ -152,13 +174,21 @@ def _classes(held: Sequence[BlockSelection], blocks: int) -> list[np.ndarray]:
 def _checksum(heads: int, blocks: int, words: np.ndarray) -> bytes:
     """A multilinear hash modulo 2^64: five times as fast as CRC-32."""
     total = int(np.sum(words * _weights(len(words)), dtype=np.uint64))
+    return _checked_total(total, heads, blocks)
+
+
+def _checked_total(total: int, heads: int, blocks: int) -> bytes:
     return struct.pack("<Q", (total + heads * _WEIGHT + blocks * _WEIGHT**2) % 2**64)
 
 
 @lru_cache(maxsize=8)
 def _weights(count: int) -> np.ndarray:
+    return _weights_at(np.arange(count, dtype="<u8"))
+
+
+def _weights_at(place: np.ndarray) -> np.ndarray:
     """Odd, so that no change of a single word goes unseen."""
-    return (np.arange(count, dtype="<u8") * np.uint64(_WEIGHT)) | np.uint64(1)
+    return (place * np.uint64(_WEIGHT)) | np.uint64(1)
 
 
 # Bits

@@ -71,8 +71,8 @@ def wanted(plain: Stack, prompts: list[list[int]]) -> list[list[int]]:
     return answers(plain, prompts, 1)
 
 
-def count(stack: Stack, name: str) -> float:
-    return metric(stack.http, "service_events", service="target", name=name)
+def count(stack: Stack, name: str, service: str = "target") -> float:
+    return metric(stack.http, "service_events", service=service, name=name)
 
 
 def test_from_fifty_pages_the_answers_are_the_same(
@@ -85,6 +85,7 @@ def test_from_fifty_pages_the_answers_are_the_same(
     assert count(stack, "kv_fetched_pages") > 0
     assert count(stack, "kv_copied_home") > 50
     assert count(stack, "kv_spills") >= 1
+    assert count(stack, "hinted_blocks", "draft") > count(stack, "hints", "draft") > 0
     assert service_state(stack.http, "target", "kv_frames") == 50
     assert service_state(stack.http, "target", "kv_spilled") == 1
     assert answers(stack, prompts, 6) == wanted

@@ -15,6 +15,7 @@ import models
 from draft_service.drafter import DrafterSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
+    OnFirst,
     RoundMemory,
     RoundOutput,
     RoundRequest,
@@ -57,13 +58,13 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     if torch.cuda.is_available():
         pytest.skip("rounds are captured once there, and what they hold is not seen again")
     seen: list[Tensor] = []
-    choose = engine.draft_rounds._choose_words
+    predict = engine.draft_rounds._predict
 
     def look(settings: RoundSettings, buffers: Any, weights: Tensor) -> Tensor:
         seen.append(weights.clone())
-        return choose(settings, buffers, weights)
+        return predict(settings, buffers, weights)
 
-    monkeypatch.setattr(engine.draft_rounds, "_choose_words", look)
+    monkeypatch.setattr(engine.draft_rounds, "_predict", look)
     return seen
 
 
@@ -243,9 +244,9 @@ def refreshes(side: Side) -> list[bool]:
     seen: list[bool] = []
     draft = side.drafter.runner.draft_rounds
 
-    def look(requests: list[RoundRequest]) -> list[RoundOutput]:
+    def look(requests: list[RoundRequest], on_first: OnFirst | None = None) -> list[RoundOutput]:
         seen.extend(request.refresh for request in requests)
-        return draft(requests)
+        return draft(requests, on_first)
 
     side.drafter.runner.draft_rounds = look  # type: ignore[method-assign]
     return seen

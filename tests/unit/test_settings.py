@@ -163,6 +163,22 @@ def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> Non
     assert drafter_settings(resolve()).refresh_every == 1
 
 
+def test_hints_are_for_targets_with_kv_in_tiers() -> None:
+    from draft_service.drafter import DrafterSettings
+    from orchestrator.cluster import drafter_settings  # imports Ray
+
+    assert resolve().hint_bytes == DrafterSettings.hint_bytes
+    assert drafter_settings(resolve()).hint_bytes == 0
+    tiers = ("--host-kv-memory", "1")
+    assert drafter_settings(resolve(*tiers)).hint_bytes == DrafterSettings.hint_bytes
+    assert drafter_settings(resolve(*tiers, "--hint-bytes", "100")).hint_bytes == 100
+    assert resolve("--hint-bytes", "0").hint_bytes == 0
+    with pytest.raises(SettingsError, match="give host_kv_memory"):
+        resolve("--hint-bytes", "100")
+    with pytest.raises(SettingsError, match="hint_bytes is -1"):
+        resolve(*tiers, "--hint-bytes", "-1")
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
 def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
     assert resolve(flag, value) != Settings()
