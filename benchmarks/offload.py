@@ -1,9 +1,10 @@
 """`specahead bench offload`: verification steps over KV in tiers against the same steps over KV wholly on the GPU.
 
-What the target of the real services read (benchmarks/read_trace.py) is read round after round. Three ways:
+What the target of the real services read (benchmarks/read_trace.py) is read round after round. Four ways:
 
     resident   all KV is on the GPU
-    prefetch   pages that are not hot are fetched on a side stream, layer by layer, from the step's beginning on
+    prefetch   pages that are not hot are fetched while the step before runs, as where a draft announces them by then
+    in step    they are fetched on a side stream, layer by layer, from the step's beginning on
     on demand  a layer's pages are fetched when its queries are there, as must be where nobody has announced them
 
 The bound of a step is the resident step or the link's time for what was fetched at its bulk rate, whichever is longer.
@@ -33,6 +34,9 @@ from tqdm import tqdm
 from benchmarks.offload_check import Check, compare_logits
 from benchmarks.offload_sessions import hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
+    IN_STEP,
+    ON_DEMAND,
+    PREFETCH,
     Case,
     Home,
     Measured,
@@ -56,7 +60,7 @@ from evaluation.plots import make_figure, save_figure
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
 SHORTEST = 16 * PAGE_SIZE
 SPARE = 8 << 30  # bytes of the GPU's memory for all but weights and KV
-RESIDENT, PREFETCH, ON_DEMAND = "resident", "prefetch", "on demand"
+RESIDENT = "resident"
 
 
 @dataclass(frozen=True)
@@ -204,8 +208,8 @@ class Bench:
         if in_parts:
             wanted = self._logits_of_parts(pinned, rounds, part)
         for share_hot in hot:
-            for way in (PREFETCH, ON_DEMAND):
-                tiered = share_hot, way == PREFETCH
+            for way in (PREFETCH, IN_STEP, ON_DEMAND):
+                tiered = share_hot, way
                 found = self._measure(case, rounds, *tiered)
                 checked = self._measure(pinned, rounds, *tiered, passes=1) if in_parts else found
                 for share, measured in found.items():
@@ -236,7 +240,7 @@ class Bench:
         case: Case,
         rounds: dict[float, Tensor],
         hot: float | None,
-        overlap: bool = True,
+        way: str = IN_STEP,
         passes: int | None = None,
     ) -> dict[float, Measured]:
         """By share. hot: None: resident. Nothing if the GPU has no room."""
@@ -250,7 +254,7 @@ class Bench:
             kv = resident_kv(case, self.home, device)
         else:
             kv = tiered_kv(case, hot, self.home, device, self.peer, self.settings.peer_share)
-        step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], overlap)
+        step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], way)
         passes = passes or self.settings.passes
         measured = {share: replay(step, words, passes) for share, words in rounds.items()}
         del step, kv
@@ -481,7 +485,7 @@ def plot_rows(rows: list[Row], path: Path) -> Path:
             color = colors.setdefault((context, share), f"C{len(colors) % 10}")
             hot = [100 * row.hot for row in line]
             label = f"{context:,} tokens, {share:.1%} read, "
-            style = "o-" if way == PREFETCH else "s--"
+            style = {PREFETCH: "o-", IN_STEP: "^-."}.get(way, "s--")
             axis.plot(hot, [row.to_resident for row in line], style, ms=3, color=color, label=label + way)
             if way == PREFETCH:
                 bounds = [row.bound / row.resident for row in line if row.resident]

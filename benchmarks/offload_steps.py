@@ -23,12 +23,15 @@ from engine.host_memory import host_zeros
 from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.peer_memory import peer_pages
+from engine.prefetcher import MOST, Prefetcher, Wanted
+from engine.prefetches import Prefetch
 from engine.sampling import Sampling
 from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
 from kernels.backends import power_of_two
 from kernels.shared_budget import WORD
 
+PREFETCH, IN_STEP, ON_DEMAND = "prefetch", "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
 
@@ -206,8 +209,8 @@ def step_shape(case: Case, tiered: bool) -> StepShape:
 class Measured:
     """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
 
-    from_peer: of those fetched, what a neighbour GPU had. logits: of all rounds of the last pass, [batch, queries,
-    vocab] on the host; None where a round was void.
+    fetched: before the step, too. from_peer: of those fetched, what a neighbour GPU had. logits: of all rounds of the
+    last pass, [batch, queries, vocab] on the host; None where a round was void.
     """
 
     milliseconds: list[float]
@@ -221,21 +224,24 @@ class Measured:
 class Step:
     """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
 
-    def __init__(
-        self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, overlap: bool = True
-    ) -> None:
-        """words: int64 [batch, rows, words], what the step reads while it is captured; overlap: as run_step's"""
+    def __init__(self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, way: str = IN_STEP) -> None:
+        """words: int64 [batch, rows, words], what the step reads while it is captured; way: PREFETCH, IN_STEP or
+        ON_DEMAND, where KV lies in tiers"""
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, isinstance(kv, TieredKV))
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
         self.buffers: StepBuffers = make_buffers(shape, kv.num_layers, kv.kv_heads, device, memory)
-        sequences = open_sequences(kv, case)
+        self.sequences = sequences = open_sequences(kv, case)
+        self.prefetcher: Prefetcher | None = None
+        if way == PREFETCH and isinstance(kv, TieredKV):
+            self.prefetcher = Prefetcher(kv, PAGE_SIZE, shape.blocks, enforce_eager=False)
+            self.prefetcher.warm_up()
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.tiered else None
         lay_out_step(self.buffers, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        work = partial(run_step, decoder, kv, shape, self.buffers, overlap=overlap)
-        self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
+        work = partial(run_step, decoder, kv, shape, self.buffers, overlap=way != ON_DEMAND)
+        self._launch: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
         """What the next run reads; in tiers it is another round."""
@@ -243,15 +249,42 @@ class Step:
         assert budget is not None
         budget.words[: len(words), :, : words.shape[-1]].copy_(words)
         if isinstance(self.kv, TieredKV) and self.buffers.rounds is not None:
-            round = self.kv.step_round()
+            prefetches, round = self.kv.prefetches, self.kv.step_round()
             self.buffers.rounds.round.fill_(round)
-            self.buffers.rounds.oldest.fill_(self.kv.prefetches.oldest(round))
+            self.buffers.rounds.oldest.fill_(prefetches.oldest(round))
+            self.buffers.rounds.due.fill_(prefetches.due(self.sequences, False))
+
+    def run(self) -> None:
+        """As GraphRunner does: prefetches may be launched once the step is."""
+        rounds = self.buffers.rounds
+        if not isinstance(self.kv, TieredKV) or rounds is None:
+            self._launch()
+            return
+        self.kv.take_tables()
+        self._launch()
+        self.kv.tell_tables_free(rounds.tables_free, rounds.link_free)
+        self.kv.note_step(self.sequences)
+        self.kv.give_tables()
+
+    def prefetch(self, words: np.ndarray) -> list[Prefetch]:
+        """Bring what the next run reads, uint64 [batch, rows, words], beside the one that runs."""
+        assert self.prefetcher is not None and isinstance(self.kv, TieredKV)
+        launched = []
+        wanted = [Wanted(*each) for each in zip(self.sequences, words, strict=True)]
+        for first in range(0, len(wanted), MOST):
+            while not self.prefetcher.launch(wanted[first : first + MOST]):
+                pass
+            launched.append(self.kv.prefetches.outstanding[-1])
+        return launched
 
     def forget(self) -> None:
         """Nothing is hot any more."""
         if isinstance(self.kv, TieredKV):
+            self.kv.take_tables()
+            self.kv.give_up_prefetches()
             for name, part in self._tables.items():
                 getattr(self.kv.tables, name).copy_(part)
+            self.kv.give_tables()
 
     def counts(self) -> Tensor:
         """[4]: pages that the last run read, fetched, had no slot for, and fetched from a neighbour GPU."""
@@ -320,6 +353,8 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
     marks: list[tuple[_Mark, _Mark]] = []
     counted: list[Tensor] = []
     left: list[tuple[Tensor, Tensor]] = []
+    brought: list[Prefetch] = []
+    ahead = rounds.cpu().numpy().view(np.uint64) if step.prefetcher is not None else None
     for turn in range(passes):
         step.forget()
         for number, words in enumerate(rounds):
@@ -327,6 +362,9 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
             begin = _Mark(device)
             step.run()
             end = _Mark(device)
+            if ahead is not None and number + 1 < len(rounds):
+                launched = step.prefetch(ahead[number + 1])
+                brought += launched if number + 1 >= SETTLED else []
             counts = step.counts()
             if number >= SETTLED:
                 marks.append((begin, end))
@@ -338,6 +376,8 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
     read, fetched, refused, from_peer = torch.stack(counted).float().mean(0).tolist()
     logits = [None if counts[2] else given.cpu() for counts, given in left]
     times = [begin.milliseconds_to(end) for begin, end in marks]
+    fetched += sum(int(each.transfers.counts.sum()) for each in brought) / len(times)
+    from_peer += sum(int(each.from_peer) for each in brought) / len(times)
     return Measured(times, read, fetched, refused, from_peer, logits)
 
 

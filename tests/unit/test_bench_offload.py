@@ -13,6 +13,8 @@ from benchmarks.offload import Bench, Settings, choose_cases, home_bytes, report
 from benchmarks.offload_check import Check, compare_logits
 from benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
+    IN_STEP,
+    ON_DEMAND,
     Case,
     Home,
     Step,
@@ -42,13 +44,13 @@ def parts() -> tuple[Decoder, Home]:
 
 
 def steps() -> list[Step]:
-    """Resident, prefetching, on demand, over the same KV."""
+    """Resident, fetching in the step, on demand, over the same KV."""
     decoder, home = parts()
     resident = resident_kv(CASE, home, CPU)
     words = rounds_of(CASE, 0.1, CPU)[0]
     return [
         Step(decoder, resident, CASE, words),
-        *(Step(decoder, tiered_kv(CASE, 0.5, home, CPU), CASE, words, overlap) for overlap in (True, False)),
+        *(Step(decoder, tiered_kv(CASE, 0.5, home, CPU), CASE, words, way) for way in (IN_STEP, ON_DEMAND)),
     ]
 
 
@@ -196,7 +198,7 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
     tiered = [row for row in rows if row.way != "resident"]
     assert [row.batch for row in rows if row.way == "resident"] == ([4, 8] if room else [4])
     assert [(row.way, row.batch, row.check.same, row.in_parts) for row in tiered] == [
-        (way, 8, not harmed, not room) for way in ("prefetch", "on demand")
+        (way, 8, not harmed, not room) for way in ("prefetch", "in step", "on demand")
     ]
     assert all(row.check.rounds > 10 and 0.2 < row.hot < 0.5 and row.pages_fetched for row in tiered)
     said = report({}, rows)
@@ -257,15 +259,16 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
     main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file), "--plot", str(plot)])
     content = json.loads(file.read_text())
-    ways = ["resident"] * 2 + ["prefetch"] * 2 + ["on demand"] * 2
+    ways = [way for way in ("resident", "prefetch", "in step", "on demand") for _ in range(2)]
     assert [(row["way"], row["share"]) for row in content["rows"]] == [
-        (way, share) for way, share in zip(ways, [0.1, 0.0625] * 3, strict=True)
+        (way, share) for way, share in zip(ways, [0.1, 0.0625] * 4, strict=True)
     ]
-    prefetch, on_demand = content["rows"][2], content["rows"][4]
-    assert 0 < prefetch["pages_fetched"] < prefetch["pages_read"]
-    assert prefetch["bytes_fetched"] == prefetch["pages_fetched"] * 2 * 16 * 16 * 4
+    prefetch, in_step, on_demand = content["rows"][2:8:2]
+    for row in (prefetch, in_step):
+        assert 0 < row["pages_fetched"] < row["pages_read"]
+        assert row["bytes_fetched"] == row["pages_fetched"] * 2 * 16 * 16 * 4
     for name in ("pages_read", "pages_fetched", "pages_refused"):
-        assert prefetch[name] == on_demand[name]
+        assert in_step[name] == on_demand[name]
     for row in content["rows"][2:]:
         assert row["check"] == {"rounds": row["check"]["rounds"], "same": True, "difference": 0.0}
         assert row["check"]["rounds"] > SETTLED
@@ -283,9 +286,10 @@ def test_a_share_of_the_home_on_a_neighbour(tmp_path: Path, capsys: pytest.Captu
     main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file)])
     content = json.loads(file.read_text())
     assert "50% of the home pages on" in content["peer"] and "--peer-share 0.5" in content["command"]
-    resident, prefetch, on_demand = content["rows"]
-    assert 0 < prefetch["pages_from_peer"] < prefetch["pages_fetched"]
-    assert prefetch["pages_from_peer"] == on_demand["pages_from_peer"]
+    resident, prefetch, in_step, on_demand = content["rows"]
+    for row in (prefetch, in_step):
+        assert 0 < row["pages_from_peer"] < row["pages_fetched"]
+    assert in_step["pages_from_peer"] == on_demand["pages_from_peer"]
     assert resident["pages_from_peer"] == 0
     assert "from peer" in capsys.readouterr().out
 
@@ -295,7 +299,7 @@ def test_the_rehearsal_of_sessions(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "offload", "--shape", "tiny", *sizes])
     said = capsys.readouterr().out
     assert "0.002 GiB hold the KV of 4 of 1024 tokens without tiers; 8 run in tiers" in said
-    assert said.count("yes (") == 2
+    assert said.count("yes (") == 3
     assert "--kv-memory 0.002" in said and "--sessions-factor 2" in said and "--hot" not in said
 
 
