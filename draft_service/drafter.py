@@ -506,9 +506,11 @@ class Drafter:
     def _hint(self, peer: Peer, session: DraftSession, part: int, ranked: Ranked) -> None:
         assert session.method is not None and session.method.announcing is not None
         shape = session.method.announcing.rows(self.plan), self.plan.num_blocks(session.base)
-        hint = make_hint(part, ranked, session.held, session.hinted, *shape, self.settings.hint_bytes)
+        most, like = self.settings.hint_bytes, session.last_hints.get(part)
+        hint = make_hint(part, ranked, session.held, session.hinted, *shape, most, like)
         if hint is None:
             return
+        session.last_hints[part] = hint
         session.hinted.append(hint)
         self.counters["hints"] += 1
         self.counters["hinted_blocks"] += len(hint.blocks)

@@ -35,14 +35,17 @@ def make_hint(
     heads: int,
     blocks: int,
     most_bytes: int,
+    like: Hint | None = None,
 ) -> Hint | None:
     """Of `ranked` what neither `held` nor a hint that was `said` names, cut to `most_bytes`, and to a block a byte.
 
-    held: what the target had announced of late. heads, blocks: shape of the round's selection. None: there is nothing
-    to say.
+    held: what the target had announced of late. heads, blocks: shape of the round's selection. like: the last round's
+    hint of this part: as many blocks will about fit again, which saves tries. None: there is nothing to say.
     """
     left = without(ranked, held, [hint.blocks for hint in said])[:most_bytes]
     count, growth, tried = len(left), _GROWTH, None
+    if like is not None and len(like.data) > most_bytes // 2:  # else it was not cut for its bytes
+        count = min(count, max(1, int(_AIM * len(like.blocks) * most_bytes / len(like.data))))
     while count:
         data = encode_blocks(heads, blocks, left[:count])
         if len(data) <= most_bytes:

@@ -62,6 +62,7 @@ class DraftSession:
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
     references: list[Named] = field(default_factory=list)  # of the last rounds judged, the newest first
+    last_hints: dict[int, Hint] = field(default_factory=dict)  # by part, of any round
     runners_up: dict[int, Ranked] = field(default_factory=dict)  # by round, of those with a selection
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 

@@ -93,3 +93,8 @@ def test_a_hint_uses_most_of_its_bytes() -> None:
         hint = make_hint(LIKELY, ranked_blocks(keys, 6250), None, [], 256, 6250, most)
         assert hint is not None
         assert 0.9 * most < len(hint.data) <= most
+        # With the last one to begin with, too, whatever that was.
+        for like in (hint, Hint(LIKELY, hint.data[: most * 3 // 4], hint.blocks)):
+            again = make_hint(LIKELY, ranked_blocks(keys, 6250), None, [], 256, 6250, most, like)
+            assert again is not None
+            assert 0.9 * most < len(again.data) <= most
