@@ -113,19 +113,20 @@ def fetch_listed(
     if not overlap:
         copy_late = partial(_fetch_layer, kv, transfers, from_peer)
         return Fetched(*found, None, waited, kv.backend, copy_late, *links)
-    ended = start_fetches(kv, transfers, done, from_peer)
-    if rounds.link_free is not None:
-        with torch.cuda.stream(kv.segments[-1].stream):  # which has waited for the others'
-            rounds.link_free.record()
+    ended = start_fetches(kv, transfers, done, from_peer, rounds.link_free)
     return Fetched(*found, ended, waited, kv.backend, None, *links)
 
 
 def start_fetches(
-    kv: TieredKV, transfers: Transfers, done: Tensor, from_peer: Tensor | None
+    kv: TieredKV,
+    transfers: Transfers,
+    done: Tensor,
+    from_peer: Tensor | None,
+    link_free: torch.cuda.Event | None,
 ) -> torch.cuda.Event | None:
     """Have all segments' pages copied, each over its link, at once; returns when that has ended, None on a CPU.
 
-    done: as gather_layers'; PROGRAMS of each segment count. from_peer: Fetched.from_peer
+    done: as gather_layers'; PROGRAMS of each segment count. from_peer: Fetched.from_peer. link_free: StepRounds'
     """
     copying = transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
     ended: torch.cuda.Event | None = None
@@ -139,6 +140,8 @@ def start_fetches(
             gather_layers(segment.fetches, *copying, copied)
             if ended is not None:
                 segment.stream.wait_event(ended)  # one event stands for all of them
+            if link_free is not None and segment is kv.segments[-1]:
+                link_free.record()
             ended = torch.cuda.Event()
             ended.record()
     return ended

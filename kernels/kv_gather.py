@@ -208,7 +208,7 @@ def _check_reach(tensors: tuple[Tensor, ...], device: torch.device) -> None:
         if tensor.device.type == device.type == "cuda":
             if tensor.device != device and not torch.cuda.can_device_access_peer(device, tensor.device):
                 raise ValueError(f"gather_blocks: {device} has no access to the memory of {tensor.device}")
-        elif tensor.device != device and not tensor.is_pinned():
+        elif tensor.device != device and tensor.numel() and not tensor.is_pinned():
             raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
 
 

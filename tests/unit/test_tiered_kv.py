@@ -336,9 +336,11 @@ class Tiers(RuleBasedStateMachine):
                  for p in np.array(s.kv.pages)[c[layer * HEADS + h]]} for layer in range(LAYERS)]  # fmt: skip
         oldest = kv.oldest_for_prefetch(kv.round + 1)
         expected = [self.placed(layer, wanted, oldest) for layer, wanted in enumerate(rows)]
-        assert self.prefetcher.launch(
-            [Wanted(s.kv, words_of(c)) for s, c in zip(sessions, chosen, strict=True)]
-        )
+        asked = [Wanted(s.kv, words_of(c)) for s, c in zip(sessions, chosen, strict=True)]
+        while not self.prefetcher.launch(asked):
+            pass
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
         last = kv.prefetches.outstanding[-1]
         assert last.transfers.counts.tolist() == expected
         self.prefetched += sum(expected)
