@@ -18,9 +18,9 @@ from engine.tiered_kv import PROGRAMS, TieredKV
 from kernels.backends import power_of_two
 from kernels.kv_gather import gather_layers
 from kernels.late_blocks import count_late_blocks
+from kernels.listed_words import WORD, list_words
+from kernels.placed_pages import keep_placed
 from kernels.residency import Transfers, request_blocks
-from kernels.shared_budget import WORD, score_blocks
-from kernels.shared_top_k import select_top_k_over_all
 
 MOST = 4  # sequences of one prefetch
 
@@ -59,7 +59,6 @@ class Prefetcher:
         self._requests: dict[int, _Request] = {}
         # Requests run beside steps: graphs of one pool must not.
         self._pool = None if self._eager else torch.cuda.graph_pool_handle()
-        self._memory: Tensor | None = None  # nothing is remembered: only words count
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -137,9 +136,7 @@ class Prefetcher:
             return self._run(request.inputs)
         request.graph.replay()
         assert request.transfers is not None and request.cold is not None
-        found = request.transfers
-        parts = (part.clone() for part in (found.pages, found.slots, found.counts, found.unplaced))
-        return Transfers(*parts), request.cold.clone()
+        return keep_placed(request.transfers, self.kv.backend), request.cold.clone()
 
     def _request_of(self, count: int) -> _Request:
         if count in self._requests:
@@ -189,15 +186,8 @@ class Prefetcher:
     def _run(self, inputs: Staging) -> tuple[Transfers, Tensor]:
         """Launches only."""
         kv, device = self.kv, inputs.device
-        words, blocks = device["words"], device["blocks"]
-        rows = words.shape[1]
-        if self._memory is None:
-            self._memory = torch.zeros(1, rows, self.max_blocks, device=kv.device)
-        zeros, ends = torch.zeros_like(blocks), torch.full_like(blocks, self.max_blocks)
-        importance = torch.ones(rows, device=kv.device)
-        choice = words, self._memory, zeros, importance, zeros, ends, blocks
-        forced, scores = score_blocks(*choice, kv.backend)
-        lists, counts = select_top_k_over_all(scores, zeros, forced, kv.backend, kv.kv_heads)
+        named = device["words"], device["blocks"], kv.kv_heads, self.max_blocks
+        lists, counts = list_words(*named, kv.backend)
         per_block = self.block_size // PAGE_SIZE
         listed = lists, counts, device["page_tables"], kv.kv_heads, per_block
         cold, _ = count_late_blocks(kv.tables.slot_of, *listed, None, False, kv.backend)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.paged_kv import SequenceKV
+from kernels.backends import default_backend
+from kernels.placed_pages import count_unread
 from kernels.residency import ResidencyTables, Transfers
 
 PATIENCE = 4  # steps that a prefetch is kept for, whoever they are of
@@ -46,7 +48,7 @@ class Prefetch:
 
 @dataclass
 class Account:
-    """Of a prefetch that is over. numbers: int64, pages that it fetched, those of them that no step has read, those
+    """Of a prefetch that is over. numbers: int32, pages that it fetched, those of them that no step has read, those
     that came from a neighbour GPU, and of each sequence the blocks that were not hot; on the host once `done`."""
 
     sequences: list[SequenceKV]
@@ -121,11 +123,8 @@ class Prefetches:
 
 
 def account_for(prefetch: Prefetch, tables: ResidencyTables) -> Tensor:
-    """int64 [3 + sequences]: Account.numbers, on the tables' device. What a step has read bears a later stamp."""
+    """int32 [3 + sequences]: Account.numbers, on the tables' device. What a step has read bears a later stamp."""
     transfers = prefetch.transfers
-    place = torch.arange(transfers.slots.shape[1], device=transfers.slots.device)
-    placed = place < transfers.counts[:, None]
-    stamps = tables.stamps.gather(1, transfers.slots.where(placed, 0).long())
-    unread = (placed & (stamps == prefetch.round)).sum()
-    pages = torch.stack([transfers.counts.sum(), unread])
-    return torch.cat([pages, prefetch.from_peer.long(), prefetch.cold.long()])
+    unread = count_unread(tables.stamps, transfers, prefetch.round, default_backend(tables.stamps.device))
+    placed = transfers.counts.sum(dtype=torch.int32)[None]
+    return torch.cat([placed, unread, prefetch.from_peer, prefetch.cold])

@@ -25,7 +25,6 @@ class Fetched:
         returned for the layer. refused: [] int32, listed pages that got no slot: if there are any, the pass is void.
     cold, late: [sequences] int32, listed blocks that were not hot, and those of them that nobody had announced
     waited: [2 * layers] int64, nanoseconds before and after each layer's wait; None if that is not measured
-    earlier, due: what prefetches have counted, by layer, and where that must be (engine.prefetches)
     copy_late: copies a layer's pages once the layer waits for them; None: they are under way.
     programs: that copy a layer, over all links
     from_peer: [1] int32, pages that came from a neighbour GPU, once the last layer has waited; None where there is none
@@ -37,8 +36,6 @@ class Fetched:
     late: Tensor
     transfers: Transfers
     done: Tensor
-    earlier: Tensor
-    due: Tensor
     ended: torch.cuda.Event | None
     waited: Tensor | None
     backend: str
@@ -53,7 +50,7 @@ class Fetched:
         if self.copy_late is not None:
             self.copy_late(index)
         else:
-            wait_for_layer(self.done, index, self.programs, self.earlier, self.due, self.backend)
+            wait_for_layer(self.done, index, self.programs, self.backend)
         if self.ended is not None and index + 1 == len(self.done):
             torch.cuda.current_stream().wait_event(self.ended)  # so that nothing of a step outlasts it
         if self.waited is not None:
@@ -107,13 +104,13 @@ def fetch_listed(
     if rounds.tables_free is not None:
         rounds.tables_free.record()
     done = torch.zeros(len(lists), dtype=torch.int32, device=kv.device)
-    found = slots, refused, cold, late, transfers, done, kv.prefetches.arrived, rounds.due
+    found = slots, refused, cold, late, transfers, done
     from_peer = torch.zeros(1, dtype=torch.int32, device=kv.device) if kv.peer_pages else None
     links = PROGRAMS * len(kv.segments), from_peer
     if not overlap:
         copy_late = partial(_fetch_layer, kv, transfers, from_peer)
         return Fetched(*found, None, waited, kv.backend, copy_late, *links)
-    ended = start_fetches(kv, transfers, done, from_peer, rounds.link_free)
+    ended = start_fetches(kv, transfers, done, from_peer, rounds)
     return Fetched(*found, ended, waited, kv.backend, None, *links)
 
 
@@ -122,26 +119,29 @@ def start_fetches(
     transfers: Transfers,
     done: Tensor,
     from_peer: Tensor | None,
-    link_free: torch.cuda.Event | None,
+    rounds: StepRounds,
 ) -> torch.cuda.Event | None:
     """Have all segments' pages copied, each over its link, at once; returns when that has ended, None on a CPU.
 
-    done: as gather_layers'; PROGRAMS of each segment count. from_peer: Fetched.from_peer. link_free: StepRounds'
+    done: as gather_layers'; PROGRAMS of each segment count, the first one's when prefetches have come, too.
+    from_peer: Fetched.from_peer
     """
+    first = kv.segments[0]
     copying = transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
     ended: torch.cuda.Event | None = None
     for segment in kv.segments:
         copied = from_peer if segment.on_peer else None
+        follows = (kv.prefetches.arrived, rounds.due) if segment is first else None
         if segment.stream is None:
-            gather_layers(segment.fetches, *copying, copied)
+            gather_layers(segment.fetches, *copying, copied, follows)
             continue
         segment.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(segment.stream):
-            gather_layers(segment.fetches, *copying, copied)
+            gather_layers(segment.fetches, *copying, copied, follows)
             if ended is not None:
                 segment.stream.wait_event(ended)  # one event stands for all of them
-            if link_free is not None and segment is kv.segments[-1]:
-                link_free.record()
+            if rounds.link_free is not None and segment is kv.segments[-1]:
+                rounds.link_free.record()
             ended = torch.cuda.Event()
             ended.record()
     return ended

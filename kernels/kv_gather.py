@@ -127,12 +127,15 @@ def gather_layers(
     programs: int,
     backend: str = "torch",
     copied: Tensor | None = None,
+    earlier: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`gather_blocks` layer after layer, in one launch; who needs a layer waits by `wait_for_layer`.
 
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
     done: [layers] int32, zeros before the first of the calls that share it: each program counts one in each layer that
         it has finished
+    earlier: counts [layers] int32 of gathers under way, and due [1] int32, where they must be before a layer is counted
+        as finished here; both may run over, as a clock does
     """
     check_backend("gather_layers", backend, ("torch", "triton"))
     layers = len(copies.sources)
@@ -162,12 +165,14 @@ def gather_layers(
         counts,
         done,
         done if copied is None else copied,
+        *(earlier or (done, done)),
         len(counts),
         source_rows.shape[1],
         copies.first_source or 0,
         (copies.first_source or 0) + len(copies.sources[0][0]),
         BOUNDED=copies.first_source is not None,
         COUNTED=copied is not None,
+        FOLLOWS=earlier is not None,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * 2), 1),
@@ -175,17 +180,11 @@ def gather_layers(
     )
 
 
-def wait_for_layer(
-    done: Tensor, layer: int, programs: int, earlier: Tensor, due: Tensor, backend: str = "torch"
-) -> None:
-    """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer.
-
-    earlier: [layers] int32, what others have counted before it, over and over (it may run over); due: [1] int32, where
-    their count must be, too
-    """
+def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
+    """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer."""
     check_backend("wait_for_layer", backend, ("torch", "triton"))
     if backend == "triton":
-        _wait_for_layer_kernel[(1,)](done, earlier, due, layer, programs, num_warps=1)
+        _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 
 
 def _row_bytes(tensors: tuple[Tensor, ...]) -> int:
@@ -371,17 +370,23 @@ def _gather_layers_kernel(
     counts_ptr,
     done_ptr,
     copied_ptr,
+    earlier_ptr,
+    due_ptr,
     layers,
     capacity,
     first,
     end,
     BOUNDED: tl.constexpr,
     COUNTED: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
+    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one.
+
+    Who waits for all of them, and sees what they saw, waits for earlier gathers with the first.
+    """
     for layer in tl.range(0, layers):
         rows = capacity.to(tl.int64) * layer
         _copy_rows(
@@ -402,16 +407,16 @@ def _gather_layers_kernel(
             LANES,
             2,
         )
+        if FOLLOWS:
+            count = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
+            while (count - tl.load(due_ptr) < 0) & (tl.program_id(0) == 0):
+                count = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()  # all threads have stored; the release makes that seen
         tl.atomic_add(done_ptr + layer, 1, sem="release", scope="gpu")
 
 
 @jit
-def _wait_for_layer_kernel(done_ptr, earlier_ptr, due_ptr, layer, programs):
+def _wait_for_layer_kernel(done_ptr, layer, programs):
     finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")
     while finished < programs:
         finished = tl.atomic_add(done_ptr + layer, 0, sem="acquire", scope="gpu")
-    due = tl.load(due_ptr)
-    counted = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
-    while counted - due < 0:  # as of a clock that may have gone round
-        counted = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")

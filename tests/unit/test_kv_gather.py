@@ -106,13 +106,11 @@ def test_layers_one_after_the_other(backend: str) -> None:
     home = [tuple(on_host(tensor) for tensor in pair) for pair in sources]
     copies = layer_copies(home, destinations, torch.device(DEVICE))  # type: ignore[arg-type]
     lists = origins.int().to(DEVICE), places.int().to(DEVICE), ints(counts)
-    gather_layers(copies, *lists, done, programs, backend)
-    earlier, due = (
-        ints([2**31 - 1, -(2**31), 5 - 2**31]),
-        ints([2**31 - 1]),
-    )  # where the count has run over, or not yet
+    # Where the count of earlier gathers has run over, and where it is what is due.
+    earlier = ints([2**31 - 1, -(2**31), 5 - 2**31]), ints([2**31 - 1])
+    gather_layers(copies, *lists, done, programs, backend, None, earlier)
     for layer in range(layers):
-        wait_for_layer(done, layer, programs, earlier, due, backend)
+        wait_for_layer(done, layer, programs, backend)
     assert done.tolist() == [programs] * layers
     for got, pair in zip(destinations, wanted, strict=True):
         assert all(same_bytes(*both) for both in zip(got, pair, strict=True))
@@ -173,13 +171,33 @@ def test_layers_in_segments_share_their_counts(backend: str) -> None:
         copies = layer_copies(home, got, torch.device(DEVICE), part.start)  # type: ignore[arg-type]
         gather_layers(copies, origins, places, counts, done, programs, backend, copied[i : i + 1])
     for layer in range(layers):
-        wait_for_layer(done, layer, 2 * programs, ints([0] * layers), ints([0]), backend)
+        wait_for_layer(done, layer, 2 * programs, backend)
     assert done.tolist() == [2 * programs] * layers
     listed = torch.cat([origins[layer, : int(counts[layer])] for layer in range(layers)])
     listed = listed[listed >= 0]
     assert copied.tolist() == [int((listed < split).sum()), int((listed >= split).sum())]
     for one, other in zip(wanted, got, strict=True):
         assert all(same_bytes(*both) for both in zip(one, other, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one kernel after the other")
+def test_a_layer_is_counted_when_earlier_gathers_have_come() -> None:
+    source, got = random_bytes(4, 1024, torch.int16, 0), torch.zeros(4, 512, dtype=torch.int16, device=DEVICE)
+    pair, target = (on_host(source), on_host(source)), (got, torch.zeros_like(got))
+    copies = layer_copies([pair, pair], [target, target], torch.device(DEVICE))
+    done, earlier, due = ints([0, 0]), ints([5, 4]), ints([5])
+    rows = ints([[0, 1, 2, 3]] * 2)
+    gathering, looking = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(gathering):
+        gather_layers(copies, rows, rows, ints([4, 4]), done, 2, "triton", None, (earlier, due))
+    with torch.cuda.stream(looking):
+        torch.cuda._sleep(200_000_000)
+        assert done.tolist() == [2, 1]
+        earlier += 1
+    torch.cuda.synchronize()
+    assert done.tolist() == [2, 2]
+    assert same_bytes(got, source)
 
 
 @pytest.mark.parametrize("in_flight", [512, 4096])

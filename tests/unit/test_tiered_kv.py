@@ -265,6 +265,8 @@ class Tiers(RuleBasedStateMachine):
         partial = [1 for s in self.live if s.kv.length % PAGE_SIZE and id(s.kv) not in writing]
         fits = missing <= self.kv.pool.available
         has_frames = sum(writing.values()) + len(partial) <= self.kv.num_frames
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # what is home decides what is drawn: the same each time
         spilled, free = self.kv.spilled, self.kv.pool.free
         try:
             self.kv.begin(work)
