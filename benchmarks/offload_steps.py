@@ -267,7 +267,7 @@ class Step:
         self.kv.give_tables()
 
     def prefetch(self, words: np.ndarray) -> list[Prefetch]:
-        """Bring what the next run reads, uint64 [batch, rows, words], beside the one that runs."""
+        """Bring what the next run reads and this one does not, uint64 [batch, rows, words], beside it."""
         assert self.prefetcher is not None and isinstance(self.kv, TieredKV)
         launched = []
         wanted = [Wanted(*each) for each in zip(self.sequences, words, strict=True)]
@@ -363,7 +363,7 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
             step.run()
             end = _Mark(device)
             if ahead is not None and number + 1 < len(rounds):
-                launched = step.prefetch(ahead[number + 1])
+                launched = step.prefetch(ahead[number + 1] & ~ahead[number])
                 brought += launched if number + 1 >= SETTLED else []
             counts = step.counts()
             if number >= SETTLED:

@@ -95,6 +95,13 @@ class TargetSession:
         """The proposal for the current round, if it and the last announcement it speaks of are here."""
         return self.proposals[self.key] if self._is_complete(self.key) else None
 
+    def announced_before(self, key: RoundKey) -> BlockSelection | None:
+        """The newest announcement for a round before `key` that still stands, judged or not."""
+        earlier = [other for other in self.announced if other < key and self._is_complete(other)]
+        if earlier:
+            return self.announced[max(earlier)].selection
+        return self.held[max(self.held)] if self.held else None
+
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
         announced = self.announced.get((self.epoch, round_))

@@ -444,7 +444,11 @@ class Verifier:
         if not self._stepping and session.ready_proposal() is not None:
             return None
         selection = session.announced[max(session.announced)].selection
-        return Wanted(session.kv, session.reader.announced_words(selection))
+        words = session.reader.announced_words(selection)
+        before = session.announced_before(max(session.announced))
+        if before is not None:  # which was read, or is about to be: a request for it would find it there
+            words = words & ~session.reader.announced_words(before.resized(selection.num_blocks))
+        return Wanted(session.kv, words)
 
     # Steps.
 

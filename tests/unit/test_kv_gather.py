@@ -188,6 +188,9 @@ def test_a_layer_is_counted_when_earlier_gathers_have_come() -> None:
     done, earlier, due = ints([0, 0]), ints([5, 4]), ints([5])
     rows = ints([[0, 1, 2, 3]] * 2)
     gathering, looking = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda._sleep(1)  # kernels are loaded when they run first, which would wait for those that run
+    earlier += 0
+    earlier.tolist()
     torch.cuda.synchronize()
     with torch.cuda.stream(gathering):
         gather_layers(copies, rows, rows, ints([4, 4]), done, 2, "triton", None, (earlier, due))
