@@ -80,17 +80,19 @@ def run_serve_benchmark(
     target_kv: tuple[str, ...],
     gpus: tuple[int, int] | None,
     json_file: str | None,
+    dense: bool = True,
 ) -> list[Row]:
     """Measure, print the table, and write it to `json_file` if given. Raises ChildProcessError if a service fails.
 
-    drafting: more flags for the draft service; target_kv: for the target service, about memory.
+    drafting: more flags for the draft service; target_kv: for the target service, about memory. dense: False: sparse
+    verification only.
     """
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {target}, draft {draft}, random weights, imposed acceptance {acceptance} a token",
         "command": f"specahead bench serve --target-shape {target} --draft-shape {draft} --sessions {sessions} "
         f"--context {context} --tokens {tokens} --gamma {gamma} --acceptance {acceptance} --budget {budget} "
-        + " ".join((*drafting, *target_kv)),
+        + " ".join((*drafting, *target_kv, *(() if dense else ("--sparse-only",)))),
     }
     rows: list[Row] = []
     expected = sum(acceptance**i for i in range(gamma + 1))  # tokens of a round that is drafted
@@ -120,10 +122,12 @@ def run_serve_benchmark(
         service("target", "--synthetic-acceptance", str(acceptance), *target_kv)
         alone = start_endpoints(start, *clients)
         _measure(alone, "reading the prompts", sessions, context, 2, "exact")
-        rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
+        if dense:
+            rows.append(_measure(alone, "no draft, dense", sessions, context, tokens, "exact"))
         service("draft", "--target", addresses["target"], *drafting)
         both = start_endpoints(start, *clients, "--draft-address", addresses["draft"])
-        for what, exactness in (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate")):
+        ways = (("draft, dense verify", "exact"), ("draft, sparse verify", "approximate"))
+        for what, exactness in ways if dense else ways[1:]:
             for _ in range(60):  # until the draft has read the prompts
                 row = _measure(both, f"{what}, first rounds", sessions, context, 12 * (gamma + 1), exactness)
                 if 1 < row.tokens_a_round < 1.15 * expected:  # tokens that were decoded plainly make it more

@@ -529,6 +529,11 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
         help="of the target's GPU for KV (default: what is left of it)",
     )
     parser.add_argument(
+        "--no-kv-prefetch", action="store_true", help="of the target, where its KV's home is the host"
+    )
+    parser.add_argument("--hint-bytes", type=int, help="of the draft, there (default: its own)")
+    parser.add_argument("--sparse-only", action="store_true", help="leave the dense rows out")
+    parser.add_argument(
         "--gpus",
         type=int,
         nargs=2,
@@ -543,7 +548,14 @@ def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
-    numbers["hint-bytes"] = 0  # its target has no tiers, and graphs for hints would be made in vain
+    if flags.host_kv_memory is None:
+        if flags.no_kv_prefetch or flags.hint_bytes is not None:
+            raise ValueError(
+                "--no-kv-prefetch and --hint-bytes are of KV whose home is the host: give --host-kv-memory"
+            )
+        numbers["hint-bytes"] = 0  # graphs for hints would be made in vain
+    elif flags.hint_bytes is not None:
+        numbers["hint-bytes"] = flags.hint_bytes
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
     if any(value is not None and value <= 0 for value in memory.values()):
@@ -560,9 +572,10 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         flags.acceptance,
         flags.budget,
         (*drafting, *(("--no-ahead",) if flags.no_ahead else ())),
-        tuple(target_kv),
+        (*target_kv, *(("--no-kv-prefetch",) if flags.no_kv_prefetch else ())),
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
+        not flags.sparse_only,
     )
 
 

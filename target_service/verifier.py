@@ -448,7 +448,7 @@ class Verifier:
         before = session.announced_before(max(session.announced))
         if before is not None:  # which was read, or is about to be: a request for it would find it there
             words = words & ~session.reader.announced_words(before.resized(selection.num_blocks))
-        return Wanted(session.kv, words)
+        return Wanted(session.kv, words) if words.any() else None
 
     # Steps.
 

@@ -1583,12 +1583,18 @@ def test_what_is_announced_while_a_step_runs_is_prefetched(monkeypatch: pytest.M
     assert step is not None and not verifier._announced
     at = session.at
     ahead = m.At("a", at.epoch, at.round + 1, at.base + 5)
-    data = encode_selection(stand.selection(ahead.base, 4))
+    both = [[2, 4]] * stand.heads  # of which the round that runs reads one
+    data = encode_selection(BlockSelection.from_lists(both, PLAN.num_blocks(ahead.base)))
     verifier.receive(stand.peer, m.Announcement(ahead, 0, 9, data))
     assert verifier.prefetch_announced()
     heads = len(PLAN.sparse_layers) * KV_HEADS
     assert state.wanted == [[(session.kv, [[4]] * heads)]]
+    data = encode_selection(stand.selection(ahead.base))
     verifier.receive(stand.peer, m.Announcement(ahead, 1, 9, data))
+    assert verifier.prefetch_announced() and len(state.wanted) == 1  # nothing that the one before did not say
+    verifier.receive(
+        stand.peer, m.Announcement(ahead, 2, 9, encode_selection(stand.selection(ahead.base, 5)))
+    )
     verifier.abort("a")
     assert verifier.prefetch_announced() and len(state.wanted) == 1
     verifier.finish_step(step, verifier.execute(step))
