@@ -10,7 +10,7 @@ from torch import Tensor
 import engine.peer_memory as peer_memory
 from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.peer_memory import NEXT, neighbour_index, open_neighbour, peer_pages
-from engine.tier_reads import StagedReads, fetch_listed
+from engine.tier_reads import StagedReads, StepRounds, fetch_listed
 from engine.tiered_kv import TieredKV, head_rows
 
 LAYERS, HEADS, DIM, FRAMES, PAGES, LONGEST = 3, 2, 64, 80, 300, 100
@@ -81,8 +81,9 @@ def read(kv: TieredKV) -> tuple[list[Tensor], list[int]]:
         lists = torch.arange(turn * 13, turn * 13 + 8, dtype=torch.int32, device=kv.device)
         lists = lists.expand(LAYERS, 2, HEADS, 8).contiguous()
         counts = torch.full((LAYERS, 2, HEADS), 8, dtype=torch.int32, device=kv.device)
-        number = torch.tensor([kv.next_round()], dtype=torch.int32, device=kv.device)
-        fetched = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, number)
+        numbers = kv.step_round(), kv.prefetches.oldest(kv.round), 0
+        tensors = (torch.tensor([n], dtype=torch.int32, device=kv.device) for n in numbers)
+        fetched = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, StepRounds(*tensors, None, None))
         for layer in range(LAYERS):
             fetched.wait(layer)
             slots = fetched.slots[layer].flatten().long()
