@@ -78,10 +78,10 @@ class Tuning:
     segment: int = 0
 
 
-# Programs fewer than a GPU holds at once. Where others copy KV beside them (engine.tiered_kv), none has to wait until
-# another has ended, which would take a layer's attention nearly twice its time. The same everywhere: what a step gives
-# does not depend on where its KV comes from.
-LEFT_FREE = 8
+# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.tiered_kv), each in
+# the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its time.
+# The same everywhere: what a step gives does not depend on where its KV comes from.
+LEFT_FREE = 16
 
 
 @dataclass(frozen=True)
@@ -1038,7 +1038,9 @@ def plan_work(
         block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
     )
     tiles = -(-longest // tuning.tile) + (0 if means is None else -(-means.tables.shape[1] // GROUP_TILE))
-    programs = max(1, tuning.programs * _multiprocessors(kv_lengths.device) - LEFT_FREE)
+    programs = tuning.programs * _multiprocessors(kv_lengths.device)
+    if blocks is not None:
+        programs = max(1, programs - LEFT_FREE)
     if tuning.segment:
         programs = max(1, items * -(-tiles // tuning.segment))
     starts = torch.empty(layers, items + 1, dtype=torch.int32, device=kv_lengths.device)
@@ -1382,5 +1384,5 @@ def triton_add_listed_weights(
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter: enough programs for items to be split
-        return 6
+        return 10
     return torch.cuda.get_device_properties(device).multi_processor_count
