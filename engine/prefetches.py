@@ -68,10 +68,11 @@ class Prefetches:
         self.tickets = 0
         self.outstanding: list[Prefetch] = []
         self.accounts: list[Account] = []
-        # Before what computes, or they would find no room on the multiprocessors.
+        # Copies go before what computes, or they would find no room on the multiprocessors. Requests do not: a kernel
+        # that takes the place of a few programs of a step makes the whole step wait for these.
         self.request_stream, *self.copy_streams = (
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-            for _ in range(1 + links)
+            torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+            for priority in (0, *[-1] * links)
         )
         self.requested: torch.cuda.Event | None = None  # when the tables were last used for a prefetch
         self.copied: torch.cuda.Event | None = None  # when the last one was

@@ -78,9 +78,9 @@ class Tuning:
     segment: int = 0
 
 
-# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.tiered_kv), each in
-# the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its time.
-# The same everywhere: what a step gives does not depend on where its KV comes from.
+# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.tiered_kv), each
+# in the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its
+# time. The same everywhere: what a step gives does not depend on where its KV comes from.
 LEFT_FREE = 16
 
 
