@@ -19,6 +19,7 @@ depend on the batch, since others would round otherwise on a GPU.
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -375,7 +376,11 @@ def run_offload_benchmark(
     with torch.inference_mode():
         bench = Bench(settings, cases, device)
         replayed = bench.rows if settings.kv_memory is None else bench.rows_of_sessions
-        rows = [row for case in tqdm(cases, desc="replaying") for row in replayed(case)]
+        rows = []
+        for case in tqdm(cases, desc="replaying"):
+            for row in replayed(case):
+                rows.append(row)
+                tqdm.write(_line(row), sys.stderr)  # what there is, should the rest not come
     head = _head(name, settings, device, bench.link, homes)
     if bench.peer:
         where = f"{bench.peer[0][0].device}, bulk copies from there {bench.peer_link / 1e9:.1f} GB/s"
@@ -445,17 +450,7 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
         f"{'missed':>14} {'no slot':>7} {'fetched':>9} {'GB/s':>5} {'of link':>7} {'bound':>10} {'to bound':>8} "
         f"same"
     )
-    for row in rows:
-        ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
-        excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
-        missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
-        lines.append(
-            f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
-            f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
-            f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
-            f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}"
-            + (f" {row.pages_from_peer / row.pages_fetched:.0%} from peer" if row.pages_from_peer else "")
-        )
+    lines += [_line(row) for row in rows]
     lines.append(
         f"Means over the rounds from the {SETTLED + 1}th on, nothing hot before the first; p95 of the same. Read: as "
         "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
@@ -467,6 +462,19 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
         "steps in which nothing depends on the batch, of all in tiers and of\nresident parts."
     )
     return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
+    excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
+    missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
+    peer = f" {row.pages_from_peer / row.pages_fetched:.0%} from peer" if row.pages_from_peer else ""
+    return (
+        f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
+        f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
+        f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
+        f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}{peer}"
+    )
 
 
 def _same(row: Row) -> str:

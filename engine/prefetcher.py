@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.prefetches import Prefetch
 from engine.staging import Layout, Staging
-from engine.tiered_kv import PROGRAMS, TieredKV
+from engine.tiered_kv import TieredKV
 from kernels.backends import power_of_two
 from kernels.kv_gather import gather_layers
 from kernels.late_blocks import count_late_blocks
@@ -111,7 +111,14 @@ class Prefetcher:
     def _copy(self, transfers: Transfers, from_peer: Tensor) -> torch.cuda.Event | None:
         """Over all links at once, but one prefetch after the other, as they are counted; when it will be done."""
         kv, state = self.kv, self.kv.prefetches
-        copying = transfers.pages, transfers.slots, transfers.counts, state.arrived, PROGRAMS, kv.backend
+        copying = (
+            transfers.pages,
+            transfers.slots,
+            transfers.counts,
+            state.arrived,
+            kv.link_programs,
+            kv.backend,
+        )
         done: torch.cuda.Event | None = None
         for segment, stream in zip(kv.segments, state.copy_streams, strict=True):
             counted = from_peer if segment.on_peer else None

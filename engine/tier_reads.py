@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import SequenceOutput
-from engine.tiered_kv import PROGRAMS, TieredKV
+from engine.tiered_kv import TieredKV
 from kernels.device_clock import stamp_time
 from kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
 from kernels.late_blocks import count_late_blocks
@@ -39,9 +39,9 @@ class Fetched:
     ended: torch.cuda.Event | None
     waited: Tensor | None
     backend: str
-    copy_late: Callable[[int], None] | None = None
-    programs: int = PROGRAMS
-    from_peer: Tensor | None = None
+    copy_late: Callable[[int], None] | None
+    programs: int
+    from_peer: Tensor | None
 
     def wait(self, index: int) -> None:
         """Let the current stream wait until this layer's pages are there; to be called once for each layer."""
@@ -106,7 +106,7 @@ def fetch_listed(
     done = torch.zeros(len(lists), dtype=torch.int32, device=kv.device)
     found = slots, refused, cold, late, transfers, done
     from_peer = torch.zeros(1, dtype=torch.int32, device=kv.device) if kv.peer_pages else None
-    links = PROGRAMS * len(kv.segments), from_peer
+    links = kv.link_programs * len(kv.segments), from_peer
     if not overlap:
         copy_late = partial(_fetch_layer, kv, transfers, from_peer)
         return Fetched(*found, None, waited, kv.backend, copy_late, *links)
@@ -123,11 +123,11 @@ def start_fetches(
 ) -> torch.cuda.Event | None:
     """Have all segments' pages copied, each over its link, at once; returns when that has ended, None on a CPU.
 
-    done: as gather_layers'; PROGRAMS of each segment count, the first one's when prefetches have come, too.
+    done: as gather_layers'; the programs of all links count, the first one's when prefetches have come, too.
     from_peer: Fetched.from_peer
     """
     first = kv.segments[0]
-    copying = transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, kv.backend
+    copying = transfers.pages, transfers.slots, transfers.counts, done, kv.link_programs, kv.backend
     ended: torch.cuda.Event | None = None
     for segment in kv.segments:
         copied = from_peer if segment.on_peer else None
@@ -155,7 +155,7 @@ def _fetch_layer(kv: TieredKV, transfers: Transfers, from_peer: Tensor | None, i
             transfers.pages[index],
             transfers.slots[index],
             transfers.counts[index : index + 1],
-            PROGRAMS,
+            kv.link_programs,
             kv.backend,
             segment.fetches.first_source,
             from_peer if segment.on_peer else None,

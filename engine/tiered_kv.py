@@ -45,7 +45,9 @@ RESERVED_SHARE, MOST_RESERVED = (
     64,
     64,
 )  # frames kept from the clock: 1 / RESERVED_SHARE of all, so many at most
-PROGRAMS = 8  # of a gather: enough for the link (docs/performance.md); the other multiprocessors compute
+# That fetch, over all links: enough for the host's (docs/performance.md). Attention has room for no more beside it
+# (kernels.paged_attention.LEFT_FREE).
+PROGRAMS = 8
 
 
 @dataclass
@@ -223,7 +225,8 @@ class TieredKV(PagedKV):
         self.round = 0  # of the residency tables
         self._step_round = 0  # of the last step that fetches
         links = len(self.segments)
-        self.prefetches = Prefetches(len(self.tiered_layers), links, PROGRAMS, self.device)
+        self.link_programs = PROGRAMS // links
+        self.prefetches = Prefetches(len(self.tiered_layers), links, self.link_programs, self.device)
         self._turn = threading.Lock()  # whose the tables are, of the threads that launch
         self._tables_free: torch.cuda.Event | None = None  # when the last of these is through with them
         self._link_free: torch.cuda.Event | None = None  # and when what its step fetches has come
