@@ -219,7 +219,7 @@ class GraphRunner(Runner):
         """False where steps do not fetch what they list: `layers` are not those in tiers, or blocks no whole pages."""
         if not isinstance(self.kv, TieredKV) or layers != self.kv.tiered_layers or block_size % PAGE_SIZE:
             return False
-        blocks = self.max_pages * PAGE_SIZE // block_size
+        blocks = -(-self.max_pages * PAGE_SIZE // block_size)
         self._prefetcher = Prefetcher(self.kv, block_size, blocks, self.enforce_eager)
         return True
 

@@ -56,7 +56,8 @@ class TierCounters:
 
     hit: listed by a step, and in a slot already. fetched: into slots, for a step that listed them; late: of blocks
     that were not announced; left_out: of late ones that means stood in for. prefetched: into slots before a step listed
-    them; wasted: of these, not read by the next step that could have. refused: had no slot, so that the step ran again.
+    them; wasted: of these, not read by the next step that could have. prefetches, skipped_prefetches: since too many
+    were outstanding. refused: had no slot, so that the step ran again.
     staged: brought from home for a pass that reads everything; stages: such passes. pages_from_peer: of those fetched,
     prefetched and staged, what a neighbour GPU had. wait_seconds: of each layer, where that is measured.
     """
@@ -69,6 +70,7 @@ class TierCounters:
     prefetched_pages: int = 0
     wasted_pages: int = 0
     prefetches: int = 0
+    skipped_prefetches: int = 0
     refused_pages: int = 0
     staged_pages: int = 0
     stages: int = 0
@@ -344,11 +346,6 @@ class TieredKV(PagedKV):
             free = torch.cuda.Event()
             free.record()
         self._tables_free = free
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether some thread launches now."""
-        return self._turn.locked()
 
     def give_tables(self) -> None:
         if not self._told_free:

@@ -1,10 +1,11 @@
 """What is on its way from home: whose slots are kept, what a step waits for, and how long frames stay in reserve."""
 
+import numpy as np
 import pytest
 import torch
 
 from engine.paged_kv import PAGE_SIZE, SequenceKV
-from engine.prefetcher import Prefetcher, Wanted
+from engine.prefetcher import MOST_OUTSTANDING, Prefetcher, Wanted
 from engine.prefetches import PATIENCE, Prefetch, Prefetches
 from engine.tiered_kv import RESERVED_SHARE, TieredKV
 from kernels.residency import Transfers
@@ -119,6 +120,29 @@ def test_new_pages_take_frames_in_reserve_while_prefetches_are_copied() -> None:
     assert int(kv.frame_of[second.pages[-1]]) not in reserved
     assert len(kv._reserve) == 3
     kv.check_integrity()
+
+
+def test_so_many_prefetches_are_outstanding_at_most() -> None:
+    kv, first, _ = spilled(64)
+    prefetcher = Prefetcher(kv, PAGE_SIZE, 70, enforce_eager=True)
+    cold = (kv.tables.slot_of[0, first.pages] < 0).nonzero()[:, 0].tolist()
+    for place in cold[: MOST_OUTSTANDING + 2]:
+        words = np.array([[1 << place]], np.uint64)
+        while not prefetcher.launch([Wanted(first, words)]):
+            pass
+    assert len(kv.prefetches.outstanding) == kv.counters.prefetches == MOST_OUTSTANDING
+    assert kv.counters.skipped_prefetches == 2
+    kv.take_tables()
+    assert not prefetcher.is_ready  # somebody launches
+    kv.tell_tables_free()
+    kv.note_step([first])
+    kv.give_tables()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    kv.take_accounts(PAGE_SIZE)
+    assert prefetcher.is_ready
+    assert kv.counters.prefetched_pages == kv.counters.wasted_pages == MOST_OUTSTANDING
+    assert (first.prefetched, kv.prefetches.outstanding) == (MOST_OUTSTANDING * PAGE_SIZE, [])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="events of graphs need a GPU")

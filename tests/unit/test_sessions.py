@@ -1517,7 +1517,7 @@ def test_counters_and_gauges_of_tiers_are_told(on_peer: int) -> None:
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
         *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
-        *("kv_hit_pages", "kv_prefetched_pages", "kv_wasted_pages", "kv_prefetches"),
+        *("kv_hit_pages", "kv_prefetched_pages", "kv_wasted_pages", "kv_prefetches", "kv_skipped_prefetches"),
         *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
         *(("kv_pages_from_peer", "kv_bytes_from_peer") if on_peer else ()),
     }
