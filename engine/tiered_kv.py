@@ -225,7 +225,7 @@ class TieredKV(PagedKV):
         self.spilled = False
         self.means_for_late, self.measures_waits = means_for_late, measures_waits
         self.round = 0  # of the residency tables
-        self._step_round = 0  # of the last step that fetches
+        self._step_round: int | None = None  # of the last step that fetches
         links = len(self.segments)
         self.link_programs = PROGRAMS // links
         self.prefetches = Prefetches(len(self.tiered_layers), links, self.link_programs, self.device)
@@ -303,12 +303,13 @@ class TieredKV(PagedKV):
 
     def step_round(self) -> int:
         """The next round, of a step: what it lists is needed until another step begins."""
-        self._step_round = self.next_round()
-        return self._step_round
+        self._step_round = round = self.next_round()
+        return round
 
     def oldest_for_prefetch(self, round: int) -> int:
         """A step may run: what it reads is not to be taken."""
-        return min(self._step_round, self.prefetches.oldest(round))
+        oldest = self.prefetches.oldest(round)
+        return oldest if self._step_round is None else min(self._step_round, oldest)
 
     # The tables are used by one thread at a time, and on the device by one stream at a time.
 
