@@ -33,7 +33,7 @@ def main() -> None:
         "--hint-bytes",
         type=int,
         default=DrafterSettings.hint_bytes,
-        help="of each hint before an announcement, to targets with KV in tiers; 0: none",
+        help="of each hint before an announcement, to targets with KV in tiers; 0: none, and no graphs for them",
     )
     flags = parser.parse_args()
     try:

@@ -45,6 +45,7 @@ from wire.messages import (
 from wire.selection_codec import MAX_REFERENCES, encode_selection
 
 HINT_BYTES = 2048
+LEAST_HINT = 24  # bytes: fewer hold no block
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
 CallSoon = Callable[[Callable[[], None]], object]
@@ -79,9 +80,9 @@ class DrafterSettings:
         check_refresh(self.refresh_every, self.read_share)
         if self.waves < 0:
             raise ValueError(f"waves is {self.waves}, expected a number of parts, or 0 for the runner's own")
-        if self.hint_bytes < 0:
+        if self.hint_bytes and self.hint_bytes < LEAST_HINT:
             raise ValueError(
-                f"hint_bytes is {self.hint_bytes}, expected a number of bytes, or 0 for no hints"
+                f"hint_bytes is {self.hint_bytes}, expected {LEAST_HINT} at least, or 0 for no hints"
             )
 
 

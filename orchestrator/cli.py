@@ -549,7 +549,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
 
     numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
     if flags.host_kv_memory is None:
-        if flags.no_kv_prefetch or flags.hint_bytes is not None:
+        if flags.no_kv_prefetch or flags.hint_bytes:
             raise ValueError(
                 "--no-kv-prefetch and --hint-bytes are of KV whose home is the host: give --host-kv-memory"
             )
@@ -622,10 +622,11 @@ def _bench_reads(flags: argparse.Namespace) -> None:
 
 def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    parser.add_argument(
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument(
         "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
     )
-    parser.add_argument(
+    texts.add_argument(
         "--hints",
         nargs="+",
         metavar="TEXT",

@@ -76,15 +76,16 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, staged, refused: pages of a layer and KV head. tokens: generated, all of them
-    compared with those without tiers. difference: of the first session that differs its name and the place among its
-    tokens; empty: none does."""
+    """frames, of pages in all. fetched, prefetched, staged, refused: pages of a layer and KV head. tokens: generated,
+    all of them compared with those without tiers. difference: of the first session that differs its name and the place
+    among its tokens; empty: none does."""
 
     mix: str
     sessions: int
     frames: int
     pages: int
     fetched: int
+    prefetched: int
     staged: int
     refused: int
     tokens: int
@@ -138,6 +139,7 @@ def _row(
         frames=frames,
         pages=requests.pages(mix),
         fetched=counters.fetched_pages,
+        prefetched=counters.prefetched_pages,
         staged=counters.staged_pages,
         refused=counters.refused_pages,
         tokens=sum(map(len, got.values())),
@@ -226,6 +228,8 @@ def _take_turns(
         for said in _drain(to_target):
             verifier.receive(target_end, said)
         step = verifier.plan_step()
+        while not verifier.prefetch_announced():  # where it can: beside a step, were there a second thread
+            pass
         if step is not None:
             verifier.finish_step(step, verifier.execute(step))
         elif not to_draft:
@@ -239,7 +243,18 @@ def _drain(events: list[Event]) -> list[Event]:
 
 
 def to_text(rows: list[IdentityRow]) -> str:
-    head = ["", "sessions", "frames", "hot", "fetched", "staged", "refused", "tokens", "identical"]
+    head = [
+        "",
+        "sessions",
+        "frames",
+        "hot",
+        "fetched",
+        "prefetched",
+        "staged",
+        "refused",
+        "tokens",
+        "identical",
+    ]
     lines = [
         [
             row.mix,
@@ -247,6 +262,7 @@ def to_text(rows: list[IdentityRow]) -> str:
             str(row.frames),
             f"{row.frames / row.pages:.1%}",
             f"{row.fetched:,}",
+            f"{row.prefetched:,}",
             f"{row.staged:,}",
             f"{row.refused:,}",
             f"{row.tokens:,}",

@@ -13,7 +13,7 @@ import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from engine.late_kv import LATE_KV
 
-HINT_BYTES = 2048  # as DrafterSettings has it
+HINT_BYTES, LEAST_HINT = 2048, 24  # as draft_service.drafter has them
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
 
@@ -213,7 +213,10 @@ def _check(settings: Settings) -> None:
             f"draft_refresh is {settings.draft_refresh} and draft_read_share {settings.draft_read_share}: give a "
             "draft_read_share below 1, or draft_refresh 1",
         ),
-        (settings.hint_bytes >= 0, f"hint_bytes is {settings.hint_bytes}, it must be 0 or more"),
+        (
+            settings.hint_bytes == 0 or settings.hint_bytes >= LEAST_HINT,
+            f"hint_bytes is {settings.hint_bytes}, it must be 0 or at least {LEAST_HINT}",
+        ),
         (
             settings.host_kv_memory > 0 or settings.hint_bytes in (0, HINT_BYTES),
             "hint_bytes is of KV whose home is the host: give host_kv_memory",
@@ -222,8 +225,9 @@ def _check(settings: Settings) -> None:
         (settings.late_kv in LATE_KV, f"late_kv must be {' or '.join(LATE_KV)}"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
         (
-            settings.host_kv_memory > 0 or (settings.late_kv == "fetch" and not settings.measure_kv_waits),
-            "late_kv and measure_kv_waits are of KV whose home is the host: give host_kv_memory",
+            settings.host_kv_memory > 0
+            or (settings.late_kv == "fetch" and not settings.measure_kv_waits and settings.kv_prefetch),
+            "late_kv, measure_kv_waits and kv_prefetch are of KV whose home is the host: give host_kv_memory",
         ),
         (settings.peer_kv_memory >= 0, "peer_kv_memory must not be negative"),
         (

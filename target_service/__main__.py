@@ -66,6 +66,8 @@ def main() -> None:
         help="write what approximate sessions read, round by round, when the service stops (CPU only)",
     )
     flags = parser.parse_args()
+    if flags.no_kv_prefetch and not flags.host_kv_memory:
+        parser.error("--no-kv-prefetch is of KV whose home is the host: give --host-kv-memory")
     verifier = VerifierSettings(
         flags.gamma,
         prefill_chunk=flags.prefill_chunk,

@@ -95,11 +95,9 @@ class TargetSession:
         """The proposal for the current round, if it and the last announcement it speaks of are here."""
         return self.proposals[self.key] if self._is_complete(self.key) else None
 
-    def announced_before(self, key: RoundKey) -> BlockSelection | None:
-        """The newest announcement for a round before `key` that still stands, judged or not."""
-        earlier = [other for other in self.announced if other < key and self._is_complete(other)]
-        if earlier:
-            return self.announced[max(earlier)].selection
+    @property
+    def newest_held(self) -> BlockSelection | None:
+        """What was announced for the last round that was judged by an announcement."""
         return self.held[max(self.held)] if self.held else None
 
     def foreseen(self, round_: int) -> int | None:

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
@@ -125,7 +127,8 @@ class Verifier:
         self._methods = methods_of(plan)
         self._recording = recording
         self._announced: dict[str, None] = {}  # sessions with something to prefetch, in order
-        self._stepping = False
+        self._stepping = False  # whether a step runs, or is about to
+        self._stepped: set[str] = set()  # sessions of which it verifies a round
         if runner.shares_budgets:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
@@ -315,7 +318,7 @@ class Verifier:
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
         announced_by = session.announced_by
-        hints = isinstance(self.runner.kv, TieredKV) and announced_by != ""
+        hints = self._prefetches and announced_by != ""
         begin = Begin(
             session.at, list(session.tokens), session.sampling, session.max_length, announced_by, hints
         )
@@ -415,22 +418,17 @@ class Verifier:
     # Prefetches.
 
     def prefetch_announced(self) -> bool:
-        """Have what was announced brought from home, beside a step that runs; False: not all of it now, ask again.
-
-        A session that is about to be stepped is left to its step.
-        """
+        """Have what was announced brought from home, beside a step that runs; False: not all of it now, ask again."""
         if not self._prefetches:
             self._announced.clear()
             return True
         while self._announced:
-            if not self.runner.can_prefetch:
+            names = [name for name in self._announced if not self._is_about_to_be_stepped(name)][:MOST]
+            if not names or not self.runner.can_prefetch:
                 return False
-            wanted: list[Wanted] = []
-            names = list(self._announced)[:MOST]
-            for name in names:
-                words = self._newest_announced(self._sessions.get(name))
-                if words is not None:
-                    wanted.append(words)
+            sessions = [self._sessions[name] for name in names if name in self._sessions]
+            found = [(session.kv, self._new_words(session)) for session in sessions]
+            wanted = [Wanted(kv, words) for kv, words in found if words is not None and words.any()]
             if wanted and not self.runner.prefetch(wanted):
                 return False
             self.counters["prefetched_announcements"] += len(wanted)
@@ -438,22 +436,33 @@ class Verifier:
                 del self._announced[name]
         return True
 
-    def _newest_announced(self, session: TargetSession | None) -> Wanted | None:
-        if session is None or session.reader is None or not session.announced:
+    def _is_about_to_be_stepped(self, name: str) -> bool:
+        """What it reads is left to that step; what follows it can be brought once that runs."""
+        session = self._sessions.get(name)
+        return not self._stepping and session is not None and session.ready_proposal() is not None
+
+    def _new_words(self, session: TargetSession) -> np.ndarray | None:
+        """Blocks that a session's rounds to come read, as announced so far: uint64 [rows, words].
+
+        Without those that the announcement before each names: it was read, or is requested with it.
+        """
+        reader, known, new = session.reader, session.newest_held, None
+        if reader is None:
             return None
-        if not self._stepping and session.ready_proposal() is not None:
-            return None
-        selection = session.announced[max(session.announced)].selection
-        words = session.reader.announced_words(selection)
-        before = session.announced_before(max(session.announced))
-        if before is not None:  # which was read, or is about to be: a request for it would find it there
-            words = words & ~session.reader.announced_words(before.resized(selection.num_blocks))
-        return Wanted(session.kv, words) if words.any() else None
+        for key in sorted(session.announced):
+            selection = session.announced[key].selection
+            if key != session.key or session.id not in self._stepped:
+                words = reader.announced_words(selection)
+                if known is not None:
+                    words = words & ~reader.announced_words(known.resized(selection.num_blocks))
+                new = words if new is None else _either(new, words)
+            known = selection
+        return new
 
     # Steps.
 
     def plan_step(self) -> Step | None:
-        self._stepping = False
+        self._stepping, self._stepped = False, set()
         self._release_closed()
         self._admit()
         step = Step()
@@ -473,8 +482,10 @@ class Verifier:
                 step.prefills.append(
                     (session, SequenceInput(session.kv, session.tokens[start : start + share]))
                 )
+        self._stepped = {item.session.id for item in step.rounds}
         for item in step.rounds:
-            self._announced.pop(item.session.id, None)
+            if max(item.session.announced, default=item.session.key) <= item.session.key:
+                self._announced.pop(item.session.id, None)
         self._stepping = bool(step.rounds or step.prefills)
         return step if self._stepping else None
 
@@ -619,6 +630,14 @@ class Verifier:
         if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not dense)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
+
+
+def _either(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Words of contexts of any lengths, joined."""
+    longer, shorter = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
+    joined = longer.copy()
+    joined[:, : shorter.shape[1]] |= shorter
+    return joined
 
 
 def _check_frames(kv: TieredKV, settings: VerifierSettings) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import engine.draft_rounds
 import models
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from draft_service.drafter import LEAST_HINT, Drafter, DrafterSettings, Peer
 from engine.decoder import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
@@ -211,9 +211,10 @@ def test_rounds_with_hints_need_room_for_them() -> None:
         side.drafter.runner.draft_rounds([wrong])
 
 
-def test_a_negative_number_of_hint_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="hint_bytes is -1"):
-        DrafterSettings(hint_bytes=-1)
+@pytest.mark.parametrize("number", [-1, LEAST_HINT - 1])
+def test_so_few_hint_bytes_are_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=f"hint_bytes is {number}, expected {LEAST_HINT} at least"):
+        DrafterSettings(hint_bytes=number)
 
 
 def test_the_last_round_of_a_session_is_short() -> None:

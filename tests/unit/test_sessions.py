@@ -1553,8 +1553,11 @@ def prefetching(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Stand, 
     return Stand(**fields), state
 
 
+HEADS_READ = len(PLAN.sparse_layers) * KV_HEADS
+
+
 def test_what_is_announced_is_prefetched_before_its_proposal_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head by head of the target; the newest of a session once, and what is to be stepped at once not at all."""
+    """Head by head of the target, once; what is to be stepped at once is left to its step."""
     stand, state = prefetching(monkeypatch)
     verifier, session = stand.verifier, stand.session
     assert verifier.prefetch_announced() and not state.wanted
@@ -1563,14 +1566,25 @@ def test_what_is_announced_is_prefetched_before_its_proposal_is_here(monkeypatch
     assert not verifier.prefetch_announced()
     state.can = True
     assert verifier.prefetch_announced()
-    heads = len(PLAN.sparse_layers) * KV_HEADS
-    assert state.wanted == [[(session.kv, [[2]] * heads)]]
+    assert state.wanted == [[(session.kv, [[2]] * HEADS_READ)]]
     assert verifier.prefetch_announced() and len(state.wanted) == 1
     last = encode_selection(stand.selection(session.at.base, 3))
     verifier.receive(stand.peer, stand.announcement(part=1, selection=last))
     verifier.receive(stand.peer, stand.proposal(announcements=2))
-    assert verifier.prefetch_announced() and len(state.wanted) == 1  # the step is about to fetch it itself
+    assert not verifier.prefetch_announced() and len(state.wanted) == 1
+    step = verifier.plan_step()
+    assert step is not None
+    assert verifier.prefetch_announced() and len(state.wanted) == 1
     assert verifier.counters["prefetched_announcements"] == 1
+    verifier.finish_step(step, verifier.execute(step))
+
+
+def ahead_of(stand: Stand, blocks: list[int], part: int = 0) -> m.Announcement:
+    """For the round after the next."""
+    at = stand.session.at
+    ahead = m.At("a", at.epoch, at.round + 1, at.base + 5)
+    chosen = BlockSelection.from_lists([blocks] * stand.heads, PLAN.num_blocks(ahead.base))
+    return m.Announcement(ahead, part, 9, encode_selection(chosen))
 
 
 def test_what_is_announced_while_a_step_runs_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1581,22 +1595,43 @@ def test_what_is_announced_while_a_step_runs_is_prefetched(monkeypatch: pytest.M
     verifier.receive(stand.peer, stand.proposal([1, 2, 3, 4]))
     step = verifier.plan_step()
     assert step is not None and not verifier._announced
-    at = session.at
-    ahead = m.At("a", at.epoch, at.round + 1, at.base + 5)
-    both = [[2, 4]] * stand.heads  # of which the round that runs reads one
-    data = encode_selection(BlockSelection.from_lists(both, PLAN.num_blocks(ahead.base)))
-    verifier.receive(stand.peer, m.Announcement(ahead, 0, 9, data))
+    verifier.receive(stand.peer, ahead_of(stand, [2, 4]))  # of which the round that runs reads one
     assert verifier.prefetch_announced()
-    heads = len(PLAN.sparse_layers) * KV_HEADS
-    assert state.wanted == [[(session.kv, [[4]] * heads)]]
-    data = encode_selection(stand.selection(ahead.base))
-    verifier.receive(stand.peer, m.Announcement(ahead, 1, 9, data))
+    assert state.wanted == [[(session.kv, [[4]] * HEADS_READ)]]
+    verifier.receive(stand.peer, ahead_of(stand, [2], 1))
     assert verifier.prefetch_announced() and len(state.wanted) == 1  # nothing that the one before did not say
-    verifier.receive(
-        stand.peer, m.Announcement(ahead, 2, 9, encode_selection(stand.selection(ahead.base, 5)))
-    )
+    verifier.receive(stand.peer, ahead_of(stand, [5], 2))
     verifier.abort("a")
     assert verifier.prefetch_announced() and len(state.wanted) == 1
+    verifier.finish_step(step, verifier.execute(step))
+
+
+def test_a_round_and_a_hint_of_the_next_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a draft that goes ahead: the hint waits until the round is stepped, and is not lost."""
+    stand, state = prefetching(monkeypatch)
+    verifier, session = stand.verifier, stand.session
+    for event in (stand.announcement(), stand.proposal([1, 2, 3, 4]), ahead_of(stand, [2, 4])):
+        verifier.receive(stand.peer, event)
+    assert not verifier.prefetch_announced() and not state.wanted
+    step = verifier.plan_step()
+    assert step is not None
+    assert verifier.prefetch_announced()
+    assert state.wanted == [[(session.kv, [[4]] * HEADS_READ)]]
+    verifier.finish_step(step, verifier.execute(step))
+
+
+def test_beside_a_step_of_others_a_round_is_prefetched_with_the_hint_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand, state = prefetching(monkeypatch)
+    verifier, session = stand.verifier, stand.session
+    verifier.open(stand.opening("other"), stand.served.append)
+    step = verifier.plan_step()  # of the other's prompt
+    assert step is not None and not step.rounds
+    for event in (stand.announcement(), stand.proposal([1, 2, 3, 4]), ahead_of(stand, [2, 4])):
+        verifier.receive(stand.peer, event)
+    assert verifier.prefetch_announced()
+    assert state.wanted == [[(session.kv, [[2, 4]] * HEADS_READ)]]
     verifier.finish_step(step, verifier.execute(step))
 
 

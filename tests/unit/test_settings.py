@@ -164,10 +164,14 @@ def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> Non
 
 
 def test_hints_are_for_targets_with_kv_in_tiers() -> None:
-    from draft_service.drafter import DrafterSettings
+    from draft_service.drafter import LEAST_HINT, DrafterSettings
     from orchestrator.cluster import drafter_settings  # imports Ray
 
     assert resolve().hint_bytes == DrafterSettings.hint_bytes
+    with pytest.raises(SettingsError, match=f"0 or at least {LEAST_HINT}"):
+        resolve("--host-kv-memory", "1", "--hint-bytes", str(LEAST_HINT - 1))
+    assert resolve("--host-kv-memory", "1", "--hint-bytes", str(LEAST_HINT)).hint_bytes == LEAST_HINT
+    assert drafter_settings(resolve("--host-kv-memory", "1", "--no-kv-prefetch")).hint_bytes == 0
     assert drafter_settings(resolve()).hint_bytes == 0
     tiers = ("--host-kv-memory", "1")
     assert drafter_settings(resolve(*tiers)).hint_bytes == DrafterSettings.hint_bytes
@@ -188,7 +192,7 @@ def test_host_memory_is_the_targets() -> None:
     assert resolve().host_kv_memory == 0
     assert resolve("--host-kv-memory", "1.5").host_kv_memory == 1.5
     assert resolve("--host-kv-memory", "1.5", "--late-kv", "means", "--measure-kv-waits").late_kv == "means"
-    for flags in (("--late-kv", "means"), ("--measure-kv-waits",)):
+    for flags in (("--late-kv", "means"), ("--measure-kv-waits",), ("--no-kv-prefetch",)):
         with pytest.raises(SettingsError, match="give host_kv_memory"):
             resolve(*flags)
     with pytest.raises(SettingsError, match="late_kv must be fetch or means"):
