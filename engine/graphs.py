@@ -217,7 +217,9 @@ class GraphRunner(Runner):
 
     def prepare_prefetches(self, block_size: int, layers: list[int]) -> bool:
         """False where steps do not fetch what they list: `layers` are not those in tiers, or blocks no whole pages."""
-        if not isinstance(self.kv, TieredKV) or layers != self.kv.tiered_layers or block_size % PAGE_SIZE:
+        if not layers or not isinstance(self.kv, TieredKV) or layers != self.kv.tiered_layers:
+            return False
+        if block_size % PAGE_SIZE:
             return False
         blocks = -(-self.max_pages * PAGE_SIZE // block_size)
         self._prefetcher = Prefetcher(self.kv, block_size, blocks, self.enforce_eager)
@@ -244,6 +246,8 @@ class GraphRunner(Runner):
             plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         if isinstance(self.kv, TieredKV):
             self.kv.tell_tables_free()
+            self.kv.note_step([item.kv for item in inputs])
+            self.kv.take_accounts()
         self._run(captured, shape)
         return self._read(captured.buffers, shape, inputs, self._fetch(captured.buffers))
 
@@ -286,8 +290,10 @@ class GraphRunner(Runner):
         shape = self._shape(inputs)
         if self._can_fetch(shape):
             assert isinstance(self.kv, TieredKV)
+            prefetched = bool(self.kv.prefetches.outstanding)
             outputs = self._step_fetching(self._over_tiers(shape), inputs)
-            if outputs is None and self.kv.give_up_prefetches():
+            if outputs is None and prefetched:  # whose slots were kept; they need not be any more
+                self.kv.give_up_prefetches()
                 outputs = self._step_fetching(self._over_tiers(shape), inputs)
             if outputs is not None:
                 return outputs
@@ -323,7 +329,7 @@ class GraphRunner(Runner):
         self.kv.tell_tables_free(rounds.tables_free, rounds.link_free)
         self.kv.note_step([item.kv for item in inputs])
         counters, results = self.kv.counters, self._fetch(captured.buffers)
-        self.kv.take_accounts(shape.block_size)
+        self.kv.take_accounts()
         counters.fetched_pages += int(results["fetched"][0])
         counters.pages_from_peer += int(results["from_peer"][0])
         counters.refused_pages += int(results["refused"][0])
@@ -351,6 +357,9 @@ class GraphRunner(Runner):
         staged = StagedReads(self.kv, [item.kv for item in inputs])
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
+        self.kv.tell_tables_free()
+        self.kv.note_step([item.kv for item in inputs])
+        self.kv.take_accounts()
         outputs = self._read(buffers, shape, inputs, self._fetch(buffers))
         staged.account(outputs)
         return outputs

@@ -18,6 +18,7 @@ from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.late_kv import LATE_KV
 from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
 from engine.peer_memory import NEXT, open_neighbour, peer_pages
+from engine.prefetcher import MOST, MOST_OUTSTANDING
 from engine.runner import ModelRunner, Runner
 from engine.tiered_kv import TieredKV
 from kernels.backends import AttentionBackend
@@ -342,6 +343,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     beside = 0.0
     if settings.host_kv_memory:
         beside = _beside_tiers(settings, shape, dtype)
+        beside += 0 if device == "cpu" else _for_prefetches(settings, shape)
         a_token = _bytes_in_tiers(settings, shape, dtype)
     if settings.kv_memory:
         tokens = max(0, int((settings.kv_memory * 2**30 - beside) / a_token))
@@ -399,6 +401,13 @@ def _beside_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype
     means = 3 * 4 * at_home / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0
     staged = 2 * _longest(settings, shape) * of_layer
     return staged + len(settings.dense_layers) * at_home * of_layer + tables + means
+
+
+def _for_prefetches(settings: ModelSettings, shape: ModelShape) -> float:
+    """Bytes on a GPU for what is outstanding, and for the graphs of requests; each lists any of a sequence's pages."""
+    a_list = 4 * shape.num_layers * shape.num_kv_heads * pages_for(_longest(settings, shape))
+    in_graphs = 2 * MOST  # sequences: 1, 2, 4 …
+    return a_list * (2 * MOST * MOST_OUTSTANDING + 4 * in_graphs)
 
 
 def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

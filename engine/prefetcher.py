@@ -19,7 +19,7 @@ from kernels.backends import power_of_two
 from kernels.kv_gather import gather_layers
 from kernels.late_blocks import count_late_blocks
 from kernels.listed_words import WORD, list_words
-from kernels.placed_pages import keep_placed
+from kernels.placed_pages import count_unread, keep_placed
 from kernels.residency import Transfers, request_blocks
 
 MOST = 4  # sequences of one prefetch
@@ -54,7 +54,7 @@ class Prefetcher:
                 f"blocks of {block_size} tokens: prefetching is built for whole pages of {PAGE_SIZE}"
             )
         self.kv = kv
-        self.block_size = block_size
+        self.block_size = kv.prefetches.block_size = block_size
         self.max_blocks = max_blocks
         self._eager = enforce_eager or kv.device.type != "cuda"
         self._requests: dict[int, _Request] = {}
@@ -65,6 +65,17 @@ class Prefetcher:
     def warm_up(self) -> None:
         for count in range(power_of_two(MOST).bit_length()):
             self._request_of(1 << count)
+        if self._eager:
+            return
+        # What follows a request, so that nothing is compiled beside steps; nothing is copied, and nowhere counted.
+        kv, placed = self.kv, keep_placed(self._requests[1].transfers, self.kv.backend)  # type: ignore[arg-type]
+        count_unread(kv.tables.stamps, placed, 0, kv.backend)
+        for segment in kv.segments:
+            counted = torch.zeros(1, dtype=torch.int32, device=kv.device) if segment.on_peer else None
+            done = torch.zeros_like(kv.prefetches.arrived)
+            lists = placed.pages, placed.slots, placed.counts
+            gather_layers(segment.fetches, *lists, done, kv.link_programs, kv.backend, counted)
+        torch.cuda.synchronize()
 
     @property
     def is_ready(self) -> bool:
@@ -95,8 +106,8 @@ class Prefetcher:
         try:
             if not self._is_through:
                 return False
-            wanted = [item for item in wanted if item.kv.pages]
-            if not wanted or not kv.spilled:  # all is on the GPU
+            wanted = [item for item in wanted if item.kv.pages and not kv.is_resident(item.kv)]
+            if not wanted or not kv.spilled:
                 return True
             if len(kv.prefetches.outstanding) >= MOST_OUTSTANDING:
                 kv.counters.skipped_prefetches += 1
@@ -216,4 +227,5 @@ class Prefetcher:
         listed = lists, counts, device["page_tables"], kv.kv_heads, per_block
         cold, _ = count_late_blocks(kv.tables.slot_of, *listed, None, False, kv.backend)
         transfers = request_blocks(kv.tables, *listed, device["round"], device["oldest"], kv.backend)
-        return transfers, cold
+        left, _ = count_late_blocks(kv.tables.slot_of, *listed, None, False, kv.backend)
+        return transfers, cold - left

@@ -23,9 +23,9 @@ class Prefetch:
     """One request, for one or several sequences.
 
     round: of the residency tables. ticket: how many prefetches there were, with this one. cold: [sequences] int32,
-    blocks that were not hot. from_peer: [1] int32, pages that came from a neighbour GPU, once copied. copied: None
-    where copying does not return before it is done. unread: sequences that have not been stepped since. steps: of
-    anyone, since.
+    blocks that were not hot and got slots. from_peer: [1] int32, pages that came from a neighbour GPU, once copied.
+    copied: None where copying does not return before it is done. unread: sequences that have not been stepped since.
+    steps: of anyone, since.
     """
 
     sequences: list[SequenceKV]
@@ -66,6 +66,7 @@ class Prefetches:
         self.programs = links * programs
         self.arrived = torch.zeros(layers, dtype=torch.int32, device=device)
         self.tickets = 0
+        self.block_size = 0  # tokens; a Prefetcher says
         self.outstanding: list[Prefetch] = []
         self.accounts: list[Account] = []
         # Copies go before what computes, or they would find no room on the multiprocessors. Requests do not: a kernel

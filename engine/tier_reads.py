@@ -91,7 +91,8 @@ def fetch_listed(
     page_tables: [sequences, max_pages] int32, pages of `kv`
     announced: [sequences, layers * kv_heads, blocks] uint8, blocks that were known beforehand; None: all
     leave_out_late: take late blocks out of `lists` and `counts` instead of fetching them
-    overlap: False: a layer's pages are copied in `wait`, on the stream that waits, as if nobody had announced them
+    overlap: False: a layer's pages are copied in `wait`, on the stream that waits, as if nobody had announced them;
+        there must be no prefetches
     Launches only: works inside a CUDA graph.
     """
     per_block = block_size // PAGE_SIZE
@@ -172,7 +173,7 @@ class StagedReads:
     """
 
     def __init__(self, kv: TieredKV, sequences: list[SequenceKV]) -> None:
-        kv.prefetches.wait_for_copies()
+        kv.await_prefetches()
         pages = np.concatenate([sequence.table() for sequence in sequences])
         if len(pages) > kv.staged_pages:
             raise ValueError(f"{len(pages)} pages to bring together, there is room for {kv.staged_pages}")

@@ -276,7 +276,7 @@ class TieredKV(PagedKV):
     def gauges(self) -> dict[str, float]:
         return {
             "kv_frames": self.num_frames,
-            "kv_frames_written": self.num_frames - len(self._free_frames),  # the clock has the others
+            "kv_frames_written": self.num_frames - self._givable,  # the clock has the others
             "kv_spilled": float(self.spilled),
             **({"kv_peer_pages": self.peer_pages} if self.peer_pages else {}),
         }
@@ -303,8 +303,14 @@ class TieredKV(PagedKV):
 
     def step_round(self) -> int:
         """The next round, of a step: what it lists is needed until another step begins."""
+        self._told_free = False
         self._step_round = round = self.next_round()
         return round
+
+    def await_prefetches(self) -> None:
+        """Before the tables say where whole sequences lie: let the current stream wait for all that is on its way."""
+        self._told_free = False
+        self.prefetches.wait_for_copies()
 
     def oldest_for_prefetch(self, round: int) -> int:
         """A step may run: what it reads is not to be taken."""
@@ -358,7 +364,7 @@ class TieredKV(PagedKV):
         self._turn.release()
 
     def note_step(self, sequences: list[SequenceKV]) -> None:
-        """A step of these that fetches has been launched, and the tables told free."""
+        """A step of these has been launched, whatever it reads, and the tables told free."""
         for prefetch in self.prefetches.note_step(sequences):
             self._close(prefetch)
 
@@ -370,6 +376,8 @@ class TieredKV(PagedKV):
             return
         with torch.cuda.stream(stream):
             self.follow_tables()
+            if prefetch.copied is not None:
+                stream.wait_event(prefetch.copied)
             found = account_for(prefetch, self.tables)
             numbers = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
             numbers.copy_(found, non_blocking=True)
@@ -378,7 +386,7 @@ class TieredKV(PagedKV):
         self.prefetches.requested = done
         self.prefetches.accounts.append(Account(prefetch.sequences, numbers, done))
 
-    def take_accounts(self, block_size: int) -> None:
+    def take_accounts(self) -> None:
         """Count what prefetches that are over have fetched."""
         accounts, kept = self.prefetches.accounts, []
         for account in accounts:
@@ -390,7 +398,7 @@ class TieredKV(PagedKV):
             self.counters.wasted_pages += wasted
             self.counters.pages_from_peer += from_peer
             for sequence, blocks in zip(account.sequences, cold, strict=False):
-                sequence.prefetched += blocks * block_size
+                sequence.prefetched += blocks * self.prefetches.block_size
         self.prefetches.accounts = kept
 
     def give_up_prefetches(self) -> bool:
@@ -640,7 +648,7 @@ class TieredKV(PagedKV):
 
     def _make_means_apart(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Layer by layer, from pages that are brought together."""
-        self.prefetches.wait_for_copies()
+        self.await_prefetches()
         places = np.arange(pages.size).reshape(pages.shape)
         wanted = self.rows_of(pages.reshape(-1))
         cold, from_peer = torch.zeros(2, dtype=torch.int64, device=self.device)

@@ -100,6 +100,8 @@ async def serve(
             await run_step_loop(
                 verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
             )
+    except BaseExceptionGroup as group:  # by its own words, if it is one
+        raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
         if recording is not None:

@@ -431,7 +431,6 @@ class Verifier:
             wanted = [Wanted(kv, words) for kv, words in found if words is not None and words.any()]
             if wanted and not self.runner.prefetch(wanted):
                 return False
-            self.counters["prefetched_announcements"] += len(wanted)
             for name in names:
                 del self._announced[name]
         return True
@@ -449,7 +448,7 @@ class Verifier:
         reader, known, new = session.reader, session.newest_held, None
         if reader is None:
             return None
-        for key in sorted(session.announced):
+        for key in sorted(key for key in session.announced if key >= session.key):
             selection = session.announced[key].selection
             if key != session.key or session.id not in self._stepped:
                 words = reader.announced_words(selection)

@@ -399,13 +399,46 @@ def test_what_is_prefetched_is_there(model: Any, plain: Any, method: str, frames
     got = check(model, plain, frames, replace(case, prefetches=True), exactly=frames > 12)
     counters, pages = got.tiered.counters, 16 * got.tiered.counters.staged_pages
     got.tiered.give_up_prefetches()
-    got.tiered.take_accounts(16)
+    got.tiered.take_accounts()
     assert 0 < counters.wasted_pages < counters.prefetched_pages
     assert got.fetched <= 16 * (counters.fetched_pages + counters.prefetched_pages) + pages
     if frames > 12:
         assert counters.fetched_pages < 0.7 * fetching.tiered.counters.fetched_pages
         assert counters.hit_pages > fetching.tiered.counters.hit_pages
         assert counters.refused_pages == 0
+
+
+def test_prefetches_end_where_steps_bring_everything(model: Any) -> None:
+    """With a budget of everything: no step fetches, what was prefetched is closed all the same."""
+    side = Side(model, 45, replace(PLAN, budget=1.0), "ahead")
+    side.read_prompts(200)
+    assert isinstance(side.kv, TieredKV)
+    rng = np.random.default_rng(0)
+    for turn in range(3):
+        choices = side.announced(rng)
+        side.prefetch(choices)
+        assert side.kv.prefetches.outstanding
+        side.round(turn, choices, judged=True)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            side.kv.note_step([])
+        assert not side.kv.prefetches.outstanding
+        side.kv.check_integrity()
+    assert side.kv.counters.fetched_pages == 0 < side.kv.counters.prefetches
+    side.kv.take_accounts()
+    assert side.kv.counters.prefetched_pages > 0
+
+
+def test_what_lies_in_frames_is_not_prefetched(model: Any) -> None:
+    side = Side(model, 45, PLAN, "ahead")
+    side.sequences[2].dense = True  # what is read wholly leaves last
+    side.read_prompts(200)
+    assert isinstance(side.kv, TieredKV) and side.kv.spilled
+    resident = [i for i, kv in enumerate(side.sequences) if side.kv.is_resident(kv)]
+    assert resident == [2]
+    choices = side.announced(np.random.default_rng(0))
+    side.prefetch([choice if i in resident else None for i, choice in enumerate(choices)])
+    assert side.kv.counters.prefetches == 0
 
 
 def test_layers_that_stay_are_not_prefetched(model: Any, plain: Any) -> None:

@@ -139,7 +139,7 @@ def test_so_many_prefetches_are_outstanding_at_most() -> None:
     kv.give_tables()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    kv.take_accounts(PAGE_SIZE)
+    kv.take_accounts()
     assert prefetcher.is_ready
     assert kv.counters.prefetched_pages == kv.counters.wasted_pages == MOST_OUTSTANDING
     assert (first.prefetched, kv.prefetches.outstanding) == (MOST_OUTSTANDING * PAGE_SIZE, [])

@@ -330,7 +330,10 @@ class Tiers(RuleBasedStateMachine):
     def prefetch(self, seed: int, share: float) -> None:
         """What any sessions will perhaps read, between two passes; as much as there are slots for."""
         rng, kv, tables = np.random.default_rng(seed), self.kv, self.kv.tables
-        sessions = [session for session in self.live if session.kv.pages and rng.random() < 0.7][:MOST]
+        away = [
+            s for s in self.live if s.kv.pages and not kv.is_resident(s.kv)
+        ]  # of others nothing is fetched
+        sessions = [session for session in away if rng.random() < 0.7][:MOST]
         if not sessions:
             return
         chosen = [rng.random((LAYERS * HEADS, len(s.kv.pages))) < share for s in sessions]
@@ -400,7 +403,7 @@ class Tiers(RuleBasedStateMachine):
         held = len(kv.prefetches.outstanding)
         kv.note_step(sequences)
         self.reached["prefetches read"] += len(kv.prefetches.outstanding) < held
-        if refused:
+        if refused or rng.random() < 0.1:
             self.reached["given up"] += kv.give_up_prefetches()
         self.reached["refused" if refused else "listed"] += 1
         self.reached["fetched"] += fetched > 0
@@ -471,7 +474,7 @@ class Tiers(RuleBasedStateMachine):
 
     @invariant()
     def prefetched_pages_are_counted(self) -> None:
-        self.kv.take_accounts(PAGE_SIZE)
+        self.kv.take_accounts()
         counters, state = self.kv.counters, self.kv.prefetches
         under_way = sum(int(prefetch.transfers.counts.sum()) for prefetch in state.outstanding)
         if DEVICE == "cpu":
