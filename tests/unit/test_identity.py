@@ -26,7 +26,6 @@ def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFix
         # Prompts whose pages have left, and exact rounds; sparse ones.
         assert row["staged"] > 0 or row["fetched"] > 0
         assert (row["fetched"] + row["prefetched"] > 0) == (row["mix"] != "exact")
-    assert any(row["prefetched"] > 0 for row in rows)
 
 
 def test_a_token_that_differs_is_told(
