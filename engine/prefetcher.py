@@ -67,14 +67,18 @@ class Prefetcher:
             self._request_of(1 << count)
         if self._eager:
             return
-        # What follows a request, so that nothing is compiled beside steps; nothing is copied, and nowhere counted.
-        kv, placed = self.kv, keep_placed(self._requests[1].transfers, self.kv.backend)  # type: ignore[arg-type]
+        # What follows a request, so that nothing is compiled beside steps; nothing is placed, copied or counted.
+        kv, rows = self.kv, self.kv.tables.rows
+        lists, counts = (
+            torch.zeros(shape, dtype=torch.int32, device=kv.device) for shape in ((rows, 16), (rows,))
+        )
+        placed = keep_placed(Transfers(lists, lists, counts, counts), kv.backend)
         count_unread(kv.tables.stamps, placed, 0, kv.backend)
         for segment in kv.segments:
             counted = torch.zeros(1, dtype=torch.int32, device=kv.device) if segment.on_peer else None
             done = torch.zeros_like(kv.prefetches.arrived)
-            lists = placed.pages, placed.slots, placed.counts
-            gather_layers(segment.fetches, *lists, done, kv.link_programs, kv.backend, counted)
+            nothing = placed.pages, placed.slots, placed.counts
+            gather_layers(segment.fetches, *nothing, done, kv.link_programs, kv.backend, counted)
         torch.cuda.synchronize()
 
     @property
