@@ -12,7 +12,7 @@ from models import TARGET
 from tests.client import generate
 from tests.stack import Services, Stack, start_gateway, start_services
 
-DRAWS, AT_ONCE = 5000, 16
+DRAWS, AT_ONCE = 5000, 32
 PROMPT = "The old man looked at the"
 TEMPERATURE, TOP_P = 0.7, 0.8
 
@@ -91,7 +91,7 @@ def test_a_broken_acceptance_rule_is_found_out(tokenizer: Any) -> None:
     services: Services = start_services(target_command=("-c", BROKEN))
     gateway = start_gateway(services)
     try:
-        p_values = _p_values(gateway, tokenizer.encode(PROMPT), DRAWS // 2)
+        p_values = _p_values(gateway, tokenizer.encode(PROMPT), DRAWS // 5)
     finally:
         gateway.stop()
         services.stop()
