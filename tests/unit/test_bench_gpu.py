@@ -81,14 +81,13 @@ def test_the_services_are_measured_over_tiers(tmp_path: Path, capsys: pytest.Cap
     sizes = ["--sessions", "2", "--context", "200", "--tokens", "150", "--read-share", "1", "--no-ahead"]
     memory = ["--host-kv-memory", "0.001", "--kv-memory", "0.0005"]
     shapes = ["--target-shape", "tiny", "--draft-shape", "tiny"]
-    main(["bench", "serve", *shapes, *sizes, *memory, "--json", str(file)])
+    main(["bench", "serve", *shapes, *sizes, *memory, "--sparse-only", "--json", str(file)])
     content = json.loads(file.read_text())
-    assert content["command"].endswith("--no-ahead " + " ".join(memory))
-    rows = {row["what"]: row for row in content["rows"]}
-    for row in rows.values():
-        assert row["tokens_a_second"] > 0
-        assert 0 <= row["kv_late"] <= row["kv_fetched"]
-    assert rows["no draft, dense"]["kv_fetched"] > 0
+    assert content["command"].endswith("--no-ahead " + " ".join([*memory, "--sparse-only"]))
+    (row,) = content["rows"]
+    assert row["what"] == "draft, sparse verify" and row["tokens_a_second"] > 0
+    assert 0 <= row["kv_late"] <= row["kv_fetched"]
+    assert row["kv_fetched"] > 0
     assert "fetched" in capsys.readouterr().out
 
 
