@@ -163,9 +163,7 @@ class SequenceKV:
     serial: int = 0  # of the last of them
     noted: int = 0  # leading pages that are at home or on their way there (engine.tiered_kv)
     dense: bool = False  # always read wholly: where KV lies in tiers, it leaves the GPU last
-    prefetched: int = (
-        0  # tokens (of a layer and KV head) brought for steps to come, which no output has told of yet
-    )
+    prefetched: int = 0  # (layer, KV head, token) triples brought for steps to come, told by no output yet
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already

@@ -18,9 +18,10 @@ from engine.tiered_kv import TieredKV
 from kernels.backends import power_of_two
 from kernels.kv_gather import gather_layers
 from kernels.late_blocks import count_late_blocks
-from kernels.listed_words import WORD, list_words
+from kernels.listed_words import list_words
 from kernels.placed_pages import count_unread, keep_placed
 from kernels.residency import Transfers, request_blocks
+from kernels.shared_budget import WORD
 
 MOST = 4  # sequences of one prefetch
 MOST_OUTSTANDING = 8  # prefetches: each keeps what was placed, 17 MB a sequence of 128K of an 8B model

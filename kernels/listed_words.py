@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.shared_budget import WORD
 
-WORD = 64  # bits
 _CHUNK = 1024
 
 

@@ -4,6 +4,7 @@ A step runs at once: every session whose proposal is here (γ + 1 tokens each), 
 serves for now (one token each), and a share of the prompts still to be read.
 """
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -46,6 +47,8 @@ from wire.messages import (
     Verdict,
 )
 from wire.selection_codec import UnknownReference, decode_selection
+
+log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
 
@@ -142,6 +145,14 @@ class Verifier:
         self._prefetches = settings.kv_prefetch and runner.prepare_prefetches(
             plan.block_size, plan.sparse_layers
         )
+        if isinstance(runner.kv, TieredKV) and settings.kv_prefetch and not self._prefetches:
+            log.warning(
+                "no KV is prefetched: the plan's blocks of %d tokens are no whole pages of %d, or its sparse layers %s "
+                "are not those in tiers",
+                plan.block_size,
+                PAGE_SIZE,
+                plan.sparse_layers,
+            )
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""

@@ -1643,6 +1643,14 @@ def test_without_prefetch_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -
     assert len(asked) == 1
 
 
+def test_a_target_over_tiers_that_cannot_prefetch_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    over_tiers(kv_prefetch=False)
+    Stand()
+    assert not caplog.records
+    over_tiers()
+    assert "no KV is prefetched: the plan's blocks of 16 tokens" in caplog.text
+
+
 def test_fewer_frames_than_are_written_at_once_are_refused() -> None:
     over_tiers(frames=14)
     with pytest.raises(
