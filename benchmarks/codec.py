@@ -25,7 +25,7 @@ from sparsity.selection import BlockSelection
 from wire.selection_codec import MAX_REFERENCES, Reference, decode_selection, encode_selection
 
 PASSAGES = 48  # sessions of a trace as recorded
-FIRST_STEADY = 4  # the first round that has all references
+FIRST_STEADY = 4  # the first round that counts; it has all references
 GOAL_BYTES, GOAL_MS = 25_000, 1.0
 
 Held = list[tuple[Reference, BlockSelection]]  # the newest first

@@ -21,7 +21,6 @@ from engine.attention_backends import check_attention_backend
 from engine.batch import ReadMemory, SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (
-    OnFirst,
     RoundBuffers,
     RoundOutput,
     RoundRequest,
@@ -29,7 +28,6 @@ from engine.draft_rounds import (
     RoundShape,
     blocks_of,
     bring_kept,
-    give_first_choices,
     lay_out_round,
     make_round_buffers,
     read_round,
@@ -579,15 +577,13 @@ class GraphRunner(Runner):
         settings = self._round_settings
         if self.enforce_eager or settings is None:
             return
-        saying = [(False, False)]  # whether they announce, and whether with hints
-        if settings.projection is not None:
-            saying += [(True, False), (True, True)][: 1 + (settings.hint_blocks > 0)]
-        kinds = [(sampled, *says) for sampled in (False, True) for says in saying]
+        announcing = (False,) if settings.projection is None else (False, True)
+        kinds = list(itertools.product((False, True), announcing))
         sizes = range(power_of_two(sequences).bit_length())
         # The largest first: what all shapes share is made to fit it.
         counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
-        for sampled, announces, hints, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
-            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces, hints)
+        for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
+            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces)
             self._round_of(shape, settings)
 
     def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
@@ -608,13 +604,8 @@ class GraphRunner(Runner):
         return self._kept[: shape.sequences]
 
     @torch.inference_mode()
-    def draft_rounds(
-        self, requests: list[RoundRequest], on_first: OnFirst | None = None
-    ) -> list[RoundOutput]:
-        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages.
-
-        on_first: for sessions with hints, called while their rounds run.
-        """
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
         behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
         if behind:  # they catch up first, so that one graph serves all rounds
             self.kv.begin([(item.kv, len(item.tokens) - 1) for item in behind])
@@ -628,21 +619,14 @@ class GraphRunner(Runner):
             places = [i for i, item in enumerate(requests) if (item.announce is not None) == announces]
             if places:
                 chosen = [requests[i] for i in places]
-                results = self._draft(chosen, announces, _at_places(on_first, places))
+                results = self._draft(chosen, announces)
                 outputs.update(zip(places, results, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(
-        self, requests: list[RoundRequest], announces: bool, on_first: OnFirst | None
-    ) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], announces: bool) -> list[RoundOutput]:
         settings = self._round_settings
         if settings is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
-        hints = any(item.announce is not None and item.announce.hints for item in requests)
-        if hints and settings.hint_blocks < 1:
-            raise ValueError(
-                f"a round with hints, and hint_blocks is {settings.hint_blocks}: prepare_rounds with at least 1"
-            )
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
@@ -651,25 +635,17 @@ class GraphRunner(Runner):
             self.max_pages,
             any(item.temperature > 0 for item in requests),
             announces,
-            hints,
         )
-        blocks = blocks_of(shape, settings)
         captured = self._round_of(shape, settings)
         lay_out_round(captured.buffers, requests)
         bring_kept(captured.buffers, requests)
 
-        def give() -> None:
-            if on_first is not None and hints:
-                give_first_choices(captured.buffers, blocks, requests, on_first)
-
         if captured.graph is None:
-            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention, give)
-            take_kept(captured.buffers, settings, requests)
+            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-            take_kept(captured.buffers, settings, requests)
-            give()
-        return read_round(captured.buffers, blocks, requests)
+        take_kept(captured.buffers, settings, requests)
+        return read_round(captured.buffers, requests)
 
     # Prompts.
 
@@ -765,8 +741,3 @@ class GraphRunner(Runner):
         if staged is not None:
             staged.account(outputs)
         return outputs
-
-
-def _at_places(on_first: OnFirst | None, places: list[int]) -> OnFirst | None:
-    """For some of the requests, told apart by their places among all."""
-    return None if on_first is None else lambda i, ranked: on_first(places[i], ranked)
