@@ -107,19 +107,19 @@ def test_linear_layers_with_the_tuning_of_their_shape(rows: int, inputs: int, ou
 def test_attention_that_gives_weights(rows: int, group: int) -> None:
     """Dense with weights of blocks, over lists with weights of what was read, and their addition."""
     heads, blocks = KV_HEADS * group, 4
-    queries = random(rows + 1, heads, DIM)
-    pool = random(2 * blocks, KV_HEADS, PAGE, DIM), random(2 * blocks, KV_HEADS, PAGE, DIM)
-    tables = torch.randperm(2 * blocks, device=DEVICE).int().view(2, blocks)
-    lengths = torch.tensor([blocks * PAGE - 3, 9], dtype=torch.int32, device=DEVICE)
-    starts = torch.tensor([0, rows, rows + 1], dtype=torch.int32, device=DEVICE)
-    lists = torch.tensor([[[1, 3, 9]], [[0, 9, 9]]], dtype=torch.int32, device=DEVICE)
-    counts = torch.tensor([[2], [1]], dtype=torch.int32, device=DEVICE)
+    queries = random(rows, heads, DIM)
+    pool = random(blocks, KV_HEADS, PAGE, DIM), random(blocks, KV_HEADS, PAGE, DIM)
+    tables = torch.randperm(blocks, device=DEVICE).int()[None]
+    lengths = torch.tensor([blocks * PAGE - 3], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    lists = torch.tensor([[[1, 3, 9]]], dtype=torch.int32, device=DEVICE)
+    counts = torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
     listed = BlockLists(lists, counts, PAGE)
     arguments = (queries, *pool, tables, lengths, starts, SCALE)
 
     def run(backend: Backend) -> tuple[Tensor, ...]:
         of_kernel = {"backend": backend, "max_queries": rows}
-        sums = torch.ones(2, heads, blocks, device=DEVICE)
+        sums = torch.ones(1, heads, blocks, device=DEVICE)
         dense = paged_attention_with_block_weights(*arguments, PAGE, 1, **of_kernel, width=blocks)  # type: ignore[arg-type]
         sparse = paged_attention_with_read_weights(*arguments, listed, **of_kernel)  # type: ignore[arg-type]
         added = add_listed_weights(*arguments, listed, sums, 0.25, **of_kernel)  # type: ignore[arg-type]
