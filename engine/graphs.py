@@ -2,14 +2,14 @@
 
 A step's tensors are copied into buffers of fixed shape and the graph of that shape is replayed; nothing else
 happens between kernels. Lengths, tables and lists are read on the device, so one graph serves all steps of a shape.
-Where FlashInfer attends, it is planned on the host before a graph is replayed; over lists it runs without a graph.
+FlashInfer may attend in prompts: it is planned on the host before each pass.
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -45,7 +45,6 @@ from engine.steps import (
     lay_out_rows,
     lay_out_step,
     make_buffers,
-    plan_largest,
     plan_rows,
     rows_layout,
     run_step,
@@ -53,13 +52,7 @@ from engine.steps import (
 from engine.tier_reads import StagedReads
 from engine.tiered_kv import TieredKV, check_kept_layers
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
-from kernels.flashinfer_attention import (
-    Planned,
-    check_flashinfer,
-    make_captured,
-    make_planned,
-    make_workspace,
-)
+from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace
 from kernels.flashinfer_attention import run as run_flashinfer
 from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
@@ -81,16 +74,6 @@ class _Captured(Generic[Buffers]):
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
-@dataclass
-class FlashInferPlans:
-    """Wrappers of FlashInfer's on one workspace: for passes without a graph, and in graphs by (sequences, queries)."""
-
-    workspace: Tensor
-    dense: Planned
-    listed: Planned
-    captured: dict[tuple[int, int], Planned] = field(default_factory=dict)
-
-
 class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
 
@@ -99,9 +82,8 @@ class GraphRunner(Runner):
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt.
 
-    attention_backend: None: the device's. "flashinfer": dense attention of prompts and steps, and of steps over
-    lists of pages made on the host, which run without a graph; what emits weights or uses group means stays with
-    Triton, and so do whole rounds and shared budgets. "torch" on a GPU needs enforce_eager.
+    attention_backend: None: the device's. "flashinfer": FlashInfer attends in prompts, Triton in steps and rounds.
+    "torch" on a GPU needs enforce_eager.
 
     Raises ValueError, NotImplementedError or RuntimeError for an attention backend that cannot attend here.
     """
@@ -140,22 +122,25 @@ class GraphRunner(Runner):
         self._prefetcher: Prefetcher | None = None
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, self.enforce_eager)
-        self._flashinfer: FlashInferPlans | None = None
-        # What attends where FlashInfer does not.
+        self._flashinfer: Planned | None = None  # attends in prompts, if it was chosen
         self._attention: Backend = default_backend(self.device)
         if attention_backend == "flashinfer":
             self._flashinfer = self._open_flashinfer()
         elif attention_backend is not None:
             self._attention = attention_backend
 
-    def _open_flashinfer(self) -> FlashInferPlans:
+    def _open_flashinfer(self) -> Planned:
         pages = self.kv.k_pages[0]
         check_flashinfer(pages.shape[3], pages.dtype, self.device)
-        workspace = make_workspace(self.device)
-        plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
-        # What FlashInfer compiles for this model, and what it lacks for that, shows now.
-        plan_largest(plans.dense, StepShape(1, 1, 1), self.decoder, self.kv)
-        return plans
+        planned = make_planned(make_workspace(self.device))
+        # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
+        one = {
+            "block_tables": np.zeros((1, 1), np.int32),
+            "lengths": np.ones(1, np.int32),
+            "query_starts": np.arange(2, dtype=np.int32),
+        }
+        plan_rows(planned, one, self.decoder, self.kv)
+        return planned
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -240,8 +225,6 @@ class GraphRunner(Runner):
         shape = self._shape(inputs)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs)
-        if captured.buffers.dense_plan is not None:
-            plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         if isinstance(self.kv, TieredKV):
             self.kv.tell_tables_free()
             self.kv.note_step([item.kv for item in inputs])
@@ -379,30 +362,10 @@ class GraphRunner(Runner):
         if shape not in self._steps:
             memory = None if shape.decay is None else self._memory_of(shape)
             buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device, memory)
-            self._give_plans(buffers, shape)
-            if buffers.listed_plan is not None:  # it plans between launches
-                self._steps[shape] = _Captured(buffers, None)
-            else:
-                self._steps[shape] = self._capture(
-                    buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
-                )
+            self._steps[shape] = self._capture(
+                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
+            )
         return self._steps[shape]
-
-    def _give_plans(self, buffers: StepBuffers, shape: StepShape) -> None:
-        """Let FlashInfer attend in steps of this shape, if it was chosen and gives what they need."""
-        plans = self._flashinfer
-        weighs = shape.emitting or shape.read_weights or shape.decay is not None
-        if plans is None or weighs or shape.groups or shape.block_size not in (0, PAGE_SIZE):
-            return
-        if shape.width or self.enforce_eager:
-            buffers.dense_plan = plans.dense
-            buffers.listed_plan = plans.listed if shape.width else None
-            return
-        key = shape.sequences, shape.queries
-        if key not in plans.captured:
-            plans.captured[key] = make_captured(plans.workspace, *key, shape.sequences * shape.pages)
-        buffers.dense_plan = plans.captured[key]
-        plan_largest(buffers.dense_plan, shape, self.decoder, self.kv)
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
@@ -710,7 +673,7 @@ class GraphRunner(Runner):
             layer_slots = [kept_slots if layer in kept else slots for layer in range(self.kv.num_layers)]
         backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
         work: Work | None = None
-        planned = None if self._flashinfer is None else self._flashinfer.dense
+        planned = self._flashinfer
         if planned is not None:
             plan_rows(planned, host, self.decoder, self.kv)
         elif self._attention == "triton":
