@@ -230,7 +230,7 @@ def run_step(
     backend = default_backend(device)
     attention = attention or backend
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale = dim**-0.5
+    scale = decoder.attention_scale
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
@@ -398,7 +398,16 @@ def _plan_dense(
         requests = padded_requests(*layout, PAGE_SIZE, planned.padded)
     else:
         requests = dense_requests(*layout, PAGE_SIZE)
-    plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
+    plan(
+        planned,
+        requests,
+        decoder.heads,
+        decoder.kv_heads,
+        dim,
+        PAGE_SIZE,
+        decoder.attention_scale,
+        pages.dtype,
+    )
 
 
 def _listed_requests(buffers: StepBuffers, shape: StepShape, at: int) -> Requests:

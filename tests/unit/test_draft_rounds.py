@@ -13,7 +13,7 @@ import torch
 import engine.draft_rounds
 import models
 from draft_service.drafter import LEAST_HINT, Drafter, DrafterSettings, Peer
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
 from engine.runner import Runner
