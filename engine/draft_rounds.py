@@ -386,7 +386,7 @@ def _run_pass(
     """One pass; adds the weights of each sequence's last query to `evidence` [sequences, layers, heads, blocks]."""
     backend = default_backend(lengths.device)
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale, share = dim**-0.5, 1 / (settings.gamma + 1)
+    scale, share = decoder.attention_scale, 1 / (settings.gamma + 1)
     tables = buffers.block_tables
     work: Work | None = None
     if attention == "triton" and lists is None:
@@ -517,7 +517,7 @@ def _own_lists(
     )
     work = None
     if attention == "triton":
-        dim = decoder.cosines.shape[1] * 2
+        dim = decoder.head_dim
         work = plan_work(kv_heads, group, dim, max_queries, buffers.block_tables, lengths, PAGE_SIZE, blocks)
     return blocks, work
 

@@ -688,7 +688,7 @@ class GraphRunner(Runner):
             if planned is not None:
                 return run_flashinfer(planned, queries, *pages)
             table = kept_tables if layer in kept else block_tables
-            arguments = (queries, *pages, table, lengths, starts, dim**-0.5)
+            arguments = (queries, *pages, table, lengths, starts, self.decoder.attention_scale)
             return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages

@@ -218,7 +218,7 @@ def run_step(
     backend = default_backend(device)
     attention = attention or backend
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale = dim**-0.5
+    scale = decoder.attention_scale
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
@@ -353,7 +353,16 @@ def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, k
     pages = kv.k_pages[0]
     dim = pages.shape[3]
     requests = dense_requests(*layout, PAGE_SIZE)
-    plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
+    plan(
+        planned,
+        requests,
+        decoder.heads,
+        decoder.kv_heads,
+        dim,
+        PAGE_SIZE,
+        decoder.attention_scale,
+        pages.dtype,
+    )
 
 
 def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Tensor:

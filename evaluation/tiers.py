@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from engine.batch import SequenceInput
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.late_kv import LATE_KV
 from engine.loading import default_device, load_model, load_runner, make_runner, resolve_dtype

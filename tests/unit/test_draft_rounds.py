@@ -11,7 +11,7 @@ import torch
 
 import models
 from draft_service.drafter import Drafter, DrafterSettings, Peer
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
 from engine.runner import Runner
