@@ -95,11 +95,6 @@ class TargetSession:
         """The proposal for the current round, if it and the last announcement it speaks of are here."""
         return self.proposals[self.key] if self._is_complete(self.key) else None
 
-    @property
-    def newest_held(self) -> BlockSelection | None:
-        """What was announced for the last round that was judged by an announcement."""
-        return self.held[max(self.held)] if self.held else None
-
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
         announced = self.announced.get((self.epoch, round_))
