@@ -2,14 +2,14 @@
 
 A step's tensors are copied into buffers of fixed shape and the graph of that shape is replayed; nothing else
 happens between kernels. Lengths, tables and lists are read on the device, so one graph serves all steps of a shape.
-FlashInfer may attend in prompts: it is planned on the host before each pass.
+Where FlashInfer attends, it is planned on the host before a graph is replayed; over lists it runs without a graph.
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from engine.attention_backends import check_attention_backend
 from engine.batch import ReadMemory, SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (
+    OnFirst,
     RoundBuffers,
     RoundOutput,
     RoundRequest,
@@ -28,6 +29,7 @@ from engine.draft_rounds import (
     RoundShape,
     blocks_of,
     bring_kept,
+    give_first_choices,
     lay_out_round,
     make_round_buffers,
     read_round,
@@ -36,7 +38,6 @@ from engine.draft_rounds import (
 )
 from engine.judging import Drafted, support_of
 from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
-from engine.prefetcher import Prefetcher, Wanted
 from engine.runner import ModelRunner, Runner, SequenceOutput
 from engine.sampling import Sampling
 from engine.steps import (
@@ -45,6 +46,7 @@ from engine.steps import (
     lay_out_rows,
     lay_out_step,
     make_buffers,
+    plan_largest,
     plan_rows,
     rows_layout,
     run_step,
@@ -52,7 +54,13 @@ from engine.steps import (
 from engine.tier_reads import StagedReads
 from engine.tiered_kv import TieredKV, check_kept_layers
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
-from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace
+from kernels.flashinfer_attention import (
+    Planned,
+    check_flashinfer,
+    make_captured,
+    make_planned,
+    make_workspace,
+)
 from kernels.flashinfer_attention import run as run_flashinfer
 from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
@@ -74,6 +82,16 @@ class _Captured(Generic[Buffers]):
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
+@dataclass
+class FlashInferPlans:
+    """Wrappers of FlashInfer's on one workspace: for passes without a graph, and in graphs by (sequences, queries)."""
+
+    workspace: Tensor
+    dense: Planned
+    listed: Planned
+    captured: dict[tuple[int, int], Planned] = field(default_factory=dict)
+
+
 class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
 
@@ -82,8 +100,9 @@ class GraphRunner(Runner):
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt.
 
-    attention_backend: None: the device's. "flashinfer": FlashInfer attends in prompts, Triton in steps and rounds.
-    "torch" on a GPU needs enforce_eager.
+    attention_backend: None: the device's. "flashinfer": dense attention of prompts and steps, and of steps over
+    lists of pages made on the host, which run without a graph; what emits weights or uses group means stays with
+    Triton, and so do whole rounds and shared budgets. "torch" on a GPU needs enforce_eager.
 
     Raises ValueError, NotImplementedError or RuntimeError for an attention backend that cannot attend here.
     """
@@ -119,40 +138,27 @@ class GraphRunner(Runner):
         self._round_settings: RoundSettings | None = None
         self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
-        self._prefetcher: Prefetcher | None = None
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, self.enforce_eager)
-        self._flashinfer: Planned | None = None  # attends in prompts, if it was chosen
+        self._flashinfer: FlashInferPlans | None = None
+        # What attends where FlashInfer does not.
         self._attention: Backend = default_backend(self.device)
         if attention_backend == "flashinfer":
             self._flashinfer = self._open_flashinfer()
         elif attention_backend is not None:
             self._attention = attention_backend
 
-    def _open_flashinfer(self) -> Planned:
+    def _open_flashinfer(self) -> FlashInferPlans:
         pages = self.kv.k_pages[0]
         check_flashinfer(pages.shape[3], pages.dtype, self.device)
-        planned = make_planned(make_workspace(self.device))
-        # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
-        one = {
-            "block_tables": np.zeros((1, 1), np.int32),
-            "lengths": np.ones(1, np.int32),
-            "query_starts": np.arange(2, dtype=np.int32),
-        }
-        plan_rows(planned, one, self.decoder, self.kv)
-        return planned
+        workspace = make_workspace(self.device)
+        plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
+        # What FlashInfer compiles for this model, and what it lacks for that, shows now.
+        plan_largest(plans.dense, StepShape(1, 1, 1), self.decoder, self.kv)
+        return plans
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        if not isinstance(self.kv, TieredKV):
-            return self._forward(inputs)
-        self.kv.take_tables()
-        try:
-            return self._forward(inputs)
-        finally:
-            self.kv.give_tables()
-
-    def _forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs: list[SequenceOutput | None] = [None] * len(inputs)
         self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
         groups: dict[object, list[int]] = {}
@@ -196,27 +202,6 @@ class GraphRunner(Runner):
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         return (judged, read.block_size, read.group_means, read.emit, dense)
 
-    # Prefetches. (engine.prefetcher)
-
-    def prepare_prefetches(self, block_size: int, layers: list[int]) -> bool:
-        """False where steps do not fetch what they list: `layers` are not those in tiers, or blocks no whole pages."""
-        if not layers or not isinstance(self.kv, TieredKV) or layers != self.kv.tiered_layers:
-            return False
-        if block_size % PAGE_SIZE:
-            return False
-        blocks = -(-self.max_pages * PAGE_SIZE // block_size)
-        self._prefetcher = Prefetcher(self.kv, block_size, blocks, self.enforce_eager)
-        return True
-
-    @property
-    def can_prefetch(self) -> bool:
-        return self._prefetcher is not None and self._prefetcher.is_ready
-
-    def prefetch(self, wanted: list[Wanted]) -> bool:
-        if self._prefetcher is None:
-            raise RuntimeError("prefetch needs prepare_prefetches first")
-        return self._prefetcher.launch(wanted)
-
     # Steps.
 
     def _step(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -225,30 +210,16 @@ class GraphRunner(Runner):
         shape = self._shape(inputs)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs)
-        if isinstance(self.kv, TieredKV):
-            self.kv.tell_tables_free()
-            self.kv.note_step([item.kv for item in inputs])
-            self.kv.take_accounts()
+        if captured.buffers.dense_plan is not None:
+            plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         self._run(captured, shape)
-        return self._read(captured.buffers, shape, inputs, self._fetch(captured.buffers))
+        return self._read(captured.buffers, shape, inputs, _fetch(captured.buffers))
 
     def _run(self, captured: _Captured[StepBuffers], shape: StepShape) -> None:
         if captured.graph is None:
             run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-
-    def _fetch(self, buffers: StepBuffers) -> dict[str, np.ndarray]:
-        """A step's results. Others may launch prefetches while it runs."""
-        if not buffers.results.host:
-            return {}
-        if not isinstance(self.kv, TieredKV):
-            return buffers.results.fetch()
-        self.kv.give_tables()
-        try:
-            return buffers.results.fetch()
-        finally:
-            self.kv.take_tables()
 
     def _lay_out(
         self,
@@ -270,12 +241,7 @@ class GraphRunner(Runner):
         """By fetching what is listed, at once if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
         if self._can_fetch(shape):
-            assert isinstance(self.kv, TieredKV)
-            prefetched = bool(self.kv.prefetches.outstanding)
-            outputs = self._step_fetching(self._over_tiers(shape), inputs)
-            if outputs is None and prefetched:  # whose slots were kept; they need not be any more
-                self.kv.give_up_prefetches()
-                outputs = self._step_fetching(self._over_tiers(shape), inputs)
+            outputs = self._step_fetching(replace(shape, tiered=True), inputs)
             if outputs is not None:
                 return outputs
             if len(inputs) > 1:
@@ -292,39 +258,19 @@ class GraphRunner(Runner):
         kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
         return shape.width > 0 and shape.dense_layers == kept and shape.block_size % PAGE_SIZE == 0
 
-    def _over_tiers(self, shape: StepShape) -> StepShape:
-        assert isinstance(self.kv, TieredKV)
-        leaves_out_late = self.kv.means_for_late and shape.groups > 0
-        return replace(
-            shape, tiered=True, leaves_out_late=leaves_out_late, measures_waits=self.kv.measures_waits
-        )
-
     def _step_fetching(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
         """None if the GPU has no room for all that is listed: then nothing was done that another step does not redo."""
         assert isinstance(self.kv, TieredKV)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs, [item.kv.table() for item in inputs])
         self._run(captured, shape)
-        rounds = captured.buffers.rounds
-        assert rounds is not None
-        self.kv.tell_tables_free(rounds.tables_free, rounds.link_free)
-        self.kv.note_step([item.kv for item in inputs])
-        counters, results = self.kv.counters, self._fetch(captured.buffers)
-        self.kv.take_accounts()
+        counters, results = self.kv.counters, _fetch(captured.buffers)
         counters.fetched_pages += int(results["fetched"][0])
-        counters.pages_from_peer += int(results["from_peer"][0])
         counters.refused_pages += int(results["refused"][0])
         if results["refused"][0]:
             return None
         cold = int(results["cold"].sum())
         counters.hit_pages += (int(results["listed"][0]) - cold) * (shape.block_size // PAGE_SIZE)
-        late = int(results["late"].sum()) * (shape.block_size // PAGE_SIZE)
-        if shape.leaves_out_late:
-            counters.left_out_pages += late
-        else:
-            counters.late_pages += late
-        if shape.measures_waits:
-            counters.add_waits(results["waited"].reshape(-1, 2), self.kv.tiered_layers)
         return self._read(captured.buffers, shape, inputs, results)
 
     def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -338,11 +284,9 @@ class GraphRunner(Runner):
         staged = StagedReads(self.kv, [item.kv for item in inputs])
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
-        self.kv.tell_tables_free()
-        self.kv.note_step([item.kv for item in inputs])
-        self.kv.take_accounts()
-        outputs = self._read(buffers, shape, inputs, self._fetch(buffers))
-        staged.account(outputs)
+        outputs = self._read(buffers, shape, inputs, _fetch(buffers))
+        for output, tokens in zip(outputs, staged.account(), strict=True):
+            output.tokens_fetched = tokens
         return outputs
 
     def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
@@ -362,18 +306,36 @@ class GraphRunner(Runner):
         if shape not in self._steps:
             memory = None if shape.decay is None else self._memory_of(shape)
             buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device, memory)
-            self._steps[shape] = self._capture(
-                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
-            )
+            self._give_plans(buffers, shape)
+            if buffers.listed_plan is not None:  # it plans between launches
+                self._steps[shape] = _Captured(buffers, None)
+            else:
+                self._steps[shape] = self._capture(
+                    buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
+                )
         return self._steps[shape]
+
+    def _give_plans(self, buffers: StepBuffers, shape: StepShape) -> None:
+        """Let FlashInfer attend in steps of this shape, if it was chosen and gives what they need."""
+        plans = self._flashinfer
+        weighs = shape.emitting or shape.read_weights or shape.decay is not None
+        if plans is None or weighs or shape.groups or shape.block_size not in (0, PAGE_SIZE):
+            return
+        if shape.width or self.enforce_eager:
+            buffers.dense_plan = plans.dense
+            buffers.listed_plan = plans.listed if shape.width else None
+            return
+        key = shape.sequences, shape.queries
+        if key not in plans.captured:
+            plans.captured[key] = make_captured(plans.workspace, *key, shape.sequences * shape.pages)
+        buffers.dense_plan = plans.captured[key]
+        plan_largest(buffers.dense_plan, shape, self.decoder, self.kv)
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Capture the steps that these reads take, greedy and sampled, in batches of up to `sequences`."""
         if self.enforce_eager:
             return
-        if self._prefetcher is not None:
-            self._prefetcher.warm_up()
         kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
         counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
         for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps"):
@@ -383,7 +345,7 @@ class GraphRunner(Runner):
                 shape = self._shape([item] * count)
                 self._step_of(shape)
                 if isinstance(self.kv, TieredKV) and self._can_fetch(shape):
-                    self._step_of(self._over_tiers(shape))
+                    self._step_of(replace(shape, tiered=True))
 
     # What is remembered of sequences, each at its place.
 
@@ -485,12 +447,8 @@ class GraphRunner(Runner):
                 for output, *verdict in zip(outputs, results["accepted"], results["following"], strict=False):
                     output.verdict = verdict[0], verdict[1]
             if shape.tiered:
-                for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
-                    cold, late = results["cold"][i], results["late"][i]
-                    brought = cold - late if shape.leaves_out_late else cold
-                    output.tokens_fetched = brought * shape.block_size + item.kv.prefetched
-                    output.tokens_late = late * shape.block_size
-                    item.kv.prefetched = 0
+                for output, cold in zip(outputs, results["cold"], strict=False):
+                    output.tokens_fetched = cold * shape.block_size
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -540,13 +498,15 @@ class GraphRunner(Runner):
         settings = self._round_settings
         if self.enforce_eager or settings is None:
             return
-        announcing = (False,) if settings.projection is None else (False, True)
-        kinds = list(itertools.product((False, True), announcing))
+        saying = [(False, False)]  # whether they announce, and whether with hints
+        if settings.projection is not None:
+            saying += [(True, False), (True, True)][: 1 + (settings.hint_blocks > 0)]
+        kinds = [(sampled, *says) for sampled in (False, True) for says in saying]
         sizes = range(power_of_two(sequences).bit_length())
         # The largest first: what all shapes share is made to fit it.
         counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
-        for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
-            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces)
+        for sampled, announces, hints, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
+            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces, hints)
             self._round_of(shape, settings)
 
     def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
@@ -567,8 +527,13 @@ class GraphRunner(Runner):
         return self._kept[: shape.sequences]
 
     @torch.inference_mode()
-    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
+    def draft_rounds(
+        self, requests: list[RoundRequest], on_first: OnFirst | None = None
+    ) -> list[RoundOutput]:
+        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages.
+
+        on_first: for sessions with hints, called while their rounds run.
+        """
         behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
         if behind:  # they catch up first, so that one graph serves all rounds
             self.kv.begin([(item.kv, len(item.tokens) - 1) for item in behind])
@@ -582,14 +547,21 @@ class GraphRunner(Runner):
             places = [i for i, item in enumerate(requests) if (item.announce is not None) == announces]
             if places:
                 chosen = [requests[i] for i in places]
-                results = self._draft(chosen, announces)
+                results = self._draft(chosen, announces, _at_places(on_first, places))
                 outputs.update(zip(places, results, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], announces: bool) -> list[RoundOutput]:
+    def _draft(
+        self, requests: list[RoundRequest], announces: bool, on_first: OnFirst | None
+    ) -> list[RoundOutput]:
         settings = self._round_settings
         if settings is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
+        hints = any(item.announce is not None and item.announce.hints for item in requests)
+        if hints and settings.hint_blocks < 1:
+            raise ValueError(
+                f"a round with hints, and hint_blocks is {settings.hint_blocks}: prepare_rounds with at least 1"
+            )
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
@@ -598,17 +570,25 @@ class GraphRunner(Runner):
             self.max_pages,
             any(item.temperature > 0 for item in requests),
             announces,
+            hints,
         )
+        blocks = blocks_of(shape, settings)
         captured = self._round_of(shape, settings)
         lay_out_round(captured.buffers, requests)
         bring_kept(captured.buffers, requests)
 
+        def give() -> None:
+            if on_first is not None and hints:
+                give_first_choices(captured.buffers, blocks, requests, on_first)
+
         if captured.graph is None:
-            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention)
+            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention, give)
+            take_kept(captured.buffers, settings, requests)
         else:
             captured.graph.replay()
-        take_kept(captured.buffers, settings, requests)
-        return read_round(captured.buffers, requests)
+            take_kept(captured.buffers, settings, requests)
+            give()
+        return read_round(captured.buffers, blocks, requests)
 
     # Prompts.
 
@@ -673,7 +653,7 @@ class GraphRunner(Runner):
             layer_slots = [kept_slots if layer in kept else slots for layer in range(self.kv.num_layers)]
         backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
         work: Work | None = None
-        planned = self._flashinfer
+        planned = None if self._flashinfer is None else self._flashinfer.dense
         if planned is not None:
             plan_rows(planned, host, self.decoder, self.kv)
         elif self._attention == "triton":
@@ -688,7 +668,7 @@ class GraphRunner(Runner):
             if planned is not None:
                 return run_flashinfer(planned, queries, *pages)
             table = kept_tables if layer in kept else block_tables
-            arguments = (queries, *pages, table, lengths, starts, self.decoder.attention_scale)
+            arguments = (queries, *pages, table, lengths, starts, dim**-0.5)
             return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages
@@ -702,5 +682,16 @@ class GraphRunner(Runner):
             outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
             row += taken
         if staged is not None:
-            staged.account(outputs)
+            for output, tokens in zip(outputs, staged.account(), strict=True):
+                output.tokens_fetched = tokens
         return outputs
+
+
+def _fetch(buffers: StepBuffers) -> dict[str, np.ndarray]:
+    """A step's results on the host, by name; waits for them if there are any."""
+    return buffers.results.fetch() if buffers.results.host else {}
+
+
+def _at_places(on_first: OnFirst | None, places: list[int]) -> OnFirst | None:
+    """For some of the requests, told apart by their places among all."""
+    return None if on_first is None else lambda i, ranked: on_first(places[i], ranked)

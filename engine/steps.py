@@ -16,7 +16,7 @@ from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
-from engine.tier_reads import Fetched, StepRounds, fetch_listed
+from engine.tier_reads import Fetched, fetch_listed
 from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
@@ -47,8 +47,6 @@ class StepShape:
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
     the batch. apart: some layers' pages lie at their numbers, others in frames (TieredKV.kept_layers). tiered: block
     tables name pages of a TieredKV; what is listed, in every layer that lies in tiers, is fetched first.
-    leaves_out_late: but not what nobody had announced, which group means stand in for. measures_waits: for what is
-    fetched, by layer.
     """
 
     sequences: int
@@ -66,8 +64,6 @@ class StepShape:
     pinned: bool = False
     apart: bool = False
     tiered: bool = False
-    leaves_out_late: bool = False
-    measures_waits: bool = False
 
     @property
     def blocks(self) -> int:
@@ -110,7 +106,7 @@ class StepBuffers:
     group_counts: Tensor | None = None  # [sequences] int32
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
-    rounds: StepRounds | None = None  # where KV lies in tiers
+    round: Tensor | None = None  # [1] int32, of the residency tables, where KV lies in tiers
     # Of layers whose pages lie at their numbers, where others' do not.
     kept_slots: Tensor | None = None  # [rows] int64
     kept_tables: Tensor | None = None  # [sequences, pages] int32
@@ -163,11 +159,9 @@ def make_buffers(
         }
     tiers: Layout = {}
     if shape.tiered:
-        tiers = dict.fromkeys(("round", "oldest", "due"), ((1,), torch.int32))
-        results |= dict.fromkeys(("listed", "fetched", "refused", "from_peer"), ((1,), torch.int32))
-        results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
-        if shape.measures_waits:
-            results["waited"] = (2 * sparse,), torch.int64
+        tiers = {"round": ((1,), torch.int32)}
+        results |= dict.fromkeys(("listed", "fetched", "refused"), ((1,), torch.int32))
+        results["cold"] = (count,), torch.int32
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
@@ -184,11 +178,9 @@ def make_buffers(
         **parts(lists),
         **parts(groups),
         **parts(judged_rows),
+        **parts(tiers),
         verdicts=parts(verdicts),
     )
-    if tiers:
-        events = [torch.cuda.Event(external=True) if device.type == "cuda" else None for _ in range(2)]
-        buffers.rounds = StepRounds(*parts(tiers).values(), *events)
     if budget:
         assert memory is not None
         buffers.budget = BudgetBuffers(memory, **parts(budget))
@@ -222,16 +214,14 @@ def run_step(
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
-    announced: Tensor | None = None
     if buffers.budget is not None:
-        announced = _share_out(buffers, buffers.budget, decoder.kv_heads)
+        _share_out(buffers, buffers.budget, decoder.kv_heads)
     fetched: Fetched | None = None
     if shape.tiered:
-        assert isinstance(kv, TieredKV) and buffers.rounds is not None
+        assert isinstance(kv, TieredKV) and buffers.round is not None
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
-        late = announced, shape.leaves_out_late, shape.measures_waits
-        fetched = fetch_listed(kv, *listed, tables, buffers.rounds, *late, overlap)
+        fetched = fetch_listed(kv, *listed, tables, buffers.round, overlap)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -317,12 +307,7 @@ def run_step(
         results["listed"].copy_(buffers.counts.sum())
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
-        if fetched.from_peer is not None:
-            results["from_peer"].copy_(fetched.from_peer)
         results["cold"].copy_(fetched.cold)
-        results["late"].copy_(fetched.late)
-        if fetched.waited is not None:
-            results["waited"].copy_(fetched.waited)
     if shape.judged:
         by_sequence = logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -365,8 +350,8 @@ def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, k
     )
 
 
-def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Tensor:
-    """Lists from what is read anyway, which is returned (`score_blocks`), and from the highest remembered weights."""
+def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:
+    """Lists from what is read anyway (`score_blocks`) and from the highest remembered weights."""
     backend = default_backend(budget.memory.device)
     forced, scores = score_blocks(
         budget.words,
@@ -379,7 +364,6 @@ def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Te
         backend,
     )
     buffers.lists, buffers.counts = select_top_k_over_all(scores, budget.room, forced, backend, kv_heads)
-    return forced
 
 
 # From inputs to buffers.
@@ -403,9 +387,7 @@ def lay_out_step(
     lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
     if shape.tiered:
         assert isinstance(kv, TieredKV)
-        host["round"][0] = round = kv.step_round()
-        host["oldest"][0] = kv.prefetches.oldest(round)
-        host["due"][0] = kv.prefetches.due([item.kv for item in inputs], kv.pool.shared > 0)
+        host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
     if shape.decay is not None:
