@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import models
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
