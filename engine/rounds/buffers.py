@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.paged_kv import PAGE_SIZE
 from engine.passes import lay_out_rows, rows_layout
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Staging
@@ -18,7 +18,8 @@ class RoundShape:
     """All that the launches of a round are specialised for.
 
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
-    most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it announces nothing.
+    most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
+    announces nothing.
     """
 
     sequences: int
@@ -94,7 +95,7 @@ def make_round_buffers(
     return buffers
 
 
-def lay_out_round(buffers: RoundBuffers, kv: PagedKV, requests: list[RoundRequest]) -> None:
+def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
     """Bring the inputs of a round to the device."""
     buffers.inputs.begin()
     host = buffers.inputs.host
