@@ -133,6 +133,12 @@ def make_decoder(loaded: nn.Module) -> Decoder | ModulesDecoder:
     config, parameter = loaded.config, next(loaded.parameters())
     if unbuilt_feature(config, parameter.device.type == "cuda") is None:
         return read_decoder(loaded)
+    return modules_decoder(loaded)
+
+
+def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
+    """Return a decoder that runs transformers' own modules. Raises NotImplementedError where layers scale apart."""
+    config: Any = loaded.config
     shape = read_shape(config)
     scales = {float(m.scaling) for m in loaded.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:

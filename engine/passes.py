@@ -45,10 +45,10 @@ class PassShape:
     each sequence that give their weights on blocks. width: blocks of a list, at most; 0: all layers are dense. groups:
     group means of a sequence, at most; 0: none stand in. read_weights: whether listed blocks give their weights.
     dense_layers: the layers without lists. decay: of what is remembered, where a budget is shared out in the pass.
-    judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but the first. support: entries of a
-    distribution that they were drawn from, at most; 0: all are greedy. pinned: whether splits of attention are
-    independent of the batch. kept: whether some layers' pages lie at their own numbers, others' where the KV put them.
-    fetches: whether block tables name pages of the backing store, and listed ones are fetched first.
+    judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but the first. support:
+    entries of a distribution that they were drawn from, at most; 0: all are greedy. pinned: whether splits of attention
+    are independent of the batch. kept: whether some layers' pages lie at their own numbers, others' where the KV put
+    them. fetches: whether block tables name pages of the backing store, and listed ones are fetched first.
     """
 
     sequences: int
