@@ -31,7 +31,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the services need to know of an architecture."""
+    """What the services need to know of an architecture. vocab_size: logits of a row, the ids that may be proposed."""
 
     num_layers: int
     num_heads: int
@@ -172,6 +172,28 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
 
 
+def count_token_ids(tokenizer: Any) -> int:
+    """Return one more than the highest id of a token, added and special ones included."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def limit_vocabulary(model: nn.Module, count: int) -> None:
+    """Cut a causal LM's output, in place, to the logits of the ids below `count`; no more than there are.
+
+    Models of one tokenizer may differ in how far their vocabularies are padded (Qwen2.5-0.5B has 151,936 rows, 7B has
+    152,064). Cut to the ids that the tokenizer has, they fit each other. What is sampled then follows the model's
+    distribution over real tokens: rows of padding, which the softmax would have counted, are not computed.
+    """
+    config: Any = model.config
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    config.vocab_size = min(count, config.vocab_size)
+    for name in ("weight", "bias"):
+        values = getattr(head, name, None)
+        if values is not None:
+            setattr(head, name, nn.Parameter(values.data[: config.vocab_size], requires_grad=False))
+    head.out_features = config.vocab_size
+
+
 def model_hash(model: str) -> str:
     """Identifies a folder by config, file sizes and headers, without reading gigabytes; a hub id by its name."""
     folder = Path(model)
@@ -242,6 +264,11 @@ class OpenedModel:
 
 
 def open_model(settings: ModelSettings) -> OpenedModel:
+    """Load a model as the settings say, with logits of its tokenizer's ids alone, and make room for its KV.
+
+    Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
+    what transformers raises for a model that it cannot load.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
@@ -263,6 +290,9 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     if settings.attention_backend == "flashinfer":  # before gigabytes are read
         check_flashinfer(load_shape(settings.model).head_dim, dtype, torch.device(device))
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
+    tokenizer = load_tokenizer(settings.model)
+    if settings.load_format != "dummy":  # which is measured in the shape of its config
+        limit_vocabulary(loaded, count_token_ids(tokenizer))
     shape = read_shape(loaded.config)
     tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
     if settings.host_kv_memory and at_home < max(_context(settings, shape), tokens):
@@ -284,7 +314,7 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     )
     tiered = at_home > 0
     runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
-    return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
+    return OpenedModel(runner, shape, tokenizer_hash(tokenizer))
 
 
 def _check_peer(settings: ModelSettings, device: str) -> None:
