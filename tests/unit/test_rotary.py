@@ -28,9 +28,10 @@ def given(heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bo
 
 def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, norms = arguments
-    pages = [torch.zeros(2, kv_heads, PAGE, DIM, dtype=tensors[0].dtype, device=DEVICE) for _ in range(2)]
-    queries = rotate_and_write_kv(*tensors, *pages, heads, backend, norms, 1e-5)
-    return queries, *pages
+    shape, dtype = (2, kv_heads, PAGE, DIM), tensors[0].dtype
+    keys, values = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
+    queries = rotate_and_write_kv(*tensors, keys, values, heads, backend, head_norms=norms, epsilon=1e-5)
+    return queries, keys, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SIXTEEN_BIT])
@@ -43,11 +44,11 @@ def test_triton_gives_what_torch_gives(
 ) -> None:
     pytest.importorskip("triton")
     arguments = given(heads, kv_heads, turned, dtype, normed)
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps} if normed else {}
+    precision = torch.finfo(dtype).eps
     for one, other in zip(
         run(arguments, heads, kv_heads, "triton"), run(arguments, heads, kv_heads, "torch"), strict=True
     ):
-        torch.testing.assert_close(one, other, **tolerance)
+        torch.testing.assert_close(one, other, rtol=2 * precision, atol=4 * precision)
 
 
 @pytest.mark.parametrize("turned", [32, 24, 0])
