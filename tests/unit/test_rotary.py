@@ -27,10 +27,12 @@ def given(heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bo
 
 
 def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, norms = arguments
-    shape, dtype = (2, kv_heads, PAGE, DIM), tensors[0].dtype
-    keys, values = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
-    queries = rotate_and_write_kv(*tensors, keys, values, heads, backend, head_norms=norms, epsilon=1e-5)
+    qkv, cosines, sines, positions, slots, norms = arguments
+    shape = 2, kv_heads, PAGE, DIM
+    keys, values = (torch.zeros(shape, dtype=qkv.dtype, device=DEVICE) for _ in range(2))
+    queries = rotate_and_write_kv(
+        qkv, cosines, sines, positions, slots, keys, values, heads, backend, norms, epsilon=1e-5
+    )
     return queries, keys, values
 
 
