@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, tl
+from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 
@@ -21,7 +21,9 @@ MAX_ROWS = 4  # beyond it, cuBLAS and separate kernels are faster
 
 @dataclass(frozen=True)
 class Tuning:
-    """columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp, eight a lane."""
+    """How the kernel is cut. columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp,
+    eight a lane. Both are powers of two.
+    """
 
     columns: int
     depth: int
@@ -100,7 +102,7 @@ def is_skinny(x: Tensor) -> bool:
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bool) -> Tuning:
-    """Measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
+    """Return the fastest of those measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
     warps = {1: 4, 2: 2}.get(rows, 1)  # the more rows, the fewer weights that registers hold
     if outputs > 65536:
         return Tuning(4, 256 * warps, warps)
@@ -108,7 +110,7 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bo
         return Tuning(2 if rows < 3 else 4, 256 * warps, warps)
     if inputs >= 8192:
         return Tuning(4, 2048, 8) if rows < 3 else Tuning(2, 1024, 4)
-    return Tuning(2 * rows if normed else 2, 1024, 4)
+    return Tuning(2 * power_of_two(rows) if normed else 2, 1024, 4)
 
 
 @jit

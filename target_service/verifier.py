@@ -328,10 +328,8 @@ class Verifier:
 
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
-        announced_by = session.announced_by
-        hints = self._prefetches and announced_by != ""
         begin = Begin(
-            session.at, list(session.tokens), session.sampling, session.max_length, announced_by, hints
+            session.at, list(session.tokens), session.sampling, session.max_length, session.announced_by
         )
         session.draft.send(begin)
 
@@ -392,8 +390,7 @@ class Verifier:
         if not self._is_current(peer, session, event):
             return
         key = (event.at.epoch, event.at.round)
-        earlier = session.announced.get(key)
-        if earlier is not None and event.part <= earlier.part:
+        if key in session.announced:
             self.counters["repeated_frames"] += 1
             return
         try:
@@ -405,7 +402,7 @@ class Verifier:
             self.counters["refused_frames"] += 1
             peer.send(Refusal(session.at, str(error)))
             return
-        session.announced[key] = Announced(selection, event.assumed_token, event.part)
+        session.announced[key] = Announced(selection, event.assumed_token)
         self._announced[session.id] = None
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
