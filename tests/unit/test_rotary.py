@@ -9,8 +9,6 @@ from torch import Tensor
 from kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter has no arithmetic of bfloat16.
-SIXTEEN_BIT = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 TOKENS, DIM, PAGE = 5, 32, 4
 
 
@@ -36,7 +34,7 @@ def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> 
     return queries, keys, values
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, SIXTEEN_BIT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "turned"), [(2, 2, 32), (3, 1, 24), (8, 2, 8), (7, 1, 0), (1, 1, 32)]
@@ -46,7 +44,9 @@ def test_triton_gives_what_torch_gives(
 ) -> None:
     pytest.importorskip("triton")
     arguments = given(heads, kv_heads, turned, dtype, normed)
-    precision = torch.finfo(dtype).eps
+    # The interpreter rounds to bfloat16 otherwise, and a GPU fuses float32 into multiply-adds.
+    exact = DEVICE == "cuda" and dtype == torch.bfloat16 and not normed
+    precision = 0.0 if exact else torch.finfo(dtype).eps
     for one, other in zip(
         run(arguments, heads, kv_heads, "triton"), run(arguments, heads, kv_heads, "torch"), strict=True
     ):
