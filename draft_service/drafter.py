@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_service.session import DraftSession, common_prefix
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.draft_rounds import RoundOutput, RoundRequest
 from engine.paged_kv import pages_for
 from engine.runner import Runner

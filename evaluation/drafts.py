@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
 from engine.families import read_decoder
 from engine.graphs import GraphRunner

@@ -91,11 +91,6 @@ class TargetSession:
             return None
         return proposal
 
-    @property
-    def newest_held(self) -> BlockSelection | None:
-        """What was announced for the last round that was judged by an announcement."""
-        return self.held[max(self.held)] if self.held else None
-
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
         announced = self.announced.get((self.epoch, round_))

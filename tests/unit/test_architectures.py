@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.decoder import run_decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.graphs import GraphRunner

@@ -24,8 +24,6 @@ from draft_service.drafter import Drafter, DrafterSettings, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
-from engine.peer_memory import peer_pages
-from engine.prefetcher import Wanted
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from engine.step_loop import share_prefill
@@ -1439,11 +1437,10 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
 # KV in tiers
 
 
-def over_tiers(frames: int = 40, on_peer: int = 0, **changes: Any) -> Verifier:
-    """A target with a home for 40 pages; nothing run here leaves its frames. on_peer: of them on a neighbour."""
+def over_tiers(frames: int = 40, **changes: Any) -> Verifier:
+    """A target with a home for 40 pages; nothing run here leaves its frames."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    peer = peer_pages(LAYERS, on_peer, KV_HEADS, 2, torch.float32, torch.device("cpu")) if on_peer else None
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500, peer=peer)
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500)
     settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
@@ -1457,12 +1454,9 @@ def run_to_the_end(verifier: Verifier) -> None:
         verifier.finish_step(step, verifier.execute(step))
 
 
-@pytest.mark.parametrize(
-    ("on_peer", "where"), [(0, "in host memory"), (15, "in host memory and on the neighbour GPU")]
-)
-def test_what_home_has_no_room_for_is_refused_until_others_have_ended(on_peer: int, where: str) -> None:
+def test_what_home_has_no_room_for_is_refused_until_others_have_ended() -> None:
     """Also beside those that are queued; what runs gets to its end."""
-    verifier = over_tiers(on_peer=on_peer, max_sessions=1, max_queued=9)
+    verifier = over_tiers(max_sessions=1, max_queued=9)
     commits: list[m.ServedEvent] = []
     verifier.open(exact("a"), commits.append)
     verifier.plan_step()
@@ -1470,7 +1464,7 @@ def test_what_home_has_no_room_for_is_refused_until_others_have_ended(on_peer: i
     assert verifier.gauges["queued_sessions"] == 1
     with pytest.raises(
         ResourceExhausted,
-        match=f"105 tokens need 7 KV pages, open sessions have 38 of the 40 {where}; try again later",
+        match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
     ):
         verifier.open(exact("c", max_tokens=5), commits.append)
     verifier.open(exact("d", 5, 5), commits.append)
@@ -1492,165 +1486,18 @@ def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
         verifier.open(exact("a", max_tokens=500), lambda _: None)
 
 
-def test_means_for_late_kv_need_group_means() -> None:
-    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, 40, 40, 500, means_for_late=True)
-    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
-    with pytest.raises(ValueError, match=r"the plan has none .*: choose fetch"):
-        Verifier(runner, replace(PLAN, group_size=0), settings)
-
-
-@pytest.mark.parametrize("on_peer", [0, 15])
-def test_counters_and_gauges_of_tiers_are_told(on_peer: int) -> None:
-    verifier = over_tiers(on_peer=on_peer)
+def test_counters_and_gauges_of_tiers_are_told() -> None:
+    verifier = over_tiers()
     verifier.open(exact("a", max_tokens=5), lambda _: None)
     run_to_the_end(verifier)
     totals, gauges = verifier.totals, verifier.gauges
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_fetched_pages", "kv_late_pages", "kv_left_out_pages", "kv_refused_pages", "kv_staged_pages"),
-        *("kv_hit_pages", "kv_prefetched_pages", "kv_wasted_pages", "kv_prefetches", "kv_skipped_prefetches"),
-        *("kv_stages", "kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
-        *(("kv_pages_from_peer", "kv_bytes_from_peer") if on_peer else ()),
+        *("kv_hit_pages", "kv_fetched_pages", "kv_refused_pages", "kv_staged_pages", "kv_stages"),
+        *("kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
     }
-    assert gauges.get("kv_peer_pages") == (on_peer or None)
     assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
-
-
-@dataclass
-class Prefetching:
-    """In place of a runner's own: what it was asked to bring; whether it can just now."""
-
-    can: bool = True
-    wanted: list[list[tuple[SequenceKV, list[list[int]]]]] = field(default_factory=list)
-
-    def prefetch(self, wanted: list[Wanted]) -> bool:
-        if not self.can:
-            return False
-        lists = []
-        for item in wanted:
-            heads, words = item.words.shape
-            chosen = BlockSelection.from_words(heads, 64 * words, item.words).matrix()
-            lists.append((item.kv, [np.flatnonzero(row).tolist() for row in chosen]))
-        self.wanted.append(lists)
-        return True
-
-
-def prefetching(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Stand, Prefetching]:
-    state = Prefetching()
-    monkeypatch.setattr(FakeRunner, "prepare_prefetches", lambda *_: True)
-    monkeypatch.setattr(FakeRunner, "can_prefetch", property(lambda _: state.can))
-    monkeypatch.setattr(FakeRunner, "prefetch", lambda _, wanted: state.prefetch(wanted))
-    return Stand(**fields), state
-
-
-HEADS_READ = len(PLAN.sparse_layers) * KV_HEADS
-
-
-def test_what_is_announced_is_prefetched_before_its_proposal_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head by head of the target, once."""
-    stand, state = prefetching(monkeypatch)
-    verifier, session = stand.verifier, stand.session
-    assert verifier.prefetch_announced() and not state.wanted
-    verifier.receive(stand.peer, stand.announcement())
-    state.can = False
-    assert not verifier.prefetch_announced()
-    state.can = True
-    assert verifier.prefetch_announced()
-    assert state.wanted == [[(session.kv, [[2]] * HEADS_READ)]]
-    assert verifier.prefetch_announced() and len(state.wanted) == 1
-    verifier.receive(stand.peer, stand.proposal())
-    step = verifier.plan_step()
-    assert step is not None
-    assert verifier.prefetch_announced() and len(state.wanted) == 1
-    verifier.finish_step(step, verifier.execute(step))
-
-
-def ahead_of(stand: Stand, blocks: list[int]) -> m.Announcement:
-    """For the round after the next."""
-    at = stand.session.at
-    ahead = m.At("a", at.epoch, at.round + 1, at.base + 5)
-    chosen = BlockSelection.from_lists([blocks] * stand.heads, PLAN.num_blocks(ahead.base))
-    return m.Announcement(ahead, 9, encode_selection(chosen))
-
-
-def test_what_is_announced_while_a_step_runs_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the round behind it, of the same session too."""
-    stand, state = prefetching(monkeypatch)
-    verifier, session = stand.verifier, stand.session
-    verifier.receive(stand.peer, stand.announcement())
-    verifier.receive(stand.peer, stand.proposal([1, 2, 3, 4]))
-    step = verifier.plan_step()
-    assert step is not None and not verifier._announced
-    verifier.receive(stand.peer, ahead_of(stand, [2, 4]))  # of which the round that runs reads one
-    assert verifier.prefetch_announced()
-    assert state.wanted == [[(session.kv, [[4]] * HEADS_READ)]]
-    verifier.finish_step(step, verifier.execute(step))
-
-
-@pytest.mark.parametrize(("blocks", "ends"), [([2], False), ([5], True)])
-def test_what_is_read_anyway_or_of_a_session_that_ended_is_not_prefetched(
-    monkeypatch: pytest.MonkeyPatch, blocks: list[int], ends: bool
-) -> None:
-    """Blocks that the round that runs reads too, and those of a session that was aborted meanwhile."""
-    stand, state = prefetching(monkeypatch)
-    verifier = stand.verifier
-    verifier.receive(stand.peer, stand.announcement())
-    verifier.receive(stand.peer, stand.proposal([1, 2, 3, 4]))
-    step = verifier.plan_step()
-    assert step is not None
-    verifier.receive(stand.peer, ahead_of(stand, blocks))
-    if ends:
-        verifier.abort("a")
-    assert verifier.prefetch_announced() and not state.wanted
-    verifier.finish_step(step, verifier.execute(step))
-
-
-def test_a_round_and_the_announcement_of_the_next_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a draft that goes ahead: what is announced waits until the round is stepped, and is not lost."""
-    stand, state = prefetching(monkeypatch)
-    verifier, session = stand.verifier, stand.session
-    for event in (stand.announcement(), stand.proposal([1, 2, 3, 4]), ahead_of(stand, [2, 4])):
-        verifier.receive(stand.peer, event)
-    assert not verifier.prefetch_announced() and not state.wanted
-    step = verifier.plan_step()
-    assert step is not None
-    assert verifier.prefetch_announced()
-    assert state.wanted == [[(session.kv, [[4]] * HEADS_READ)]]
-    verifier.finish_step(step, verifier.execute(step))
-
-
-def test_beside_a_step_of_others_a_round_is_prefetched_with_the_one_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand, state = prefetching(monkeypatch)
-    verifier, session = stand.verifier, stand.session
-    verifier.open(stand.opening("other"), stand.served.append)
-    step = verifier.plan_step()  # of the other's prompt
-    assert step is not None and not step.rounds
-    for event in (stand.announcement(), stand.proposal([1, 2, 3, 4]), ahead_of(stand, [2, 4])):
-        verifier.receive(stand.peer, event)
-    assert verifier.prefetch_announced()
-    assert state.wanted == [[(session.kv, [[2, 4]] * HEADS_READ)]]
-    verifier.finish_step(step, verifier.execute(step))
-
-
-def test_without_prefetch_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr(FakeRunner, "prepare_prefetches", lambda _, *what: asked.append(what) or True)
-    Stand()
-    assert asked == [(PLAN.block_size, PLAN.sparse_layers)]
-    over_tiers(kv_prefetch=False)
-    assert len(asked) == 1
-
-
-def test_a_target_over_tiers_that_cannot_prefetch_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    over_tiers(kv_prefetch=False)
-    Stand()
-    assert not caplog.records
-    over_tiers()
-    assert "no KV is prefetched: the plan's blocks of 16 tokens" in caplog.text
 
 
 def test_fewer_frames_than_are_written_at_once_are_refused() -> None:

@@ -160,31 +160,11 @@ def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
 def test_host_memory_is_the_targets() -> None:
     assert resolve().host_kv_memory == 0
     assert resolve("--host-kv-memory", "1.5").host_kv_memory == 1.5
-    assert resolve("--host-kv-memory", "1.5", "--late-kv", "means", "--measure-kv-waits").late_kv == "means"
-    for flags in (("--late-kv", "means"), ("--measure-kv-waits",), ("--no-kv-prefetch",)):
-        with pytest.raises(SettingsError, match="give host_kv_memory"):
-            resolve(*flags)
-    with pytest.raises(SettingsError, match="late_kv must be fetch or means"):
-        resolve("--host-kv-memory", "1", "--late-kv", "never")
 
 
-def test_memory_of_a_neighbour_is_beside_the_hosts() -> None:
-    from orchestrator.cluster import ClusterError, gpus_of  # imports Ray
+def test_services_get_a_gpu_each_where_there_are_two() -> None:
+    from orchestrator.cluster import gpus_of  # imports Ray
 
-    assert (resolve().peer_kv_memory, resolve().peer_gpu) == (0, -1)
-    settings = resolve("--host-kv-memory", "1", "--peer-kv-memory", "2.5", "--peer-gpu", "3")
-    assert (settings.peer_kv_memory, settings.peer_gpu) == (2.5, 3)
-    for flags, match in (
-        (("--peer-kv-memory", "1"), "give host_kv_memory too"),
-        (("--host-kv-memory", "1", "--peer-gpu", "0"), "peer_gpu is 0 and says where"),
-        (("--host-kv-memory", "1", "--peer-kv-memory", "-1"), "must not be negative"),
-        (("--host-kv-memory", "1", "--peer-kv-memory", "1", "--device", "cpu"), "device is cpu"),
-    ):
-        with pytest.raises(SettingsError, match=match):
-            resolve(*flags)
-    assert gpus_of(settings, 3) == gpus_of(settings, 8) == (2, 1)
-    with pytest.raises(ClusterError, match="the target takes two GPUs then and the draft one, Ray has 2"):
-        gpus_of(settings, 2)
     assert [gpus_of(resolve(), there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
     assert gpus_of(resolve("--device", "cuda"), 0) == (1, 1)
     assert gpus_of(resolve("--device", "cpu"), 2) == (0, 0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import models
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
