@@ -8,10 +8,17 @@ import torch
 import transformers
 
 import models
-from engine.batch import SequenceInput
-from engine.loading import ModelSettings, count_token_ids, load_model, load_tokenizer
+from engine.inputs import SequenceInput
+from engine.loading import (
+    ModelSettings,
+    OpenedModel,
+    count_token_ids,
+    load_model,
+    load_tokenizer,
+    open_model,
+)
 from engine.paged_kv import SequenceKV
-from wire.handshake import Side, SideSettings, open_side
+from wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer
 
@@ -30,28 +37,29 @@ def pad(source: Path, folder: Path, rows: int) -> str:
     return str(folder)
 
 
-def open_padded(source: Path, folder: Path, rows: int) -> Side:
-    model = ModelSettings(pad(source, folder, rows), "cpu", kv_tokens=320, max_context=200)
-    return open_side(SideSettings(source.name, model, str(models.PLAN), gamma=4))
-
-
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[Side, Side]:
-    """Draft and target."""
+def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, OpenedModel]:
+    """Draft and target, as services open them."""
     folder = tmp_path_factory.mktemp("padded")
-    return (
-        open_padded(models.DRAFT, folder / "draft", IDS + 64),
-        open_padded(models.TARGET, folder / "target", IDS + 3000),
+    draft = pad(models.DRAFT, folder / "draft", IDS + 64)
+    target = pad(models.TARGET, folder / "target", IDS + 3000)
+    draft_side, target_side = (
+        open_model(ModelSettings(model=path, device="cpu", kv_tokens=320, max_context=200))
+        for path in (draft, target)
     )
+    return draft_side, target_side
 
 
-def test_padding_is_no_mismatch(sides: tuple[Side, Side]) -> None:
-    draft, target = sides
-    assert target.hello.mismatch(draft.hello) is None
-    assert draft.hello.vocab_size == draft.shape.vocab_size == draft.runner.vocab_size == IDS
+def test_padding_is_no_mismatch(sides: tuple[OpenedModel, OpenedModel]) -> None:
+    draft, target = (
+        Hello("a side", "a model", side.shape.vocab_size, side.tokenizer_hash, "a plan", 4, 16)
+        for side in sides
+    )
+    assert target.mismatch(draft) is None
+    assert target.vocab_size == sides[0].runner.vocab_size == IDS
 
 
-def test_padding_is_never_chosen(sides: tuple[Side, Side]) -> None:
+def test_padding_is_never_chosen(sides: tuple[OpenedModel, OpenedModel]) -> None:
     """The logits are those of the models before padding, whose tokens the padding would have outweighed."""
     tokens = list(range(300, 340))
     for side, source in zip(sides, (models.DRAFT, models.TARGET), strict=True):
