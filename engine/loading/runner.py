@@ -65,7 +65,8 @@ def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
     """Return a decoder that runs transformers' own modules. Raises NotImplementedError where layers scale apart."""
     config: Any = loaded.config
     shape = read_shape(config)
-    scales = {float(m.scaling) for m in loaded.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    modules: Any = loaded.modules()
+    scales = {float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:
         raise NotImplementedError(
             f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike"
