@@ -10,7 +10,7 @@ from engine.loading.model import (
     resolve_dtype,
 )
 from engine.loading.opening import OpenedModel, open_model
-from engine.loading.runner import load_runner, make_decoder, make_runner
+from engine.loading.runner import load_runner, make_decoder, make_runner, modules_decoder
 from engine.loading.settings import LOAD_FORMATS, ModelSettings
 from engine.loading.shape import ModelShape, load_shape, read_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids, tokenizer_hash
@@ -32,6 +32,7 @@ __all__ = [
     "make_decoder",
     "make_runner",
     "model_hash",
+    "modules_decoder",
     "open_model",
     "output_projections",
     "read_shape",

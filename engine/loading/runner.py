@@ -58,6 +58,12 @@ def make_decoder(loaded: nn.Module) -> Decoder | ModulesDecoder:
     config: Any = loaded.config
     if unbuilt_feature(config, on_gpu=next(loaded.parameters()).is_cuda) is None:
         return read_decoder(loaded)
+    return modules_decoder(loaded)
+
+
+def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
+    """Return a decoder that runs transformers' own modules. Raises NotImplementedError where layers scale apart."""
+    config: Any = loaded.config
     shape = read_shape(config)
     modules: list[Any] = list(loaded.modules())
     scales = {float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
