@@ -9,10 +9,10 @@ from kernels.backends import check_backend, jit, power_of_two, tl
 def add_rms_norm(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of hidden + residual (Zhang & Sennrich 2019), and that sum, in `hidden`'s dtype.
+    """Return the RMSNorm of hidden + residual (Zhang & Sennrich 2019), and that sum, in `hidden`'s dtype.
 
-    hidden, residual: [rows, size]; weight: [size]. Statistics in float32; the normalised row is rounded to the dtype
-    before it is scaled, as transformers does it.
+    hidden, residual: [rows, size]; weight: [size]; None as the residual adds nothing. Both results are [rows, size].
+    Statistics are float32; the normalised row is rounded to the dtype before it is scaled, as transformers does it.
     """
     check_backend("add_rms_norm", backend, ("torch", "triton"))
     if backend == "torch":
@@ -24,14 +24,8 @@ def add_rms_norm(
     out = torch.empty_like(hidden)
     total = hidden if residual is None else torch.empty_like(hidden)
     _add_rms_norm_kernel[(rows,)](
-        hidden,
-        hidden if residual is None else residual,
-        weight,
-        out,
-        total,
-        hidden.stride(0),
-        size,
-        epsilon,
+        *(hidden, hidden if residual is None else residual, weight, out, total),
+        *(hidden.stride(0), size, epsilon),
         ADD=residual is not None,
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,

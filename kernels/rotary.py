@@ -18,7 +18,7 @@ def rotate_and_write_kv(
     heads: int,
     backend: str = "torch",
 ) -> Tensor:
-    """The rotated queries; keys, rotated, and values go to their slots in place.
+    """Rotate queries and keys, write keys and values to their slots in place, and return the queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values
     cosines, sines: [positions, head_dim / 2] float32; dimension i turns with i + head_dim / 2
@@ -40,14 +40,7 @@ def rotate_and_write_kv(
         return rotated[:, :heads].contiguous()
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
-        qkv,
-        cosines,
-        sines,
-        positions,
-        slots,
-        k_pages,
-        v_pages,
-        queries,
+        *(qkv, cosines, sines, positions, slots, k_pages, v_pages, queries),
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
