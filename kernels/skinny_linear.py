@@ -40,21 +40,22 @@ def skinny_linear(
     gated: bool = False,
     backend: str = "torch",
     tuning: Tuning | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Return a linear layer of x, or of its RMSNorm, with a gated activation or a residual added: [rows, outputs].
+    """Return a linear layer of x, or of its RMSNorm: [rows, outputs]; gated, or multiplied and a residual added.
 
     x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous
     weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs]
     norm: [inputs], the weight of an RMSNorm of x with `epsilon`; residual: [rows, outputs], added to the result
-    gated: silu(gate) * up of the two halves
+    gated: silu(gate) * up of the two halves; scale: what the layer's outputs, bias included, are multiplied by
     Triton adds in float32 and rounds once, where torch rounds after each part. Raises NotImplementedError for a gated
-    layer with a bias or a residual, ValueError for an x that the backend does not take.
+    layer with a bias, a residual or a scale, ValueError for an x that the backend does not take.
     """
     check_backend("skinny_linear", backend, ("torch", "triton"))
-    if gated and (bias is not None or residual is not None):
-        raise NotImplementedError("skinny_linear: a gated layer with a bias or a residual")
+    if gated and (bias is not None or residual is not None or scale != 1.0):
+        raise NotImplementedError("skinny_linear: a gated layer with a bias, a residual or a scale")
     if backend == "torch":
-        return _linear_in_torch(x, weight, bias, norm, epsilon, residual, gated)
+        return _linear_in_torch(x, weight, bias, norm, epsilon, residual, gated, scale)
     if not is_skinny(x) or not x.is_contiguous():
         raise ValueError(
             f"skinny_linear: Triton takes up to {MAX_ROWS} contiguous rows of 16-bit numbers, got {list(x.shape)} of "
@@ -68,7 +69,7 @@ def skinny_linear(
         return out
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
         *(x, weight, *(weight if part is None else part for part in (bias, norm, residual)), out),
-        *(outputs, inputs, epsilon),
+        *(outputs, inputs, epsilon, scale),
         ROWS=rows,
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
@@ -90,12 +91,14 @@ def _linear_in_torch(
     epsilon: float,
     residual: Tensor | None,
     gated: bool,
+    scale: float,
 ) -> Tensor:
     if norm is not None:
         x, _ = add_rms_norm(x, None, norm, epsilon)
     out = F.linear(x, weight, bias)
     if gated:
         out = silu_and_multiply(out)
+    out = out if scale == 1.0 else scale * out
     return out if residual is None else residual + out
 
 
@@ -192,6 +195,7 @@ def _skinny_linear_kernel(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     epsilon: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -241,6 +245,8 @@ def _skinny_linear_kernel(
             out += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
         if GATED:
             out = out * tl.sigmoid(out) * up
+        if SCALE != 1.0:
+            out = out * SCALE
         if RESIDUAL:
             out += tl.load(residual_ptr + row * outputs + column, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * outputs + column, out.to(out_ptr.dtype.element_ty), mask=there)

@@ -17,7 +17,6 @@ import models
 from orchestrator.client import Generation, generate
 
 if TYPE_CHECKING:
-    from evaluation.cases import Case
     from sparsity.plan import Plan
 
 
@@ -193,7 +192,7 @@ def _calibrate(flags: argparse.Namespace) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers", "identity"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -232,7 +231,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hot",
         metavar="X,Y",
-        help="tiers, identity: frames, of the pages of a case, of all sessions (default: 0.25, identity 0.5,0.25)",
+        help="identity: frames, of the pages of all sessions (default: 0.5,0.25)",
     )
     parser.add_argument(
         "--generated", type=int, default=64, help="drafts, identity: tokens after each passage"
@@ -275,16 +274,13 @@ def _evaluate(flags: argparse.Namespace) -> None:
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     tokenizer = load_tokenizer(flags.target)
-    if flags.task in ("perplexity", "tiers"):
+    if flags.task == "perplexity":
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
         chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
     elif flags.task == "recall":
         chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
-    if flags.task == "tiers":
-        _evaluate_tiers(flags, plan, chosen)
-        return
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
     rows = report.to_rows(flags.task, variants, sums)
@@ -297,15 +293,6 @@ def _evaluate(flags: argparse.Namespace) -> None:
             plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
         ):
             print(path, file=sys.stderr)
-
-
-def _evaluate_tiers(flags: argparse.Namespace, plan: "Plan", chosen: "list[Case]") -> None:
-    from evaluation import tiers
-    from evaluation.run import Pair
-
-    hot = [float(share) for share in (flags.hot or "0.25").split(",")]
-    rows = tiers.measure(Pair(flags.target, flags.draft), plan, chosen, hot, flags.gamma)
-    print(tiers.to_json(rows) if flags.json else tiers.to_text(rows))
 
 
 def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
@@ -459,13 +446,6 @@ def _add_bench_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)"
     )
-    parser.add_argument(
-        "--peer-share",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="of the home pages, on the next GPU (needs two; rehearsed without any)",
-    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
     parser.set_defaults(run=_bench_offload)
@@ -497,7 +477,6 @@ def _bench_offload(flags: argparse.Namespace) -> None:
         queries=flags.queries,
         passes=flags.passes,
         home_layers=flags.home_layers,
-        peer_share=flags.peer_share,
         **{name: value for name, value in given.items() if value is not None},
     )
     run_offload_benchmark(flags.shape, read_shape_of(flags.shape), settings, flags.json, flags.plot)
@@ -514,7 +493,6 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument("--waves", type=int, default=0, help="parts that sessions are drafted in; 0: 2")
-    parser.add_argument("--refresh-every", type=int, default=1, help="rounds between dense first draft steps")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
         "--host-kv-memory",
@@ -528,10 +506,6 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="of the target's GPU for KV (default: what is left of it)",
     )
-    parser.add_argument(
-        "--no-kv-prefetch", action="store_true", help="of the target, where its KV's home is the host"
-    )
-    parser.add_argument("--hint-bytes", type=int, help="of the draft, there (default: its own)")
     parser.add_argument("--sparse-only", action="store_true", help="leave the dense rows out")
     parser.add_argument(
         "--gpus",
@@ -547,15 +521,7 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
 def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
-    numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
-    if flags.host_kv_memory is None:
-        if flags.no_kv_prefetch or flags.hint_bytes:
-            raise ValueError(
-                "--no-kv-prefetch and --hint-bytes are of KV whose home is the host: give --host-kv-memory"
-            )
-        numbers["hint-bytes"] = 0  # graphs for hints would be made in vain
-    elif flags.hint_bytes is not None:
-        numbers["hint-bytes"] = flags.hint_bytes
+    numbers = {"read-share": flags.read_share, "waves": flags.waves}
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
     if any(value is not None and value <= 0 for value in memory.values()):
@@ -572,7 +538,7 @@ def _bench_serve(flags: argparse.Namespace) -> None:
         flags.acceptance,
         flags.budget,
         (*drafting, *(("--no-ahead",) if flags.no_ahead else ())),
-        (*target_kv, *(("--no-kv-prefetch",) if flags.no_kv_prefetch else ())),
+        (*target_kv,),
         tuple(flags.gpus) if flags.gpus else None,
         flags.json,
         not flags.sparse_only,
@@ -622,15 +588,8 @@ def _bench_reads(flags: argparse.Namespace) -> None:
 
 def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    texts = parser.add_mutually_exclusive_group()
-    texts.add_argument(
+    parser.add_argument(
         "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
-    )
-    texts.add_argument(
-        "--hints",
-        nargs="+",
-        metavar="TEXT",
-        help="instead: what hints name of what is selected, over these files",
     )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_bench_codec)
@@ -638,11 +597,7 @@ def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
 
 def _bench_codec(flags: argparse.Namespace) -> None:
     from benchmarks.codec import run_codec_benchmark
-    from benchmarks.hints import run_hint_benchmark
 
-    if flags.hints:
-        run_hint_benchmark(flags.hints, flags.json)
-        return
     run_codec_benchmark(flags.repeats, flags.json, flags.record)
 
 

@@ -176,7 +176,6 @@ def start_services(settings: Settings) -> Cluster:
                 if settings.synthetic_acceptance >= 0
                 else None,
                 max_context=max_context,
-                kv_prefetch=settings.kv_prefetch,
             ),
         ),
     )
@@ -203,17 +202,7 @@ def start_services(settings: Settings) -> Cluster:
 
 
 def gpus_of(settings: Settings, there: float) -> tuple[int, int]:
-    """How many of the `there` GPUs of Ray's cluster target and draft get. Raises ClusterError if they are too few.
-
-    A target sees the GPUs that it gets, so that one whose KV has a home on a neighbour gets that too.
-    """
-    if settings.peer_kv_memory > 0:
-        if there < 3:
-            raise ClusterError(
-                f"peer_kv_memory: the target takes two GPUs then and the draft one, Ray has {there:g}: leave it out, "
-                "or start the services without Ray (a target that sees the draft's GPU may use its spare memory)"
-            )
-        return 2, 1
+    """How many of the `there` GPUs of Ray's cluster target and draft get."""
     if settings.device == "cuda" or (settings.device == "auto" and there >= 2):
         return 1, 1
     return 0, 0
@@ -229,8 +218,6 @@ def drafter_settings(settings: Settings) -> DrafterSettings:
         ahead=settings.ahead,
         waves=settings.draft_waves,
         read_share=settings.draft_read_share,
-        refresh_every=settings.draft_refresh,
-        hint_bytes=settings.hint_bytes if settings.host_kv_memory > 0 and settings.kv_prefetch else 0,
         warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
         prefill_chunk=settings.prefill_chunk,
         max_context=settings.max_context,

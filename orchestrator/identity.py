@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from draft_service.drafter import Drafter, DrafterSettings, Peer
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, pages_for
@@ -76,7 +76,7 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, prefetched, staged, refused: pages of a layer and KV head. tokens: generated,
+    """frames, of pages in all. fetched, staged, refused: pages of a layer and KV head. tokens: generated,
     all of them compared with those without tiers. difference: of the first session that differs its name and the place
     among its tokens; empty: none does."""
 
@@ -85,7 +85,6 @@ class IdentityRow:
     frames: int
     pages: int
     fetched: int
-    prefetched: int
     staged: int
     refused: int
     tokens: int
@@ -139,7 +138,6 @@ def _row(
         frames=frames,
         pages=requests.pages(mix),
         fetched=counters.fetched_pages,
-        prefetched=counters.prefetched_pages,
         staged=counters.staged_pages,
         refused=counters.refused_pages,
         tokens=sum(map(len, got.values())),
@@ -228,8 +226,6 @@ def _take_turns(
         for said in _drain(to_target):
             verifier.receive(target_end, said)
         step = verifier.plan_step()
-        while not verifier.prefetch_announced():  # where it can: beside a step, were there a second thread
-            pass
         if step is not None:
             verifier.finish_step(step, verifier.execute(step))
         elif not to_draft:
@@ -249,7 +245,6 @@ def to_text(rows: list[IdentityRow]) -> str:
         "frames",
         "hot",
         "fetched",
-        "prefetched",
         "staged",
         "refused",
         "tokens",
@@ -262,7 +257,6 @@ def to_text(rows: list[IdentityRow]) -> str:
             str(row.frames),
             f"{row.frames / row.pages:.1%}",
             f"{row.fetched:,}",
-            f"{row.prefetched:,}",
             f"{row.staged:,}",
             f"{row.refused:,}",
             f"{row.tokens:,}",

@@ -11,9 +11,7 @@ import yaml
 
 import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
-from engine.late_kv import LATE_KV
 
-HINT_BYTES, LEAST_HINT = 2048, 24  # as draft_service.drafter has them
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
 
@@ -53,14 +51,6 @@ class Settings:
     draft_read_share: float = _setting(
         1.0, "share of the KV that the later draft steps of a round read (GPU only)"
     )
-    draft_refresh: int = _setting(
-        1,
-        "rounds from one dense first draft step to the next; above 1 with draft_read_share below 1 (GPU only)",
-    )
-    hint_bytes: int = _setting(
-        HINT_BYTES,
-        "of each hint that the draft sends before an announcement, where the target's KV lies in tiers; 0: none",
-    )
     synthetic_acceptance: float = _setting(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -74,21 +64,6 @@ class Settings:
         0.0,
         "GiB of host memory as the home of the target's KV, kv_memory being what lies on its GPU; 0: none",
     )
-    peer_kv_memory: float = _setting(
-        0.0,
-        "GiB of a neighbour GPU's memory as the home of more of it, beside host_kv_memory; the target then takes two "
-        "GPUs of Ray's; 0: none",
-    )
-    peer_gpu: int = _setting(
-        -1, "that GPU, among those that the target sees; negative: the one after the model's own"
-    )
-    late_kv: str = _setting(
-        "fetch", "fetch, or means: what becomes of KV on the host that a step needs and nobody announced"
-    )
-    kv_prefetch: bool = _setting(
-        True, "bring KV from the host when the draft announces it, not only when a step reads it"
-    )
-    measure_kv_waits: bool = _setting(False, "count how long each layer waits for KV from the host")
     gpu_memory_utilization: float = _setting(0.9, "share of its GPU's memory that a service may take")
     load_format: str = _setting("auto", "auto, or dummy for random weights")
     enforce_eager: bool = _setting(False, "capture no CUDA graphs, for debugging")
@@ -207,41 +182,8 @@ def _check(settings: Settings) -> None:
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
         (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
         (settings.draft_waves >= 0, "draft_waves must not be negative"),
-        (settings.draft_refresh >= 1, f"draft_refresh is {settings.draft_refresh}, it must be at least 1"),
-        (
-            settings.draft_refresh == 1 or settings.draft_read_share < 1,
-            f"draft_refresh is {settings.draft_refresh} and draft_read_share {settings.draft_read_share}: give a "
-            "draft_read_share below 1, or draft_refresh 1",
-        ),
-        (
-            settings.hint_bytes == 0 or settings.hint_bytes >= LEAST_HINT,
-            f"hint_bytes is {settings.hint_bytes}, it must be 0 or at least {LEAST_HINT}",
-        ),
-        (
-            settings.host_kv_memory > 0 or settings.hint_bytes in (0, HINT_BYTES),
-            "hint_bytes is of KV whose home is the host: give host_kv_memory",
-        ),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
-        (settings.late_kv in LATE_KV, f"late_kv must be {' or '.join(LATE_KV)}"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
-        (
-            settings.host_kv_memory > 0
-            or (settings.late_kv == "fetch" and not settings.measure_kv_waits and settings.kv_prefetch),
-            "late_kv, measure_kv_waits and kv_prefetch are of KV whose home is the host: give host_kv_memory",
-        ),
-        (settings.peer_kv_memory >= 0, "peer_kv_memory must not be negative"),
-        (
-            settings.peer_kv_memory == 0 or settings.host_kv_memory > 0,
-            "peer_kv_memory is a home of KV beside the host's: give host_kv_memory too",
-        ),
-        (
-            settings.peer_kv_memory > 0 or settings.peer_gpu < 0,
-            f"peer_gpu is {settings.peer_gpu} and says where peer_kv_memory is: give that too",
-        ),
-        (
-            settings.peer_kv_memory == 0 or settings.device != "cpu",
-            "peer_kv_memory is memory of another GPU than the target's, and device is cpu: give host_kv_memory alone",
-        ),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
         (settings.draft_timeout > 0 and settings.resume_timeout >= 0, "timeouts must be positive"),
     ]

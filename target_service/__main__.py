@@ -3,8 +3,6 @@
 import argparse
 import asyncio
 
-from engine.late_kv import LATE_KV
-from engine.peer_memory import NEXT
 from target_service.service import TargetProcess, TargetServiceSettings, run
 from target_service.verifier import VerifierSettings
 from wire.server import serve_until_signal
@@ -27,34 +25,6 @@ def main() -> None:
         help="KV of all sessions in host memory; 0: all of it lies where the model does",
     )
     parser.add_argument(
-        "--peer-kv-memory",
-        type=float,
-        default=0.0,
-        metavar="GIB",
-        help="KV of all sessions in the memory of another GPU that this process sees, beside --host-kv-memory",
-    )
-    parser.add_argument(
-        "--peer-gpu",
-        type=int,
-        default=NEXT,
-        metavar="INDEX",
-        help="that GPU; by default the one after the model's",
-    )
-    parser.add_argument(
-        "--late-kv",
-        choices=LATE_KV,
-        default="fetch",
-        help="KV at home that a step needs and nobody announced: fetch it, or let means stand in",
-    )
-    parser.add_argument(
-        "--measure-kv-waits", action="store_true", help="count how long each layer waits for what is fetched"
-    )
-    parser.add_argument(
-        "--no-kv-prefetch",
-        action="store_true",
-        help="fetch KV from the host when a step reads it, not when a draft announces it",
-    )
-    parser.add_argument(
         "--draft-timeout",
         type=float,
         default=VerifierSettings.draft_timeout,
@@ -66,8 +36,6 @@ def main() -> None:
         help="write what approximate sessions read, round by round, when the service stops (CPU only)",
     )
     flags = parser.parse_args()
-    if flags.no_kv_prefetch and not flags.host_kv_memory:
-        parser.error("--no-kv-prefetch is of KV whose home is the host: give --host-kv-memory")
     verifier = VerifierSettings(
         flags.gamma,
         prefill_chunk=flags.prefill_chunk,
@@ -75,7 +43,6 @@ def main() -> None:
         max_sessions=flags.max_sessions,
         max_context=flags.max_context,
         synthetic_acceptance=flags.synthetic_acceptance,
-        kv_prefetch=not flags.no_kv_prefetch,
     )
     process = TargetProcess(
         side_settings("target", flags),

@@ -17,8 +17,6 @@ from wire.handshake import SideSettings, open_side
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
-_RETRY_SECONDS = 0.0005  # while a step is launched
-
 
 @dataclass(frozen=True)
 class TargetServiceSettings:
@@ -50,15 +48,6 @@ async def run(process: TargetProcess, on_ready: Callable[[RunningServer], None])
     await serve(process.service, side.runner, side.plan, side.hello, on_ready)
 
 
-async def _prefetch(verifier: Verifier, announced: asyncio.Event) -> None:
-    """Bring what drafts announce from home, also while a step runs. Runs until cancelled."""
-    while True:
-        await announced.wait()
-        announced.clear()
-        while not verifier.prefetch_announced():
-            await asyncio.sleep(_RETRY_SECONDS)
-
-
 async def serve(
     settings: TargetServiceSettings,
     runner: Runner,
@@ -70,8 +59,8 @@ async def serve(
     recording = None if settings.record_reads is None else open_recording(settings.record_reads, runner)
     verifier = Verifier(runner, plan, settings.verifier, recording)
     verifier.warm_up()
-    wake, announced = asyncio.Event(), asyncio.Event()
-    speculation = SpeculationServicer(verifier, hello, wake, announced)
+    wake = asyncio.Event()
+    speculation = SpeculationServicer(verifier, hello, wake)
 
     def status() -> ServiceStatus:
         return ServiceStatus(
@@ -95,13 +84,9 @@ async def serve(
     await server.set_serving(True)
     on_ready(server)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_prefetch(verifier, announced))
-            await run_step_loop(
-                verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
-            )
-    except BaseExceptionGroup as group:  # by its own words, if it is one
-        raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
+        await run_step_loop(
+            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+        )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
         if recording is not None:

@@ -6,7 +6,7 @@ from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP
 from engine.loading import LOAD_FORMATS, ModelSettings
 from wire.handshake import SideSettings
 
-TIER_FLAGS = ("host_kv_memory", "peer_kv_memory", "peer_gpu", "late_kv", "measure_kv_waits")
+TIER_FLAGS = ("host_kv_memory",)
 
 
 def add_side_flags(parser: argparse.ArgumentParser, port: int, gamma: int) -> None:

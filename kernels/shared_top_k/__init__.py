@@ -11,7 +11,7 @@ from kernels.selection import rank_in_row
 from kernels.shared_budget import WORD
 from kernels.shared_top_k.launch import find_thresholds, write_lists, write_words
 
-__all__ = ["mark_top_k_over_all", "rank_over_all", "select_top_k_over_all"]
+__all__ = ["mark_top_k_over_all", "select_top_k_over_all"]
 
 
 def select_top_k_over_all(
@@ -65,18 +65,6 @@ def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") 
         scores = scores.contiguous()
         write_words(scores, find_thresholds(scores, counts), marked)
     return marked
-
-
-def rank_over_all(scores: Tensor, count: int) -> Tensor:
-    """Rank the `count` highest positive scores of each group, the highest first, equal ones in any order; by torch.
-
-    scores: [groups, rows, n] float32, not negative
-    Returns [groups, count] int32, row * n + entry, and -1 where no positive score is left.
-    """
-    flat = scores.flatten(1)
-    best = flat.topk(min(count, flat.shape[1]))
-    keys = best.indices.int().where(best.values > 0, -1)
-    return torch.nn.functional.pad(keys, (0, count - keys.shape[1]), value=-1)
 
 
 def _torch_top_k(scores: Tensor, counts: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 import models
 from engine.attention_backends import check_attention_backend
 from engine.batch import SequenceInput, SparseRead
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted
 from engine.loading import ModelSettings, load_runner, open_model

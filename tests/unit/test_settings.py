@@ -141,46 +141,15 @@ def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
         resolve(flag, value)
 
 
-@pytest.mark.parametrize(
-    "flags", [("--draft-refresh", "2"), ("--draft-refresh", "0", "--draft-read-share", "0.1")]
-)
-def test_an_interval_of_dense_draft_steps_that_cannot_be_drafted_with_is_refused(
-    flags: tuple[str, ...],
-) -> None:
-    with pytest.raises(SettingsError, match=rf"draft_refresh is {flags[1]}"):
-        resolve(*flags)
-
-
 def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> None:
     from orchestrator.cluster import drafter_settings  # imports Ray
 
-    flags = ("--draft-refresh", "4", "--draft-read-share", "0.1")
-    file = config(tmp_path, "draft_refresh: 4\ndraft_read_share: 0.1\n")
-    environment = {"SPECAHEAD_DRAFT_REFRESH": "4", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
+    flags = ("--draft-read-share", "0.1")
+    file = config(tmp_path, "draft_read_share: 0.1\n")
+    environment = {"SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
     for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
-        drafter = drafter_settings(settings)
-        assert (drafter.refresh_every, drafter.read_share) == (4, 0.1)
-    assert drafter_settings(resolve()).refresh_every == 1
-
-
-def test_hints_are_for_targets_with_kv_in_tiers() -> None:
-    from draft_service.drafter import LEAST_HINT, DrafterSettings
-    from orchestrator.cluster import drafter_settings  # imports Ray
-
-    assert resolve().hint_bytes == DrafterSettings.hint_bytes
-    with pytest.raises(SettingsError, match=f"0 or at least {LEAST_HINT}"):
-        resolve("--host-kv-memory", "1", "--hint-bytes", str(LEAST_HINT - 1))
-    assert resolve("--host-kv-memory", "1", "--hint-bytes", str(LEAST_HINT)).hint_bytes == LEAST_HINT
-    assert drafter_settings(resolve("--host-kv-memory", "1", "--no-kv-prefetch")).hint_bytes == 0
-    assert drafter_settings(resolve()).hint_bytes == 0
-    tiers = ("--host-kv-memory", "1")
-    assert drafter_settings(resolve(*tiers)).hint_bytes == DrafterSettings.hint_bytes
-    assert drafter_settings(resolve(*tiers, "--hint-bytes", "100")).hint_bytes == 100
-    assert resolve("--hint-bytes", "0").hint_bytes == 0
-    with pytest.raises(SettingsError, match="give host_kv_memory"):
-        resolve("--hint-bytes", "100")
-    with pytest.raises(SettingsError, match="hint_bytes is -1"):
-        resolve(*tiers, "--hint-bytes", "-1")
+        assert drafter_settings(settings).read_share == 0.1
+    assert drafter_settings(resolve()).read_share == 1
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
@@ -191,31 +160,11 @@ def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
 def test_host_memory_is_the_targets() -> None:
     assert resolve().host_kv_memory == 0
     assert resolve("--host-kv-memory", "1.5").host_kv_memory == 1.5
-    assert resolve("--host-kv-memory", "1.5", "--late-kv", "means", "--measure-kv-waits").late_kv == "means"
-    for flags in (("--late-kv", "means"), ("--measure-kv-waits",), ("--no-kv-prefetch",)):
-        with pytest.raises(SettingsError, match="give host_kv_memory"):
-            resolve(*flags)
-    with pytest.raises(SettingsError, match="late_kv must be fetch or means"):
-        resolve("--host-kv-memory", "1", "--late-kv", "never")
 
 
-def test_memory_of_a_neighbour_is_beside_the_hosts() -> None:
-    from orchestrator.cluster import ClusterError, gpus_of  # imports Ray
+def test_services_get_a_gpu_each_where_there_are_two() -> None:
+    from orchestrator.cluster import gpus_of  # imports Ray
 
-    assert (resolve().peer_kv_memory, resolve().peer_gpu) == (0, -1)
-    settings = resolve("--host-kv-memory", "1", "--peer-kv-memory", "2.5", "--peer-gpu", "3")
-    assert (settings.peer_kv_memory, settings.peer_gpu) == (2.5, 3)
-    for flags, match in (
-        (("--peer-kv-memory", "1"), "give host_kv_memory too"),
-        (("--host-kv-memory", "1", "--peer-gpu", "0"), "peer_gpu is 0 and says where"),
-        (("--host-kv-memory", "1", "--peer-kv-memory", "-1"), "must not be negative"),
-        (("--host-kv-memory", "1", "--peer-kv-memory", "1", "--device", "cpu"), "device is cpu"),
-    ):
-        with pytest.raises(SettingsError, match=match):
-            resolve(*flags)
-    assert gpus_of(settings, 3) == gpus_of(settings, 8) == (2, 1)
-    with pytest.raises(ClusterError, match="the target takes two GPUs then and the draft one, Ray has 2"):
-        gpus_of(settings, 2)
     assert [gpus_of(resolve(), there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
     assert gpus_of(resolve("--device", "cuda"), 0) == (1, 1)
     assert gpus_of(resolve("--device", "cpu"), 2) == (0, 0)
