@@ -121,10 +121,9 @@ def plan_rows(
     heads: KV heads, query heads of a KV head, dimensions of a head.
     """
     kv_heads, group, dim = heads
-    layout = (torch.from_numpy(array) for array in (block_tables, lengths, query_starts))
-    plan(
-        planned, dense_requests(*layout, page_size), kv_heads * group, kv_heads, dim, page_size, scale, dtype
-    )
+    tables, kv_lengths, starts = (torch.from_numpy(each) for each in (block_tables, lengths, query_starts))
+    requests = dense_requests(tables, kv_lengths, starts, page_size)
+    plan(planned, requests, kv_heads * group, kv_heads, dim, page_size, scale, dtype)
 
 
 def plan(
