@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from config import DraftSettings
 from draft_service.hints import FIRST_QUERY, LIKELY, SELECTION, make_hint
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
-from engine.draft_rounds import RoundOutput, RoundRequest, check_refresh
+from engine.draft_rounds import RoundOutput, RoundRequest
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
@@ -49,41 +50,6 @@ LEAST_HINT = 24  # bytes: fewer hold no block
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
 CallSoon = Callable[[Callable[[], None]], object]
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
-
-    ahead: draft the next round while one is judged, for sessions whose verdicts are mostly foreseen; others would
-    take the time of those that wait. waves: parts that sessions with rounds to draft are taken in, so that a target
-    verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. hint_bytes: of each
-    of the two hints that a round sends before its selection to a target that has use for them; 0: none. read_share: of
-    the KV blocks that the later steps of a round read, where the runner drafts whole rounds; the first step reads
-    everything. refresh_every: of a session's rounds only every so many have such a first step, where read_share < 1.
-    prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made ready before
-    the first.
-    """
-
-    gamma: int = 4
-    support: int = 64
-    ahead: bool = True
-    waves: int = 0
-    hint_bytes: int = HINT_BYTES
-    read_share: float = 1.0
-    prefill_chunk: int = 512
-    warm_sessions: int = 16
-    max_context: int = 32768
-    refresh_every: int = 1
-
-    def __post_init__(self) -> None:
-        check_refresh(self.refresh_every, self.read_share)
-        if self.waves < 0:
-            raise ValueError(f"waves is {self.waves}, expected a number of parts, or 0 for the runner's own")
-        if self.hint_bytes and self.hint_bytes < LEAST_HINT:
-            raise ValueError(
-                f"hint_bytes is {self.hint_bytes}, expected {LEAST_HINT} at least, or 0 for no hints"
-            )
 
 
 @dataclass
@@ -152,7 +118,7 @@ class Drafter:
     """call_soon: has the event loop call what the model thread hands it; by default at once, for a single thread."""
 
     def __init__(
-        self, runner: Runner, plan: Plan, settings: DrafterSettings, call_soon: CallSoon = lambda call: call()
+        self, runner: Runner, plan: Plan, settings: DraftSettings, call_soon: CallSoon = lambda call: call()
     ) -> None:
         self.runner = runner
         self._call_soon = call_soon

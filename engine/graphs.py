@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention_backends import check_attention_backend
+from config.attention_backends import check_attention_backend
 from engine.batch import ReadMemory, SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (

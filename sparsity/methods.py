@@ -7,7 +7,7 @@ from sparsity import announce, in_advance, just_in_time
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
 from sparsity.just_in_time import CANDIDATES, Choose
-from sparsity.plan import Plan, PlanError, Rule
+from sparsity.plan import Plan, PlanError, Rule, load_plan, overridden
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,13 @@ def check_served(plan: Plan) -> None:
     check_method(method_named(plan.method), plan)
     if plan.sharing == "per_query" and any(method.announcing for method in METHODS.values()):
         raise PlanError("sharing 'per_query' is for evaluation: an announcement holds one selection a round")
+
+
+def load_served_plan(file: str, budget: float, method: str) -> Plan:
+    """A plan that services can use, with another budget or method unless they are 0 and "". Raises PlanError."""
+    plan = overridden(load_plan(file), budget, method)
+    check_served(plan)
+    return plan
 
 
 def methods_of(plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from config import TargetSettings
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
@@ -51,26 +52,6 @@ from wire.selection_codec import UnknownReference, decode_selection
 log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
-
-
-@dataclass(frozen=True)
-class VerifierSettings:
-    """gamma: most tokens a proposal may have. prefill_chunk: prompt tokens a step, over all sessions.
-
-    draft_timeout: seconds to wait for a proposal before decoding plainly. max_sessions: more are queued;
-    max_queued: more than that are refused. synthetic_acceptance: for measurements with random weights: drafted tokens
-    are kept with this probability each, whatever the target says; None: the target decides. kv_prefetch: where KV lies
-    in tiers, bring what a draft announces as soon as it does, not only when it is read.
-    """
-
-    gamma: int = 4
-    prefill_chunk: int = 512
-    draft_timeout: float = 1.0
-    max_sessions: int = 64
-    max_queued: int = 1024
-    synthetic_acceptance: float | None = None
-    max_context: int = 32768
-    kv_prefetch: bool = True
 
 
 class DraftPeer:
@@ -113,7 +94,7 @@ class Verifier:
         self,
         runner: Runner,
         plan: Plan,
-        settings: VerifierSettings,
+        settings: TargetSettings,
         recording: ReadRecording | None = None,
     ) -> None:
         self.runner = runner
@@ -561,7 +542,7 @@ class Verifier:
                 continue
             if item.session.reader is not None:
                 item.session.reader.finish(output.read_weights, output.blocks_read)
-            if self.settings.synthetic_acceptance is not None:
+            if self.settings.synthetic_acceptance >= 0:
                 accepted, following = self._impose(item, following, self.settings.synthetic_acceptance)
             self._commit(item, accepted, following, output, result.seconds)
 
@@ -650,7 +631,7 @@ def _either(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return joined
 
 
-def _check_frames(kv: TieredKV, settings: VerifierSettings) -> None:
+def _check_frames(kv: TieredKV, settings: TargetSettings) -> None:
     """What is being written must lie on the GPU, whatever else does. Raises ValueError."""
     a_session = pages_for(settings.gamma + 1) + 2
     least = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)

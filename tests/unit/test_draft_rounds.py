@@ -12,7 +12,8 @@ import torch
 
 import engine.draft_rounds
 import models
-from draft_service.drafter import LEAST_HINT, Drafter, DrafterSettings, Peer
+from config import DraftSettings
+from draft_service.drafter import Drafter, Peer
 from engine.decoder import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
@@ -47,7 +48,7 @@ class Side:
 
     def __init__(self, runner: Runner, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(**settings))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(**settings))
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
 
@@ -211,12 +212,6 @@ def test_rounds_with_hints_need_room_for_them() -> None:
         side.drafter.runner.draft_rounds([wrong])
 
 
-@pytest.mark.parametrize("number", [-1, LEAST_HINT - 1])
-def test_so_few_hint_bytes_are_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=f"hint_bytes is {number}, expected {LEAST_HINT} at least"):
-        DrafterSettings(hint_bytes=number)
-
-
 def test_the_last_round_of_a_session_is_short() -> None:
     plain, whole = (Side(runner) for runner in runners())
     sent = [side.run(begin("a", 300, "ahead", GREEDY, 303)) for side in (plain, whole)]
@@ -316,5 +311,5 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
 
 
 def test_a_negative_number_of_waves_is_refused() -> None:
-    with pytest.raises(ValueError, match="waves is -1"):
-        DrafterSettings(waves=-1)
+    with pytest.raises(ValueError, match="draft_waves is -1"):
+        DraftSettings(waves=-1)

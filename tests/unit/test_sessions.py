@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import target_service.verifier
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from benchmarks.recording import ReadRecording, load_reads
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
@@ -37,8 +39,7 @@ from sparsity.choice import mandatory
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
-from target_service.recording import ReadRecording, load_reads
-from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
+from target_service.verifier import DraftPeer, Verifier, cut_at_end
 from wire import convert
 from wire import messages as m
 from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -298,15 +299,19 @@ class World:
         self.verifier = Verifier(
             self.target,
             plan,
-            VerifierSettings(
-                gamma, prefill_chunk, max_sessions=max_sessions, max_queued=5000, max_context=500
+            TargetSettings(
+                gamma=gamma,
+                prefill_chunk=prefill_chunk,
+                max_sessions=max_sessions,
+                max_queued=5000,
+                max_context=500,
             ),
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         # Of the drafts, half are told that hints are of use, and half of these name very little.
         self.hints, hint_bytes = seed % 2 == 1, (30, 4096)[seed // 2 % 2]
-        settings = DrafterSettings(
-            gamma, ahead=ahead, hint_bytes=hint_bytes, prefill_chunk=prefill_chunk, max_context=500
+        settings = DraftSettings(
+            gamma=gamma, ahead=ahead, hint_bytes=hint_bytes, prefill_chunk=prefill_chunk, max_context=500
         )
         self.drafter = Drafter(self.draft, plan, settings)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
@@ -1094,7 +1099,7 @@ class Stand:
     def __post_init__(self) -> None:
         model = FakeModel(ends=True)
         runner = FakeRunner(model.target, True, LAYERS, 1, 40)
-        self.verifier = Verifier(runner, PLAN, VerifierSettings(4, max_context=500, max_queued=2))
+        self.verifier = Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=500, max_queued=2))
         self.peer = DraftPeer("draft", self.sent.append)
         self.verifier.attach_draft(self.peer)
         self.tokens = [7] * self.base
@@ -1192,7 +1197,7 @@ def test_room_for_group_means_is_made_where_they_are_used() -> None:
         (replace(PLAN, group_size=0), False),
     ):
         runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-        Verifier(runner, plan, VerifierSettings())
+        Verifier(runner, plan, TargetSettings())
         assert (runner.kv.means is not None) == used
 
 
@@ -1452,7 +1457,7 @@ def over_tiers(frames: int = 40, on_peer: int = 0, **changes: Any) -> Verifier:
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
     peer = peer_pages(LAYERS, on_peer, KV_HEADS, 2, torch.float32, torch.device("cpu")) if on_peer else None
     runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500, peer=peer)
-    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
+    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
 
@@ -1503,7 +1508,7 @@ def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
 def test_means_for_late_kv_need_group_means() -> None:
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
     runner.kv = TieredKV(LAYERS, KV_HEADS, 2, 40, 40, 500, means_for_late=True)
-    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
+    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
     with pytest.raises(ValueError, match=r"the plan has none .*: choose fetch"):
         Verifier(runner, replace(PLAN, group_size=0), settings)
 
@@ -1684,7 +1689,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -1925,7 +1930,9 @@ class HintStand:
         assert announcing is not None
         self.announcing = announcing
         self.peer = Peer("target", self.sent.append)
-        self.drafter = Drafter(self.runner, self.plan, DrafterSettings(4, ahead=ahead, hint_bytes=hint_bytes))
+        self.drafter = Drafter(
+            self.runner, self.plan, DraftSettings(gamma=4, ahead=ahead, hint_bytes=hint_bytes)
+        )
         self.drafter.attach(self.peer)
 
     def begin(self) -> None:
