@@ -217,8 +217,12 @@ class Verifier:
                 f"{length} tokens need {self._need(length)} KV pages of {PAGE_SIZE}, "
                 f"the target has {self.runner.kv.pool.num_pages}"
             )
-        if len(self._queue) >= settings.max_queued:
-            raise ResourceExhausted(f"{len(self._queue)} sessions are queued already; try again later")
+        waiting = self._waiting_with(self._need(length))
+        if waiting > settings.max_queued:
+            raise ResourceExhausted(
+                f"no place is free, and {waiting - 1} sessions are queued already of at most {settings.max_queued}; "
+                "try again later"
+            )
         if isinstance(self.runner.kv, TieredKV):
             leaving = sum(self._need(closed.max_length) for closed in self._closed)
             queued = sum(self._need(session.max_length) for session in self._queue)
@@ -229,6 +233,18 @@ class Verifier:
                     f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
                     f"{self.runner.kv.pool.num_pages} {where}; try again later"
                 )
+
+    def _waiting_with(self, need: int) -> int:
+        """The number of sessions that the next step would leave in the queue if one more of `need` pages were in it."""
+        places = self.settings.max_sessions - len(self._sessions)
+        leaving = sum(self._need(closed.max_length) for closed in self._closed)
+        room = self.runner.kv.pool.num_pages - self._reserved + leaving
+        needs = [*(self._need(session.max_length) for session in self._queue), need]
+        admitted = 0
+        while admitted < min(places, len(needs)) and needs[admitted] <= room:
+            room -= needs[admitted]
+            admitted += 1
+        return len(needs) - admitted
 
     def _need(self, length: int) -> int:
         return pages_for(length + self.settings.gamma + 1)

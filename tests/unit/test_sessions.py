@@ -1449,6 +1449,32 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
 
 
+def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
+    """Also before the step that takes it up, and as soon as one that ran has ended."""
+    verifier = Verifier(
+        FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
+        PLAN,
+        TargetSettings(max_sessions=2, max_queued=0, max_context=600),
+    )
+    for name in ("a", "b"):
+        verifier.open(exact(name, 5, 5), lambda _: None)
+    with pytest.raises(
+        ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"
+    ):
+        verifier.open(exact("c", 5, 5), lambda _: None)
+    run_to_the_end(verifier)
+    verifier.open(exact("c", 100, 400), lambda _: None)
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
+    verifier.plan_step()
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)
+    verifier.abort("c")
+    verifier.open(exact("d", 100, 400), lambda _: None)
+    assert verifier.plan_step() is not None
+    assert verifier.gauges["queued_sessions"] == 0
+
+
 # KV in tiers
 
 
