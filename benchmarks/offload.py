@@ -1,10 +1,9 @@
 """`specahead bench offload`: verification steps over KV in tiers against the same steps over KV wholly on the GPU.
 
-What the target of the real services read (benchmarks/read_trace.py) is read round after round. Four ways:
+What the target of the real services read (benchmarks/read_trace.py) is read round after round. Three ways:
 
     resident   all KV is on the GPU
-    prefetch   pages that are not hot are fetched while the step before runs, as where a draft announces them by then
-    in step    they are fetched on a side stream, layer by layer, from the step's beginning on
+    in step    pages that are not hot are fetched on a side stream, layer by layer, from the step's beginning on
     on demand  a layer's pages are fetched when its queries are there, as must be where nobody has announced them
 
 The bound of a step is the resident step or the link's time for what was fetched at its bulk rate, whichever is longer.
@@ -37,14 +36,12 @@ from benchmarks.offload_sessions import hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
     IN_STEP,
     ON_DEMAND,
-    PREFETCH,
     Case,
     Home,
     Measured,
     Step,
     link_rate,
     make_home,
-    make_peer,
     pack_rounds,
     replay,
     resident_kv,
@@ -55,7 +52,7 @@ from benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import Shape, random_decoder
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.paged_kv import PAGE_SIZE
 from evaluation.plots import make_figure, save_figure
 
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
@@ -69,9 +66,8 @@ class Settings:
     """shares: of the pages, selected. hot: shares of the pages that there are frames for. passes: over all rounds.
 
     home_layers: layers that have a home of their own; the others share these. host_memory: bytes that homes may take;
-    None: what is free. peer_share: of the pages, those whose home is a neighbour GPU. kv_memory: bytes of the GPU for
-    KV; sessions_factor: times as many sessions run in tiers as fit these without; they take the place of batches and
-    hot.
+    None: what is free. kv_memory: bytes of the GPU for KV; sessions_factor: times as many sessions run in tiers as fit
+    these without; they take the place of batches and hot.
     """
 
     batches: tuple[int, ...] = (1, 8)
@@ -82,7 +78,6 @@ class Settings:
     passes: int = 4
     home_layers: int = 1
     host_memory: int | None = None
-    peer_share: float = 0.0
     kv_memory: int | None = None
     sessions_factor: int = 4
 
@@ -95,8 +90,6 @@ class Settings:
             raise ValueError(
                 f"contexts must be multiples of {PAGE_SIZE}, {SHORTEST} at least, got {list(self.contexts)}"
             )
-        if not 0 <= self.peer_share < 1:
-            raise ValueError(f"peer_share must lie in [0, 1), got {self.peer_share}")
         if self.queries < 2 or min(*self.batches, self.passes, self.home_layers) < 1:
             raise ValueError("there must be 2 queries at least, and one of batches, passes and home layers")
         if self.sessions_factor < 1 or (self.kv_memory is not None and self.kv_memory < 1):
@@ -112,8 +105,7 @@ class Row:
     pages, each of a layer and KV head: read, fetched over the link (in tiers), and listed without finding a slot; where
     there are any of these the step is void, and the services would verify fewer sessions at once.
     link: bytes a second of fetches over the whole step; link_used: the same, of the host link's bulk rate. bound:
-    milliseconds. check: against the resident step's logits; in_parts: those of resident parts. pages_from_peer: of
-    those fetched, what a neighbour GPU had.
+    milliseconds. check: against the resident step's logits; in_parts: those of resident parts.
     """
 
     batch: int
@@ -133,7 +125,6 @@ class Row:
     bound: float
     check: Check
     in_parts: bool
-    pages_from_peer: float = 0.0
 
     @property
     def to_resident(self) -> float | None:
@@ -178,9 +169,6 @@ class Bench:
         layers = min(settings.home_layers, largest.shape.num_hidden_layers)
         self.home: Home = make_home(largest, layers, device)
         self.link = link_rate(self.home, device)
-        share = settings.peer_share
-        self.peer = make_peer(largest, self.home, layers, share, device) if share else None
-        self.peer_link = link_rate(self.peer, device) if self.peer else 0.0
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
     def rows(self, case: Case) -> Iterator[Row]:
@@ -209,7 +197,7 @@ class Bench:
         if in_parts:
             wanted = self._logits_of_parts(pinned, rounds, part)
         for share_hot in hot:
-            for way in (PREFETCH, IN_STEP, ON_DEMAND):
+            for way in (IN_STEP, ON_DEMAND):
                 tiered = share_hot, way
                 found = self._measure(case, rounds, *tiered)
                 checked = self._measure(pinned, rounds, *tiered, passes=1) if in_parts else found
@@ -249,12 +237,8 @@ class Bench:
             where = "wholly on the GPU" if hot is None else f"{hot:.1%} of it on the GPU"
             print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
             return {}
-        kv: PagedKV
         device = self.device
-        if hot is None:
-            kv = resident_kv(case, self.home, device)
-        else:
-            kv = tiered_kv(case, hot, self.home, device, self.peer, self.settings.peer_share)
+        kv = resident_kv(case, self.home, device) if hot is None else tiered_kv(case, hot, self.home, device)
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], way)
         passes = passes or self.settings.passes
         measured = {share: replay(step, words, passes) for share, words in rounds.items()}
@@ -280,8 +264,6 @@ class Bench:
         in_parts: bool,
     ) -> Row:
         mean, size = float(np.mean(measured.milliseconds)), measured.fetched * case.page_bytes
-        from_peer = measured.from_peer * case.page_bytes
-        links = [(size - from_peer) / self.link, from_peer / self.peer_link if from_peer else 0.0]
         if way == RESIDENT:
             resident = mean
         rate = 1e3 * size / mean
@@ -300,10 +282,9 @@ class Bench:
             bytes_fetched=size,
             link=rate,
             link_used=rate / self.link,
-            bound=max(resident or 0.0, 1e3 * max(links)),
+            bound=max(resident or 0.0, 1e3 * size / self.link),
             check=check,
             in_parts=in_parts,
-            pages_from_peer=measured.from_peer,
         )
 
 
@@ -382,9 +363,6 @@ def run_offload_benchmark(
                 rows.append(row)
                 tqdm.write(_line(row), sys.stderr)  # what there is, should the rest not come
     head = _head(name, settings, device, bench.link, homes)
-    if bench.peer:
-        where = f"{bench.peer[0][0].device}, bulk copies from there {bench.peer_link / 1e9:.1f} GB/s"
-        head["peer"] = f"{settings.peer_share:.0%} of the home pages on {where}"
     if settings.kv_memory is not None:
         head["sessions"] = "; ".join(_about_sessions(settings, case) for case in cases)
     print(report(head, rows))
@@ -439,8 +417,7 @@ def command_of(name: str, settings: Settings) -> str:
         }
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
     numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
-    peer = f" --peer-share {settings.peer_share}" if settings.peer_share else ""
-    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}{peer}"
+    return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
 
 
 def report(head: dict[str, str | float], rows: list[Row]) -> str:
@@ -456,10 +433,10 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
         "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
         "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
         "nor fetched, and the step is void.\nGB/s: fetched over the whole step. Bound: the resident step, or what was "
-        "fetched at the link's bulk rate\n(of two links: the longer). Same: whether all logits of so many rounds (of "
-        "the last pass, without void ones) are those\nof the resident step, in every bit; if not, the greatest "
-        "difference; -: nothing to compare with. In parts: the resident\nKV of all sessions does not fit; compared are "
-        "steps in which nothing depends on the batch, of all in tiers and of\nresident parts."
+        "fetched at the link's bulk rate.\nSame: whether all logits of so many rounds (of the last pass, without void "
+        "ones) are those of the resident step, in\nevery bit; if not, the greatest difference; -: nothing to compare "
+        "with. In parts: the resident KV of all sessions does\nnot fit; compared are steps in which nothing depends on "
+        "the batch, of all in tiers and of resident parts."
     )
     return "\n".join(lines)
 
@@ -468,12 +445,11 @@ def _line(row: Row) -> str:
     ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
     excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
     missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
-    peer = f" {row.pages_from_peer / row.pages_fetched:.0%} from peer" if row.pages_from_peer else ""
     return (
         f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
         f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
         f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB {row.link / 1e9:>5.1f} "
-        f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}{peer}"
+        f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}"
     )
 
 
@@ -493,9 +469,9 @@ def plot_rows(rows: list[Row], path: Path) -> Path:
             color = colors.setdefault((context, share), f"C{len(colors) % 10}")
             hot = [100 * row.hot for row in line]
             label = f"{context:,} tokens, {share:.1%} read, "
-            style = {PREFETCH: "o-", IN_STEP: "^-."}.get(way, "s--")
+            style = "o-" if way == IN_STEP else "s--"
             axis.plot(hot, [row.to_resident for row in line], style, ms=3, color=color, label=label + way)
-            if way == PREFETCH:
+            if way == IN_STEP:
                 bounds = [row.bound / row.resident for row in line if row.resident]
                 axis.plot(hot, bounds, ":", color=color, label=label + "bound")
         axis.axhline(1.0, color="gray", lw=0.8)

@@ -22,16 +22,13 @@ from engine.decoder import Decoder
 from engine.host_memory import host_zeros
 from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
-from engine.peer_memory import peer_pages
-from engine.prefetcher import MOST, Prefetcher, Wanted
-from engine.prefetches import Prefetch
 from engine.sampling import Sampling
 from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
 from kernels.backends import power_of_two
 from kernels.shared_budget import WORD
 
-PREFETCH, IN_STEP, ON_DEMAND = "prefetch", "in step", "on demand"  # when pages are fetched
+IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
 
@@ -80,10 +77,6 @@ class Case:
     def layer_bytes(self) -> int:
         return self.pages * self.shape.num_key_value_heads * self.page_bytes
 
-    def on_peer(self, share: float) -> int:
-        """Pages whose home is a neighbour GPU."""
-        return int(share * self.pages)
-
     def frames(self, hot: float) -> int:
         """A share of all pages, but room for what a step writes."""
         written = self.pages_each - self.context // PAGE_SIZE
@@ -104,18 +97,6 @@ def make_home(case: Case, layers: int, device: torch.device) -> Home:
         return [made[layer % layers] for layer in range(case.shape.num_hidden_layers)]
 
     return side(), side()
-
-
-def make_peer(case: Case, home: Home, layers: int, share: float, device: torch.device) -> Home:
-    """A share of the pages of `home` on a neighbour GPU; without a GPU, in memory that stands for it."""
-    shape = case.shape
-    sizes = case.on_peer(share), shape.num_key_value_heads, shape.head_dim
-    keys, values = peer_pages(layers, *sizes, case.dtype, device)
-    for near, far in zip((keys, values), home, strict=True):
-        for part, whole in zip(near, far, strict=False):
-            part.copy_(whole[: len(part)])
-    order = [layer % layers for layer in range(shape.num_hidden_layers)]
-    return [keys[i] for i in order], [values[i] for i in order]
 
 
 def link_rate(home: Home, device: torch.device) -> float:
@@ -148,17 +129,13 @@ def tiered_kv(
     hot: float,
     home: Home,
     device: torch.device,
-    peer: Home | None = None,
-    peer_share: float = 0.0,
 ) -> TieredKV:
-    """hot: share of all pages that there are frames for; peer_share: of those whose home is `peer`."""
+    """hot: share of all pages that there are frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    on_peer = case.on_peer(peer_share) if peer else 0
-    keys, values = ([part[on_peer : case.pages] for part in side] for side in home)
-    near = ([part[:on_peer] for part in peer[0]], [part[:on_peer] for part in peer[1]]) if peer else None
+    keys, values = ([part[: case.pages] for part in side] for side in home)
     sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values), peer=near)
+    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values))
 
 
 def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
@@ -209,15 +186,13 @@ def step_shape(case: Case, tiered: bool) -> StepShape:
 class Measured:
     """Of settled rounds: milliseconds of each; pages (of a layer and head) that one read, fetched, had no slot for.
 
-    fetched: before the step, too. from_peer: of those fetched, what a neighbour GPU had. logits: of all rounds of the
-    last pass, [batch, queries, vocab] on the host; None where a round was void.
+    logits: of all rounds of the last pass, [batch, queries, vocab] on the host; None where a round was void.
     """
 
     milliseconds: list[float]
     read: float
     fetched: float
     refused: float
-    from_peer: float
     logits: list[Tensor | None]
 
 
@@ -225,72 +200,39 @@ class Step:
     """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
 
     def __init__(self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, way: str = IN_STEP) -> None:
-        """words: int64 [batch, rows, words], what the step reads while it is captured; way: PREFETCH, IN_STEP or
-        ON_DEMAND, where KV lies in tiers"""
+        """words: int64 [batch, rows, words], what the step reads while it is captured; way: IN_STEP or ON_DEMAND, where
+        KV lies in tiers"""
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, isinstance(kv, TieredKV))
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
         self.buffers: StepBuffers = make_buffers(shape, kv.num_layers, kv.kv_heads, device, memory)
-        self.sequences = sequences = open_sequences(kv, case)
-        self.prefetcher: Prefetcher | None = None
-        if way == PREFETCH and isinstance(kv, TieredKV):
-            self.prefetcher = Prefetcher(kv, PAGE_SIZE, shape.blocks, enforce_eager=False)
-            self.prefetcher.warm_up()
+        sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.tiered else None
         lay_out_step(self.buffers, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
         work = partial(run_step, decoder, kv, shape, self.buffers, overlap=way != ON_DEMAND)
-        self._launch: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
+        self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
         """What the next run reads; in tiers it is another round."""
         budget = self.buffers.budget
         assert budget is not None
         budget.words[: len(words), :, : words.shape[-1]].copy_(words)
-        if isinstance(self.kv, TieredKV) and self.buffers.rounds is not None:
-            prefetches, round = self.kv.prefetches, self.kv.step_round()
-            self.buffers.rounds.round.fill_(round)
-            self.buffers.rounds.oldest.fill_(prefetches.oldest(round))
-            self.buffers.rounds.due.fill_(prefetches.due(self.sequences, False))
-
-    def run(self) -> None:
-        """As GraphRunner does: prefetches may be launched once the step is."""
-        rounds = self.buffers.rounds
-        if not isinstance(self.kv, TieredKV) or rounds is None:
-            self._launch()
-            return
-        self.kv.take_tables()
-        self._launch()
-        self.kv.tell_tables_free(rounds.tables_free, rounds.link_free)
-        self.kv.note_step(self.sequences)
-        self.kv.give_tables()
-
-    def prefetch(self, words: np.ndarray) -> list[Prefetch]:
-        """Bring what the next run reads and this one does not, uint64 [batch, rows, words], beside it."""
-        assert self.prefetcher is not None and isinstance(self.kv, TieredKV)
-        launched = []
-        wanted = [Wanted(*each) for each in zip(self.sequences, words, strict=True)]
-        for first in range(0, len(wanted), MOST):
-            while not self.prefetcher.launch(wanted[first : first + MOST]):
-                pass
-            launched.append(self.kv.prefetches.outstanding[-1])
-        return launched
+        if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
+            self.buffers.round.fill_(self.kv.next_round())
 
     def forget(self) -> None:
         """Nothing is hot any more."""
         if isinstance(self.kv, TieredKV):
-            self.kv.take_tables()
-            self.kv.give_up_prefetches()
             for name, part in self._tables.items():
                 getattr(self.kv.tables, name).copy_(part)
-            self.kv.give_tables()
 
     def counts(self) -> Tensor:
-        """[4]: pages that the last run read, fetched, had no slot for, and fetched from a neighbour GPU."""
+        """[3]: pages that the last run read, fetched, and had no slot for."""
         results = self.buffers.results.device
         nothing = torch.zeros_like(results["blocks_read"][:1])
-        tiers = (results.get(name, nothing) for name in ("fetched", "refused", "from_peer"))
+        tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
 
     def logits(self) -> Tensor:
@@ -353,8 +295,6 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
     marks: list[tuple[_Mark, _Mark]] = []
     counted: list[Tensor] = []
     left: list[tuple[Tensor, Tensor]] = []
-    brought: list[Prefetch] = []
-    ahead = rounds.cpu().numpy().view(np.uint64) if step.prefetcher is not None else None
     for turn in range(passes):
         step.forget()
         for number, words in enumerate(rounds):
@@ -362,9 +302,6 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
             begin = _Mark(device)
             step.run()
             end = _Mark(device)
-            if ahead is not None and number + 1 < len(rounds):
-                launched = step.prefetch(ahead[number + 1] & ~ahead[number])
-                brought += launched if number + 1 >= SETTLED else []
             counts = step.counts()
             if number >= SETTLED:
                 marks.append((begin, end))
@@ -373,12 +310,10 @@ def replay(step: Step, rounds: Tensor, passes: int) -> Measured:
                 left.append((counts, step.logits()))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    read, fetched, refused, from_peer = torch.stack(counted).float().mean(0).tolist()
+    read, fetched, refused = torch.stack(counted).float().mean(0).tolist()
     logits = [None if counts[2] else given.cpu() for counts, given in left]
     times = [begin.milliseconds_to(end) for begin, end in marks]
-    fetched += sum(int(each.transfers.counts.sum()) for each in brought) / len(times)
-    from_peer += sum(int(each.from_peer) for each in brought) / len(times)
-    return Measured(times, read, fetched, refused, from_peer, logits)
+    return Measured(times, read, fetched, refused, logits)
 
 
 def _wake(step: Step, words: Tensor) -> None:

@@ -73,7 +73,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
         pooled = (rows // pool, 1, pool)
         wanted = torch.from_numpy(counts.astype(np.int32)).view(pooled)
         listed = torch.from_numpy(lists).view(*pooled, -1)
-        transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now, now)
+        transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now)
         if number >= SETTLED:
             fetched += int(transfers.counts.sum())
             unplaced += int(transfers.unplaced.sum())

@@ -34,7 +34,7 @@ PREFILL_CHUNK = 4096  # prompt tokens a step, at most
 @dataclass(frozen=True)
 class Row:
     """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together, 0 if
-    at no moment all of them generated. kv_fetched, kv_late: of the KV that was read, where it lies in tiers."""
+    at no moment all of them generated. kv_fetched: of the KV that was read, where it lies in tiers."""
 
     what: str
     sessions: int
@@ -44,7 +44,6 @@ class Row:
     tokens_a_round: float
     kv_read: float
     kv_fetched: float
-    kv_late: float
     draft_ms: float  # a round
     verify_ms: float  # a round
     wait_ms: float  # a round
@@ -168,7 +167,6 @@ def _measure(address: str, what: str, sessions: int, context: int, tokens: int, 
         tokens_a_round=sessions * tokens / rounds,
         kv_read=sum(summary.kv_read_fraction for _, summary in streams) / sessions,
         kv_fetched=sum(summary.kv_fetched_fraction for _, summary in streams) / sessions,
-        kv_late=sum(summary.kv_late_fraction for _, summary in streams) / sessions,
         draft_ms=1e3 * sum(summary.draft_seconds for _, summary in streams) / rounds,
         verify_ms=1e3 * sum(summary.verify_seconds for _, summary in streams) / rounds,
         wait_ms=1e3 * sum(summary.wait_seconds for _, summary in streams) / rounds,
@@ -199,18 +197,18 @@ def _report(head: dict[str, str], rows: list[Row]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"{'':<22} {'sessions':>8} {'context':>8} {'tokens/s':>9} {'round':>10} {'tokens':>7} {'KV read':>8} "
-        f"{'fetched':>8} {'late':>8} {'draft':>9} {'verify':>9} {'wait':>9}"
+        f"{'fetched':>8} {'draft':>9} {'verify':>9} {'wait':>9}"
     )
     for row in rows:
         lines.append(
             f"{row.what:<22} {row.sessions:>8} {row.context:>8} {row.tokens_a_second:>9.1f} "
             f"{row.session_round_ms:>7.2f} ms {row.tokens_a_round:>7.2f} {row.kv_read:>8.3f} "
-            f"{row.kv_fetched:>8.2%} {row.kv_late:>8.3%} {row.draft_ms:>6.2f} ms "
+            f"{row.kv_fetched:>8.2%} {row.draft_ms:>6.2f} ms "
             f"{row.verify_ms:>6.2f} ms {row.wait_ms:>6.2f} ms"
         )
     lines.append(
         "Tokens/s: of all sessions, while all generate. Round: between two messages of a session, the median. "
-        "Fetched,\nlate: of the KV that was read, what came from the host, and what of it nobody had announced. Draft, "
-        "verify,\nwait: a round; draft runs beside the others, on the other GPU."
+        "Fetched: of\nthe KV that was read, what came from the host. Draft, verify, wait: a round; draft runs beside "
+        "the others, on the\nother GPU."
     )
     return "\n".join(lines)

@@ -13,13 +13,12 @@ import models
 from cli.pair import add_pair
 
 if TYPE_CHECKING:
-    from evaluation.cases import Case
     from sparsity.plan import Plan
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "tiers", "identity"])
+    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -58,7 +57,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hot",
         metavar="X,Y",
-        help="tiers, identity: frames, of the pages of a case, of all sessions (default: 0.25, identity 0.5,0.25)",
+        help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)",
     )
     parser.add_argument(
         "--generated", type=int, default=64, help="drafts, identity: tokens after each passage"
@@ -101,16 +100,13 @@ def _evaluate(flags: argparse.Namespace) -> None:
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     tokenizer = load_tokenizer(flags.target)
-    if flags.task in ("perplexity", "tiers"):
+    if flags.task == "perplexity":
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
         chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
     elif flags.task == "recall":
         chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
-    if flags.task == "tiers":
-        _evaluate_tiers(flags, plan, chosen)
-        return
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     sums = evaluate(Pair(flags.target, flags.draft), chosen, variants, flags.workers, flags.task)
     rows = report.to_rows(flags.task, variants, sums)
@@ -123,15 +119,6 @@ def _evaluate(flags: argparse.Namespace) -> None:
             plots.plot_churn(rows, Path(flags.plots) / f"{flags.task}-churn.png"),
         ):
             print(path, file=sys.stderr)
-
-
-def _evaluate_tiers(flags: argparse.Namespace, plan: "Plan", chosen: "list[Case]") -> None:
-    from evaluation import tiers
-    from evaluation.run import Pair
-
-    hot = [float(share) for share in (flags.hot or "0.25").split(",")]
-    rows = tiers.measure(Pair(flags.target, flags.draft), plan, chosen, hot, flags.gamma)
-    print(tiers.to_json(rows) if flags.json else tiers.to_text(rows))
 
 
 def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:

@@ -59,10 +59,6 @@ class ModelSettings(Section):
     host_kv_memory: float = 0.0
     dense_layers: tuple[int, ...] = ()
     group_size: int = 0
-    peer_kv_memory: float = 0.0
-    peer_gpu: int = -1
-    late_kv: str = "fetch"
-    measure_kv_waits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,6 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
-    kv_prefetch: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +153,6 @@ class DraftSettings(ServiceSettings):
         most=1,
     )
     support: int = 64
-    refresh_every: int = 1
-    hint_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

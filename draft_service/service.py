@@ -60,8 +60,7 @@ async def serve(
     on_ready: Callable[[RunningServer], None],
 ) -> None:
     """Runs until cancelled; ends with an exception if a step fails."""
-    loop = asyncio.get_running_loop()
-    drafter = Drafter(runner, plan, settings, loop.call_soon_threadsafe)
+    drafter = Drafter(runner, plan, settings)
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS))
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()

@@ -38,7 +38,6 @@ from engine.draft_rounds import (
 )
 from engine.judging import Drafted, support_of
 from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
-from engine.prefetcher import Prefetcher, Wanted
 from engine.runner import ModelRunner, Runner, SequenceOutput
 from engine.sampling import Sampling
 from engine.steps import (
@@ -139,7 +138,6 @@ class GraphRunner(Runner):
         self._round_settings: RoundSettings | None = None
         self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
-        self._prefetcher: Prefetcher | None = None
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, self.enforce_eager)
         self._flashinfer: FlashInferPlans | None = None
@@ -161,15 +159,6 @@ class GraphRunner(Runner):
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        if not isinstance(self.kv, TieredKV):
-            return self._forward(inputs)
-        self.kv.take_tables()
-        try:
-            return self._forward(inputs)
-        finally:
-            self.kv.give_tables()
-
-    def _forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs: list[SequenceOutput | None] = [None] * len(inputs)
         self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
         groups: dict[object, list[int]] = {}
@@ -213,27 +202,6 @@ class GraphRunner(Runner):
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         return (judged, read.block_size, read.group_means, read.emit, dense)
 
-    # Prefetches. (engine.prefetcher)
-
-    def prepare_prefetches(self, block_size: int, layers: list[int]) -> bool:
-        """False where steps do not fetch what they list: `layers` are not those in tiers, or blocks no whole pages."""
-        if not layers or not isinstance(self.kv, TieredKV) or layers != self.kv.tiered_layers:
-            return False
-        if block_size % PAGE_SIZE:
-            return False
-        blocks = -(-self.max_pages * PAGE_SIZE // block_size)
-        self._prefetcher = Prefetcher(self.kv, block_size, blocks, self.enforce_eager)
-        return True
-
-    @property
-    def can_prefetch(self) -> bool:
-        return self._prefetcher is not None and self._prefetcher.is_ready
-
-    def prefetch(self, wanted: list[Wanted]) -> bool:
-        if self._prefetcher is None:
-            raise RuntimeError("prefetch needs prepare_prefetches first")
-        return self._prefetcher.launch(wanted)
-
     # Steps.
 
     def _step(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -244,30 +212,14 @@ class GraphRunner(Runner):
         self._lay_out(captured.buffers, shape, inputs)
         if captured.buffers.dense_plan is not None:
             plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
-        if isinstance(self.kv, TieredKV):
-            self.kv.tell_tables_free()
-            self.kv.note_step([item.kv for item in inputs])
-            self.kv.take_accounts()
         self._run(captured, shape)
-        return self._read(captured.buffers, shape, inputs, self._fetch(captured.buffers))
+        return self._read(captured.buffers, shape, inputs, _fetch(captured.buffers))
 
     def _run(self, captured: _Captured[StepBuffers], shape: StepShape) -> None:
         if captured.graph is None:
             run_step(self.decoder, self.kv, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-
-    def _fetch(self, buffers: StepBuffers) -> dict[str, np.ndarray]:
-        """A step's results. Others may launch prefetches while it runs."""
-        if not buffers.results.host:
-            return {}
-        if not isinstance(self.kv, TieredKV):
-            return buffers.results.fetch()
-        self.kv.give_tables()
-        try:
-            return buffers.results.fetch()
-        finally:
-            self.kv.take_tables()
 
     def _lay_out(
         self,
@@ -289,12 +241,7 @@ class GraphRunner(Runner):
         """By fetching what is listed, at once if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
         if self._can_fetch(shape):
-            assert isinstance(self.kv, TieredKV)
-            prefetched = bool(self.kv.prefetches.outstanding)
-            outputs = self._step_fetching(self._over_tiers(shape), inputs)
-            if outputs is None and prefetched:  # whose slots were kept; they need not be any more
-                self.kv.give_up_prefetches()
-                outputs = self._step_fetching(self._over_tiers(shape), inputs)
+            outputs = self._step_fetching(replace(shape, tiered=True), inputs)
             if outputs is not None:
                 return outputs
             if len(inputs) > 1:
@@ -311,39 +258,19 @@ class GraphRunner(Runner):
         kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
         return shape.width > 0 and shape.dense_layers == kept and shape.block_size % PAGE_SIZE == 0
 
-    def _over_tiers(self, shape: StepShape) -> StepShape:
-        assert isinstance(self.kv, TieredKV)
-        leaves_out_late = self.kv.means_for_late and shape.groups > 0
-        return replace(
-            shape, tiered=True, leaves_out_late=leaves_out_late, measures_waits=self.kv.measures_waits
-        )
-
     def _step_fetching(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
         """None if the GPU has no room for all that is listed: then nothing was done that another step does not redo."""
         assert isinstance(self.kv, TieredKV)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs, [item.kv.table() for item in inputs])
         self._run(captured, shape)
-        rounds = captured.buffers.rounds
-        assert rounds is not None
-        self.kv.tell_tables_free(rounds.tables_free, rounds.link_free)
-        self.kv.note_step([item.kv for item in inputs])
-        counters, results = self.kv.counters, self._fetch(captured.buffers)
-        self.kv.take_accounts()
+        counters, results = self.kv.counters, _fetch(captured.buffers)
         counters.fetched_pages += int(results["fetched"][0])
-        counters.pages_from_peer += int(results["from_peer"][0])
         counters.refused_pages += int(results["refused"][0])
         if results["refused"][0]:
             return None
         cold = int(results["cold"].sum())
         counters.hit_pages += (int(results["listed"][0]) - cold) * (shape.block_size // PAGE_SIZE)
-        late = int(results["late"].sum()) * (shape.block_size // PAGE_SIZE)
-        if shape.leaves_out_late:
-            counters.left_out_pages += late
-        else:
-            counters.late_pages += late
-        if shape.measures_waits:
-            counters.add_waits(results["waited"].reshape(-1, 2), self.kv.tiered_layers)
         return self._read(captured.buffers, shape, inputs, results)
 
     def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -357,11 +284,9 @@ class GraphRunner(Runner):
         staged = StagedReads(self.kv, [item.kv for item in inputs])
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
-        self.kv.tell_tables_free()
-        self.kv.note_step([item.kv for item in inputs])
-        self.kv.take_accounts()
-        outputs = self._read(buffers, shape, inputs, self._fetch(buffers))
-        staged.account(outputs)
+        outputs = self._read(buffers, shape, inputs, _fetch(buffers))
+        for output, tokens in zip(outputs, staged.account(), strict=True):
+            output.tokens_fetched = tokens
         return outputs
 
     def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
@@ -411,8 +336,6 @@ class GraphRunner(Runner):
         """Capture the steps that these reads take, greedy and sampled, in batches of up to `sequences`."""
         if self.enforce_eager:
             return
-        if self._prefetcher is not None:
-            self._prefetcher.warm_up()
         kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
         counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
         for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps"):
@@ -422,7 +345,7 @@ class GraphRunner(Runner):
                 shape = self._shape([item] * count)
                 self._step_of(shape)
                 if isinstance(self.kv, TieredKV) and self._can_fetch(shape):
-                    self._step_of(self._over_tiers(shape))
+                    self._step_of(replace(shape, tiered=True))
 
     # What is remembered of sequences, each at its place.
 
@@ -524,12 +447,8 @@ class GraphRunner(Runner):
                 for output, *verdict in zip(outputs, results["accepted"], results["following"], strict=False):
                     output.verdict = verdict[0], verdict[1]
             if shape.tiered:
-                for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
-                    cold, late = results["cold"][i], results["late"][i]
-                    brought = cold - late if shape.leaves_out_late else cold
-                    output.tokens_fetched = brought * shape.block_size + item.kv.prefetched
-                    output.tokens_late = late * shape.block_size
-                    item.kv.prefetched = 0
+                for output, cold in zip(outputs, results["cold"], strict=False):
+                    output.tokens_fetched = cold * shape.block_size
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -763,8 +682,14 @@ class GraphRunner(Runner):
             outputs.append(SequenceOutput(logits=logits[row : row + taken].float() if taken else None))
             row += taken
         if staged is not None:
-            staged.account(outputs)
+            for output, tokens in zip(outputs, staged.account(), strict=True):
+                output.tokens_fetched = tokens
         return outputs
+
+
+def _fetch(buffers: StepBuffers) -> dict[str, np.ndarray]:
+    """A step's results on the host, by name; waits for them if there are any."""
+    return buffers.results.fetch() if buffers.results.host else {}
 
 
 def _at_places(on_first: OnFirst | None, places: list[int]) -> OnFirst | None:

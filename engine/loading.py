@@ -15,12 +15,9 @@ from config import ModelSettings
 from config.attention_backends import check_attention_backend
 from config.sections import LOAD_FORMATS
 from engine import attention
-from engine.decoder import is_supported, read_decoder
+from engine.families import read_decoder, sliding_window, unbuilt_feature
 from engine.graphs import MAX_OVERHANG, GraphRunner
-from engine.late_kv import LATE_KV
 from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
-from engine.peer_memory import NEXT, open_neighbour, peer_pages
-from engine.prefetcher import MOST, MOST_OUTSTANDING
 from engine.runner import ModelRunner, Runner
 from engine.tiered_kv import TieredKV
 from kernels.backends import AttentionBackend
@@ -48,6 +45,12 @@ def read_shape(config: Any) -> ModelShape:
     if kinds != {"full_attention"}:
         raise NotImplementedError(
             f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built"
+        )
+    window = sliding_window(config)
+    if window is not None:
+        raise NotImplementedError(
+            f"{config.model_type}: a sliding window of {window} tokens; only attention to all tokens is built, with "
+            "--enforce-eager too"
         )
     heads = config.num_attention_heads
     return ModelShape(
@@ -102,41 +105,22 @@ def make_runner(
     kv_tokens: int,
     host_kv_tokens: int = 0,
     longest: int = 0,
-    late_kv: str = "fetch",
-    measure_kv_waits: bool = False,
     dense_layers: tuple[int, ...] = (),
-    peer_kv_tokens: int = 0,
-    peer_gpu: int = NEXT,
 ) -> ModelRunner:
     """host_kv_tokens: that have their home on the host, of which `kv_tokens` lie on the device at once; 0: none.
 
-    peer_kv_tokens: that have it on a neighbour GPU, beside them. peer_gpu: which; on a CPU there is none, and its own
-    memory stands for it, to test with.
-    longest: tokens of a sequence, at most, where there are any. late_kv, measure_kv_waits, dense_layers: as in
-    ModelSettings.
+    longest: tokens of a sequence, at most, where there are any. dense_layers: as in ModelSettings.
     """
-    if late_kv not in LATE_KV:
-        raise ValueError(f"late_kv {late_kv!r}: expected {' or '.join(LATE_KV)}")
     shape = read_shape(loaded.config)
     parameter = next(loaded.parameters())
     pages = pages_for(kv_tokens)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
     of_weights = parameter.dtype, parameter.device
     kv: PagedKV
-    if peer_kv_tokens and not host_kv_tokens:
-        raise ValueError(
-            f"KV of {peer_kv_tokens} tokens on a neighbour GPU and of none on the host: give both"
-        )
     if host_kv_tokens:
-        on_peer = peer_kv_tokens // PAGE_SIZE
-        peer = None
-        if on_peer:
-            sizes = shape.num_layers - len(dense_layers), on_peer, *of_model[1:]
-            peer = peer_pages(*sizes, *of_weights, peer_gpu)
-        at_home = host_kv_tokens // PAGE_SIZE + on_peer
+        at_home = host_kv_tokens // PAGE_SIZE
         rooms = min(pages, at_home), at_home, longest
-        late = late_kv == "means", measure_kv_waits
-        kv = TieredKV(*of_model, *rooms, *of_weights, *late, kept_layers=dense_layers, peer=peer)
+        kv = TieredKV(*of_model, *rooms, *of_weights, kept_layers=dense_layers)
     else:
         kv = PagedKV(*of_model, pages, *of_weights)
     return ModelRunner(loaded, kv, shape.vocab_size)
@@ -204,13 +188,6 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         raise NotImplementedError(
             "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
         )
-    if not settings.host_kv_memory and (settings.late_kv != "fetch" or settings.measure_kv_waits):
-        raise ValueError("late_kv and measure_kv_waits are of KV whose home is the host: give host_kv_memory")
-    _check_peer(settings, device)
-    if settings.deterministic and settings.host_kv_memory and settings.late_kv == "means":
-        raise NotImplementedError(
-            "what is late depends on what other sessions have read, which deterministic rules out: choose late_kv fetch"
-        )
     check_attention_backend(
         settings.attention_backend, device, settings.deterministic, settings.enforce_eager
     )
@@ -221,58 +198,32 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     tokens, at_home = room_for_kv(settings, shape, dtype, device), room_at_home(settings, shape, dtype)
     if settings.host_kv_memory and at_home < max(_context(settings, shape), tokens):
         raise ValueError(
-            f"{settings.model}: KV for {at_home} tokens fits on the host"
-            f"{' and the neighbour GPU' if settings.peer_kv_memory else ''}, the home of all of it; a context has "
+            f"{settings.model}: KV for {at_home} tokens fits on the host, the home of all of it; a context has "
             f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower "
             "max_context, kv_tokens or kv_memory"
         )
-    how = settings.late_kv, settings.measure_kv_waits, settings.dense_layers
-    on_peer = _room_in(settings.peer_kv_memory, settings, shape, dtype)
-    if settings.peer_kv_memory and on_peer < PAGE_SIZE:
-        raise ValueError(
-            f"peer_kv_memory of {settings.peer_kv_memory} GiB holds KV of {on_peer} tokens, a page has {PAGE_SIZE}: "
-            "raise it, or leave it out"
-        )
-    plain = make_runner(
-        loaded, tokens, at_home - on_peer, _longest(settings, shape), *how, on_peer, settings.peer_gpu
-    )
+    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), settings.dense_layers)
     tiered = at_home > 0
     runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
     return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
-
-
-def _check_peer(settings: ModelSettings, device: str) -> None:
-    if settings.peer_kv_memory < 0:
-        raise ValueError(f"peer_kv_memory is {settings.peer_kv_memory}, it must not be negative")
-    if not settings.peer_kv_memory:
-        if settings.peer_gpu >= 0:
-            raise ValueError("peer_gpu says where peer_kv_memory is: give that too")
-        return
-    if not settings.host_kv_memory:
-        raise ValueError("peer_kv_memory is a home of KV beside the host's: give host_kv_memory too")
-    if torch.device(device).type != "cuda":
-        raise ValueError(
-            f"peer_kv_memory is memory of another GPU than the model's, which runs on {device}: give host_kv_memory "
-            "alone, or use a CUDA device"
-        )
-    open_neighbour(torch.device(device), settings.peer_gpu)  # before gigabytes are read
 
 
 def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape, tiered: bool) -> Runner:
     """What runs on a GPU, and on a CPU where KV lies in tiers: the same way, without graphs."""
     config: Any = plain.model.config
     chosen = settings.attention_backend
+    feature = unbuilt_feature(config, plain.device.type == "cuda")
     if tiered and chosen == "flashinfer":
         raise NotImplementedError(
             "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
             "host_kv_memory out"
         )
-    if tiered and not is_supported(config):
+    if tiered and feature is not None:
         raise NotImplementedError(
             f"{settings.model}: KV in tiers is built for the fused decoder, which {config.model_type} does not run "
-            "through: leave host_kv_memory out"
+            f"through: it is not built for {feature}; leave host_kv_memory out"
         )
-    if not is_supported(config):
+    if feature is not None:
         if settings.enforce_eager and chosen in ("triton", "flashinfer"):
             raise NotImplementedError(
                 f"{settings.model}: {config.model_type} runs through transformers' own modules, whose attention is the "
@@ -281,8 +232,8 @@ def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape,
         if settings.enforce_eager:
             return plain
         raise NotImplementedError(
-            f"{settings.model}: no CUDA graphs are built for {config.model_type}; pass --enforce-eager to run it "
-            "through transformers' own modules"
+            f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
+            "transformers' own modules"
         )
     context = _context(settings, shape)
     decoder = read_decoder(plain.model)
@@ -303,7 +254,6 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     beside = 0.0
     if settings.host_kv_memory:
         beside = _beside_tiers(settings, shape, dtype)
-        beside += 0 if device == "cpu" else _for_prefetches(settings, shape)
         a_token = _bytes_in_tiers(settings, shape, dtype)
     if settings.kv_memory:
         tokens = max(0, int((settings.kv_memory * 2**30 - beside) / a_token))
@@ -331,13 +281,8 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
 
 
 def room_at_home(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Tokens of KV whose home is host memory or a neighbour GPU; 0 without tiers."""
-    memories = settings.host_kv_memory, settings.peer_kv_memory
-    return sum(_room_in(memory, settings, shape, dtype) for memory in memories)
-
-
-def _room_in(memory: float, settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Tokens of KV that have room in so many GiB of home."""
+    """Tokens of KV whose home is host memory; 0 without tiers."""
+    memory = settings.host_kv_memory
     return int(memory * 2**30 / _bytes_in_tiers(settings, shape, dtype)) if memory else 0
 
 
@@ -361,13 +306,6 @@ def _beside_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype
     means = 3 * 4 * at_home / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0
     staged = 2 * _longest(settings, shape) * of_layer
     return staged + len(settings.dense_layers) * at_home * of_layer + tables + means
-
-
-def _for_prefetches(settings: ModelSettings, shape: ModelShape) -> float:
-    """Bytes on a GPU for what is outstanding, and for the graphs of requests; each lists any of a sequence's pages."""
-    a_list = 4 * shape.num_layers * shape.num_kv_heads * pages_for(_longest(settings, shape))
-    in_graphs = 2 * MOST  # sequences: 1, 2, 4 …
-    return a_list * (2 * MOST * MOST_OUTSTANDING + 4 * in_graphs)
 
 
 def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:

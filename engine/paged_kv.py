@@ -40,17 +40,13 @@ class PagePool:
     """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
     freed: pages that went back to the free list, in order, for who keeps anything else of them and empties the list.
-    preferred: so many of the first pages are given out while there are free ones among them, before any other.
     """
 
-    def __init__(self, num_pages: int, freed: list[int] | None = None, preferred: int = 0) -> None:
+    def __init__(self, num_pages: int, freed: list[int] | None = None) -> None:
         self.num_pages = num_pages
         self.freed = freed
         self.references = [0] * num_pages
-        self.shared = 0  # references beyond a page's first, over all pages
-        self._preferred = preferred
-        self._free_preferred = list(range(preferred - 1, -1, -1))
-        self._free = list(range(num_pages - 1, preferred - 1, -1))
+        self._free = list(range(num_pages - 1, -1, -1))
         self._page_of_prefix: dict[Prefix, int] = {}
         self._prefix_of_page: dict[int, Prefix] = {}
         self._serial_of_page: dict[int, int] = {}
@@ -67,7 +63,7 @@ class PagePool:
     @property
     def free(self) -> int:
         """Pages that hold nothing."""
-        return len(self._free_preferred) + len(self._free)
+        return len(self._free)
 
     @property
     def held(self) -> int:
@@ -79,7 +75,7 @@ class PagePool:
             raise OutOfPages(f"{count} pages wanted, {self.available} of {self.num_pages} available")
         while self.free < count:
             self.evict_one()
-        pages = [(self._free_preferred or self._free).pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self.references[page] = 1
         return pages
@@ -89,7 +85,6 @@ class PagePool:
             if self.references[page] < 1:
                 raise ValueError(f"page {page} is released more often than it is held")
             self.references[page] -= 1
-            self.shared -= self.references[page] > 0
             if self.references[page] == 0:
                 if page in self._prefix_of_page:
                     self._reusable[page] = None
@@ -102,7 +97,6 @@ class PagePool:
             if self.references[page] < 1:
                 raise ValueError(f"page {page} is not held")
             self.references[page] += 1
-            self.shared += 1
 
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""
@@ -110,7 +104,6 @@ class PagePool:
         if page is None:
             return None
         self._reusable.pop(page, None)
-        self.shared += self.references[page] > 0
         self.references[page] += 1
         return page, self._serial_of_page[page]
 
@@ -138,17 +131,16 @@ class PagePool:
         self._give_back(page)
 
     def _give_back(self, page: int) -> None:
-        (self._free_preferred if page < self._preferred else self._free).append(page)
+        self._free.append(page)
         if self.freed is not None:
             self.freed.append(page)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is in exactly one place."""
-        free, reusable = {*self._free_preferred, *self._free}, set(self._reusable)
+        free, reusable = set(self._free), set(self._reusable)
         held = {page for page, count in enumerate(self.references) if count}
         assert len(free) == self.free and not free & reusable and not held & (free | reusable)
         assert len(free) + len(reusable) + len(held) == self.num_pages
-        assert self.shared == sum(count - 1 for count in self.references if count)
         assert {p: h for h, p in self._page_of_prefix.items()} == self._prefix_of_page
         assert reusable <= set(self._prefix_of_page) and not free & set(self._prefix_of_page)
 
@@ -163,7 +155,6 @@ class SequenceKV:
     serial: int = 0  # of the last of them
     noted: int = 0  # leading pages that are at home or on their way there (engine.tiered_kv)
     dense: bool = False  # always read wholly: where KV lies in tiers, it leaves the GPU last
-    prefetched: int = 0  # (layer, KV head, token) triples brought for steps to come, told by no output yet
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already

@@ -12,7 +12,6 @@ from kernels.paged_attention import BlockLists
 
 if TYPE_CHECKING:
     from engine.draft_rounds import OnFirst, RoundOutput, RoundRequest, RoundSettings
-    from engine.prefetcher import Wanted
 
 
 @dataclass
@@ -23,8 +22,7 @@ class SequenceOutput:
     read_weights: [layers, kv_heads, blocks] float32, what each block that was read got: the sum over a KV head's
     query heads of the mean over the queries; 0 for what was not read and in dense layers. None if not asked for.
     blocks_read: over all sparse layers and heads, where the runner shared out a budget.
-    tokens_fetched: (layer, KV head, token) triples that came from the host, where KV lies in tiers; tokens_late: that
-    nobody had announced, fetched nevertheless or left out.
+    tokens_fetched: (layer, KV head, token) triples that came from the host, where KV lies in tiers.
     verdict: tokens accepted and the next token, where the input was drafted and the runner judges; then no logits.
     """
 
@@ -33,7 +31,6 @@ class SequenceOutput:
     read_weights: Tensor | None = None
     blocks_read: int | None = None
     tokens_fetched: int = 0
-    tokens_late: int = 0
     verdict: tuple[int, int] | None = None
 
 
@@ -61,19 +58,6 @@ class Runner:
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences."""
         raise NotImplementedError(f"{type(self).__name__} shares no budgets out")
-
-    def prepare_prefetches(self, block_size: int, layers: list[int]) -> bool:
-        """Before warm_up: prefetch blocks of `block_size` tokens of these layers from now on; False: it cannot."""
-        return False
-
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether `prefetch` would start something now."""
-        return False
-
-    def prefetch(self, wanted: "list[Wanted]") -> bool:
-        """Bring KV that lies in tiers for steps to come; False: not now. Another thread may run a pass."""
-        raise NotImplementedError(f"{type(self).__name__} prefetches nothing")
 
     def warm_up_rounds(self, sequences: int) -> None:
         """The same for rounds, once they are prepared."""

@@ -16,19 +16,11 @@ from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
 from engine.staging import Layout, Staging
-from engine.tier_reads import Fetched, StepRounds, fetch_listed
+from engine.tier_reads import Fetched, fetch_listed
 from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
-from kernels.flashinfer_attention import (
-    Planned,
-    Requests,
-    dense_requests,
-    listed_requests,
-    padded_requests,
-    plan,
-    run,
-)
+from kernels.flashinfer_attention import Planned, dense_requests, plan
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -55,8 +47,6 @@ class StepShape:
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
     the batch. apart: some layers' pages lie at their numbers, others in frames (TieredKV.kept_layers). tiered: block
     tables name pages of a TieredKV; what is listed, in every layer that lies in tiers, is fetched first.
-    leaves_out_late: but not what nobody had announced, which group means stand in for. measures_waits: for what is
-    fetched, by layer.
     """
 
     sequences: int
@@ -74,8 +64,6 @@ class StepShape:
     pinned: bool = False
     apart: bool = False
     tiered: bool = False
-    leaves_out_late: bool = False
-    measures_waits: bool = False
 
     @property
     def blocks(self) -> int:
@@ -118,13 +106,10 @@ class StepBuffers:
     group_counts: Tensor | None = None  # [sequences] int32
     judged_rows: Tensor | None = None  # [sequences * queries] int64: row of each sequence's each query
     verdicts: dict[str, Tensor] = field(default_factory=dict)  # engine.judging.verdict_layout
-    rounds: StepRounds | None = None  # where KV lies in tiers
+    round: Tensor | None = None  # [1] int32, of the residency tables, where KV lies in tiers
     # Of layers whose pages lie at their numbers, where others' do not.
     kept_slots: Tensor | None = None  # [rows] int64
     kept_tables: Tensor | None = None  # [sequences, pages] int32
-    # Where FlashInfer attends: in dense layers, planned before each step; over lists, planned layer by layer.
-    dense_plan: Planned | None = None
-    listed_plan: Planned | None = None
     logits: Tensor | None = None  # [rows, vocab]; of judged steps [sequences * queries, vocab]
     weights: list[Tensor | None] = field(default_factory=list)  # a layer each: emitted, or of what was read
 
@@ -174,11 +159,9 @@ def make_buffers(
         }
     tiers: Layout = {}
     if shape.tiered:
-        tiers = dict.fromkeys(("round", "oldest", "due"), ((1,), torch.int32))
-        results |= dict.fromkeys(("listed", "fetched", "refused", "from_peer"), ((1,), torch.int32))
-        results |= dict.fromkeys(("cold", "late"), ((count,), torch.int32))
-        if shape.measures_waits:
-            results["waited"] = (2 * sparse,), torch.int64
+        tiers = {"round": ((1,), torch.int32)}
+        results |= dict.fromkeys(("listed", "fetched", "refused"), ((1,), torch.int32))
+        results["cold"] = (count,), torch.int32
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
@@ -195,11 +178,9 @@ def make_buffers(
         **parts(lists),
         **parts(groups),
         **parts(judged_rows),
+        **parts(tiers),
         verdicts=parts(verdicts),
     )
-    if tiers:
-        events = [torch.cuda.Event(external=True) if device.type == "cuda" else None for _ in range(2)]
-        buffers.rounds = StepRounds(*parts(tiers).values(), *events)
     if budget:
         assert memory is not None
         buffers.budget = BudgetBuffers(memory, **parts(budget))
@@ -221,8 +202,7 @@ def run_step(
 ) -> None:
     """One pass over what the buffers hold: launches only, the same for all steps of a shape.
 
-    attention: what attends where no FlashInfer is planned in the buffers; the device's default if None. With
-    buffers.listed_plan the pass plans on the host, and cannot be captured.
+    attention: what attends; the device's default if None.
     layer_pages: what the block tables are of; the KV's own pages if None.
     overlap: False: a tiered pass fetches a layer's pages only when the layer wants them (to compare with).
     """
@@ -230,20 +210,18 @@ def run_step(
     backend = default_backend(device)
     attention = attention or backend
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale = dim**-0.5
+    scale = decoder.attention_scale
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
-    announced: Tensor | None = None
     if buffers.budget is not None:
-        announced = _share_out(buffers, buffers.budget, decoder.kv_heads)
+        _share_out(buffers, buffers.budget, decoder.kv_heads)
     fetched: Fetched | None = None
     if shape.tiered:
-        assert isinstance(kv, TieredKV) and buffers.rounds is not None
+        assert isinstance(kv, TieredKV) and buffers.round is not None
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
-        late = announced, shape.leaves_out_late, shape.measures_waits
-        fetched = fetch_listed(kv, *listed, tables, buffers.rounds, *late, overlap)
+        fetched = fetch_listed(kv, *listed, tables, buffers.round, overlap)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -252,9 +230,9 @@ def run_step(
         means = kv.means.over(buffers.group_tables, buffers.group_counts)
     if attention == "triton":
         tuning = pinned_tuning(dim) if shape.pinned else None
-        if buffers.dense_plan is None and len(place) < len(decoder.layers):
+        if len(place) < len(decoder.layers):
             dense_work = plan_work(*common, tuning=tuning)
-        if shape.width and buffers.listed_plan is None:
+        if shape.width:
             assert buffers.lists is not None and buffers.counts is not None
             found = None if fetched is None else fetched.slots
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, found)
@@ -276,8 +254,6 @@ def run_step(
         arguments = (queries, *pages, table, lengths, buffers.query_starts, scale)
         at = place.get(layer)
         if at is None:
-            if buffers.dense_plan is not None:
-                return run(buffers.dense_plan, *arguments[:3])
             if not shape.emitting:
                 return paged_attention(
                     *arguments, backend=attention, max_queries=shape.queries, work=dense_work
@@ -292,11 +268,6 @@ def run_step(
                 work=dense_work,
             )
             return out
-        if buffers.listed_plan is not None:
-            requests = _listed_requests(buffers, shape, at)
-            of_model = decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, scale, queries.dtype
-            plan(buffers.listed_plan, requests, *of_model)
-            return run(buffers.listed_plan, *arguments[:3])
         assert buffers.lists is not None and buffers.counts is not None
         places = None
         if fetched is not None:
@@ -336,12 +307,7 @@ def run_step(
         results["listed"].copy_(buffers.counts.sum())
         results["refused"].copy_(fetched.refused)
         results["fetched"].copy_(fetched.transfers.counts.sum())
-        if fetched.from_peer is not None:
-            results["from_peer"].copy_(fetched.from_peer)
         results["cold"].copy_(fetched.cold)
-        results["late"].copy_(fetched.late)
-        if fetched.waited is not None:
-            results["waited"].copy_(fetched.waited)
     if shape.judged:
         by_sequence = logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -366,50 +332,26 @@ def run_step(
         )
 
 
-# FlashInfer, planned from what was laid out on the host.
-
-
 def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, kv: PagedKV) -> None:
-    """Plan dense attention over sequences that were laid out by `lay_out_rows`."""
-    _plan_dense(planned, _host_layout(host), decoder, kv)
-
-
-def plan_largest(planned: Planned, shape: StepShape, decoder: Decoder, kv: PagedKV) -> None:
-    """Plan a step that fills a shape, which its graph is captured with: all rows, of tokens in the first pages."""
-    tables = torch.zeros(shape.sequences, shape.pages, dtype=torch.int32)
-    lengths = torch.full((shape.sequences,), shape.queries, dtype=torch.int32)
-    starts = torch.arange(shape.sequences + 1, dtype=torch.int32) * shape.queries
-    _plan_dense(planned, (tables, lengths, starts), decoder, kv)
-
-
-def _host_layout(host: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
-    tables, lengths, starts = (
-        torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts")
-    )
-    return tables, lengths, starts
-
-
-def _plan_dense(
-    planned: Planned, layout: tuple[Tensor, Tensor, Tensor], decoder: Decoder, kv: PagedKV
-) -> None:
+    """Plan FlashInfer's dense attention over sequences that were laid out by `lay_out_rows`."""
+    layout = (torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts"))
     pages = kv.k_pages[0]
     dim = pages.shape[3]
-    if planned.padded:
-        requests = padded_requests(*layout, PAGE_SIZE, planned.padded)
-    else:
-        requests = dense_requests(*layout, PAGE_SIZE)
-    plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
+    requests = dense_requests(*layout, PAGE_SIZE)
+    plan(
+        planned,
+        requests,
+        decoder.heads,
+        decoder.kv_heads,
+        dim,
+        PAGE_SIZE,
+        decoder.attention_scale,
+        pages.dtype,
+    )
 
 
-def _listed_requests(buffers: StepBuffers, shape: StepShape, at: int) -> Requests:
-    """Of the sparse layer at place `at`."""
-    host = buffers.inputs.host
-    lists, counts = torch.from_numpy(host["lists"][at]), torch.from_numpy(host["counts"][at])
-    return listed_requests(*_host_layout(host), PAGE_SIZE, lists, counts, shape.block_size)
-
-
-def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Tensor:
-    """Lists from what is read anyway, which is returned (`score_blocks`), and from the highest remembered weights."""
+def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:
+    """Lists from what is read anyway (`score_blocks`) and from the highest remembered weights."""
     backend = default_backend(budget.memory.device)
     forced, scores = score_blocks(
         budget.words,
@@ -422,7 +364,6 @@ def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> Te
         backend,
     )
     buffers.lists, buffers.counts = select_top_k_over_all(scores, budget.room, forced, backend, kv_heads)
-    return forced
 
 
 # From inputs to buffers.
@@ -446,9 +387,7 @@ def lay_out_step(
     lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
     if shape.tiered:
         assert isinstance(kv, TieredKV)
-        host["round"][0] = round = kv.step_round()
-        host["oldest"][0] = kv.prefetches.oldest(round)
-        host["due"][0] = kv.prefetches.due([item.kv for item in inputs], kv.pool.shared > 0)
+        host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
     if shape.decay is not None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter, Peer
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, pages_for
@@ -77,7 +77,7 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, prefetched, staged, refused: pages of a layer and KV head. tokens: generated,
+    """frames, of pages in all. fetched, staged, refused: pages of a layer and KV head. tokens: generated,
     all of them compared with those without tiers. difference: of the first session that differs its name and the place
     among its tokens; empty: none does."""
 
@@ -86,7 +86,6 @@ class IdentityRow:
     frames: int
     pages: int
     fetched: int
-    prefetched: int
     staged: int
     refused: int
     tokens: int
@@ -140,7 +139,6 @@ def _row(
         frames=frames,
         pages=requests.pages(mix),
         fetched=counters.fetched_pages,
-        prefetched=counters.prefetched_pages,
         staged=counters.staged_pages,
         refused=counters.refused_pages,
         tokens=sum(map(len, got.values())),
@@ -227,8 +225,6 @@ def _take_turns(
         for said in _drain(to_target):
             verifier.receive(target_end, said)
         step = verifier.plan_step()
-        while not verifier.prefetch_announced():  # where it can: beside a step, were there a second thread
-            pass
         if step is not None:
             verifier.finish_step(step, verifier.execute(step))
         elif not to_draft:
@@ -248,7 +244,6 @@ def to_text(rows: list[IdentityRow]) -> str:
         "frames",
         "hot",
         "fetched",
-        "prefetched",
         "staged",
         "refused",
         "tokens",
@@ -261,7 +256,6 @@ def to_text(rows: list[IdentityRow]) -> str:
             str(row.frames),
             f"{row.frames / row.pages:.1%}",
             f"{row.fetched:,}",
-            f"{row.prefetched:,}",
             f"{row.staged:,}",
             f"{row.refused:,}",
             f"{row.tokens:,}",

@@ -2,10 +2,7 @@
 
 The Triton kernel reads and writes host memory at its mapped address, so which rows move is known to the device alone:
 no host planning, no copy per row, and a captured graph serves any list. Over PCIe a read takes about 2 µs, so that
-53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there. Memory of another GPU that
-this one has access to is read and written in the same way.
-
-Where rows lie in several memories, one list serves all of them: a call for each takes the rows that its sources hold.
+53 GB/s need some 100 KB on the way at any time; each program keeps IN_FLIGHT bytes there.
 """
 
 from dataclasses import dataclass
@@ -33,33 +30,22 @@ def gather_blocks(
     count: Tensor,
     programs: int,
     backend: str = "torch",
-    first_source: int | None = None,
-    copied: Tensor | None = None,
 ) -> None:
     """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for one pair of them or two.
 
-    sources: [n, size] each, any dtype, contiguous; on the lists' device, pinned on the host, or on another GPU that the
-        lists' has access to (enabled before)
+    sources: [n, size] each, any dtype, contiguous; on the lists' device, or pinned on the host
     destinations: [m, size] each, their dtype, contiguous; in one of these places; no part of a source
     source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Where the source row
         is negative, nothing is copied
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
-    first_source: the number of the sources' first row: rows that are not first_source … first_source + n - 1 are not
-        copied either. None: the first is 0, and all rows that are not negative must be there
-    copied: [1] int32 there, to which the number of rows that were copied is added; None: they are not counted
     """
     check_backend("gather_blocks", backend, ("torch", "triton"))
     _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
-    _check_segment(first_source, copied, source_rows.device)
     if backend == "torch":
         source_rows, destination_rows = source_rows[: int(count)], destination_rows[: int(count)]
-        kept = source_rows >= (first_source or 0)
-        if first_source is not None:
-            kept &= source_rows < first_source + len(sources[0])
-        source_rows, destination_rows = source_rows[kept] - (first_source or 0), destination_rows[kept]
-        if copied is not None:
-            copied += len(source_rows)
+        kept = source_rows >= 0
+        source_rows, destination_rows = source_rows[kept], destination_rows[kept]
         for source, destination in zip(sources, destinations, strict=True):
             rows = source.index_select(0, source_rows.to(source.device).long())
             places = destination_rows.to(destination.device).long()
@@ -79,11 +65,6 @@ def gather_blocks(
         source_rows,
         destination_rows,
         count,
-        count if copied is None else copied,
-        first_source or 0,
-        (first_source or 0) + len(sources[0]),
-        BOUNDED=first_source is not None,
-        COUNTED=copied is not None,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * len(sources)), 1),
@@ -98,24 +79,20 @@ class LayerCopies:
 
     offsets: [4, layers] int64 on the GPU: where the sources' keys and values and the destinations' begin, in words of
         16 bytes from `anchor` [4] int32 on: by which the compiler knows that they are whole ones
-    first_source: as gather_blocks'
     """
 
     sources: list[Pair]
     destinations: list[Pair]
     offsets: Tensor
     anchor: Tensor
-    first_source: int | None = None
 
 
-def layer_copies(
-    sources: list[Pair], destinations: list[Pair], device: torch.device, first_source: int | None = None
-) -> LayerCopies:
+def layer_copies(sources: list[Pair], destinations: list[Pair], device: torch.device) -> LayerCopies:
     """device: where lists will be. Sources and destinations lie where gather_blocks may find them, and stay there."""
     anchor = torch.zeros(4, dtype=torch.int32, device=device)
     begins = [[pair[i].data_ptr() for pair in side] for side in (sources, destinations) for i in range(2)]
     offsets = (torch.tensor(begins, dtype=torch.int64) - anchor.data_ptr()) // 16
-    return LayerCopies(sources, destinations, offsets.to(device), anchor, first_source)
+    return LayerCopies(sources, destinations, offsets.to(device), anchor)
 
 
 def gather_layers(
@@ -126,16 +103,11 @@ def gather_layers(
     done: Tensor,
     programs: int,
     backend: str = "torch",
-    copied: Tensor | None = None,
-    earlier: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """`gather_blocks` layer after layer, in one launch; who needs a layer waits by `wait_for_layer`.
 
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
-    done: [layers] int32, zeros before the first of the calls that share it: each program counts one in each layer that
-        it has finished
-    earlier: counts [layers] int32 of gathers under way, and due [1] int32, where they must be before a layer is counted
-        as finished here; both may run over, as a clock does
+    done: [layers] int32, zeros before: each program counts one in each layer that it has finished
     """
     check_backend("gather_layers", backend, ("torch", "triton"))
     layers = len(copies.sources)
@@ -151,10 +123,9 @@ def gather_layers(
         for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
             rows = source_rows[layer], destination_rows[layer]
             one = counts[layer : layer + 1]
-            gather_blocks(*pairs, *rows, one, programs, "torch", copies.first_source, copied)
+            gather_blocks(*pairs, *rows, one, programs, "torch")
         done += programs
         return
-    _check_segment(copies.first_source, copied, source_rows.device)
     row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
     piece = _piece(row_bytes)
     _gather_layers_kernel[(programs,)](
@@ -164,15 +135,8 @@ def gather_layers(
         destination_rows,
         counts,
         done,
-        done if copied is None else copied,
-        *(earlier or (done, done)),
         len(counts),
         source_rows.shape[1],
-        copies.first_source or 0,
-        (copies.first_source or 0) + len(copies.sources[0][0]),
-        BOUNDED=copies.first_source is not None,
-        COUNTED=copied is not None,
-        FOLLOWS=earlier is not None,
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * 2), 1),
@@ -204,21 +168,8 @@ def _piece(row_bytes: int) -> int:
 
 def _check_reach(tensors: tuple[Tensor, ...], device: torch.device) -> None:
     for tensor in tensors:
-        if tensor.device.type == device.type == "cuda":
-            if tensor.device != device and not torch.cuda.can_device_access_peer(device, tensor.device):
-                raise ValueError(f"gather_blocks: {device} has no access to the memory of {tensor.device}")
-        elif tensor.device != device and tensor.numel() and not tensor.is_pinned():
+        if tensor.device != device and tensor.numel() and not tensor.is_pinned():
             raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
-
-
-def _check_segment(first_source: int | None, copied: Tensor | None, device: torch.device) -> None:
-    if first_source is not None and first_source < 0:
-        raise ValueError(f"gather_blocks: the sources' first row is {first_source}, it must not be negative")
-    if copied is not None and (copied.shape, copied.dtype, copied.device) != ((1,), torch.int32, device):
-        raise ValueError(
-            f"gather_blocks: copied rows are counted in [1] int32 on {device}, not in {tuple(copied.shape)} "
-            f"{copied.dtype} on {copied.device}"
-        )
 
 
 def _check_arguments(
@@ -263,14 +214,6 @@ def _check_arguments(
 
 
 @jit
-def _held(rows, first, end, BOUNDED: tl.constexpr):
-    """Among the rows of the sources, which hold those from `first` to before `end`; -1: not there."""
-    if BOUNDED:
-        rows = tl.where((rows >= first) & (rows < end), rows - first, -1)
-    return rows
-
-
-@jit
 def _copy_rows(
     source_ptr,
     destination_ptr,
@@ -279,11 +222,6 @@ def _copy_rows(
     source_rows_ptr,
     destination_rows_ptr,
     count,
-    copied_ptr,
-    first,
-    end,
-    BOUNDED: tl.constexpr,
-    COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -296,9 +234,8 @@ def _copy_rows(
     word = tl.arange(0, PIECE)
     piece = tl.program_id(0) + tl.arange(0, LANES) * programs
     here = piece < pieces
-    source = _held(tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0), first, end, BOUNDED)
+    source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
     destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
-    copied = tl.zeros([LANES], dtype=tl.int32)
     for _ in tl.range(0, pieces, programs * LANES):
         at = (piece % PARTS)[:, None] * PIECE + word[None, :]
         inside = (here & (source >= 0))[:, None] & (at < WORDS)
@@ -308,18 +245,14 @@ def _copy_rows(
         if PAIRS == 2:
             data2 = tl.load(source2_ptr + origin, mask=inside, cache_modifier=".cg")
         place = destination.to(tl.int64)[:, None] * WORDS + at
-        if COUNTED:
-            copied += (here & (source >= 0) & (piece % PARTS == 0)).to(tl.int32)
         # The next rows are looked up while the data is on its way.
         piece += programs * LANES
         here = piece < pieces
-        source = _held(tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0), first, end, BOUNDED)
+        source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
         destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
         tl.store(destination_ptr + place, data, mask=inside)
         if PAIRS == 2:
             tl.store(destination2_ptr + place, data2, mask=inside)
-    if COUNTED:
-        tl.atomic_add(copied_ptr, tl.sum(copied, 0), sem="relaxed", scope="gpu")
 
 
 @jit
@@ -331,11 +264,6 @@ def _gather_blocks_kernel(
     source_rows_ptr,
     destination_rows_ptr,
     count_ptr,
-    copied_ptr,
-    first,
-    end,
-    BOUNDED: tl.constexpr,
-    COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
@@ -349,11 +277,6 @@ def _gather_blocks_kernel(
         source_rows_ptr,
         destination_rows_ptr,
         tl.load(count_ptr),
-        copied_ptr,
-        first,
-        end,
-        BOUNDED,
-        COUNTED,
         WORDS,
         PIECE,
         LANES,
@@ -369,24 +292,13 @@ def _gather_layers_kernel(
     destination_rows_ptr,
     counts_ptr,
     done_ptr,
-    copied_ptr,
-    earlier_ptr,
-    due_ptr,
     layers,
     capacity,
-    first,
-    end,
-    BOUNDED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    FOLLOWS: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one.
-
-    Who waits for all of them, and sees what they saw, waits for earlier gathers with the first.
-    """
+    """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
     for layer in tl.range(0, layers):
         rows = capacity.to(tl.int64) * layer
         _copy_rows(
@@ -397,20 +309,11 @@ def _gather_layers_kernel(
             source_rows_ptr + rows,
             destination_rows_ptr + rows,
             tl.load(counts_ptr + layer),
-            copied_ptr,
-            first,
-            end,
-            BOUNDED,
-            COUNTED,
             WORDS,
             PIECE,
             LANES,
             2,
         )
-        if FOLLOWS:
-            count = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
-            while (count - tl.load(due_ptr) < 0) & (tl.program_id(0) == 0):
-                count = tl.atomic_add(earlier_ptr + layer, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()  # all threads have stored; the release makes that seen
         tl.atomic_add(done_ptr + layer, 1, sem="release", scope="gpu")
 

@@ -137,7 +137,6 @@ def request_blocks(
     kv_heads: int,
     pages_per_block: int,
     round: Tensor,
-    oldest: Tensor,
     backend: str = "torch",
 ) -> Transfers:
     """Make the pages of listed blocks hot for `round`, as far as there are slots; returns what must be copied for that.
@@ -146,8 +145,7 @@ def request_blocks(
     counts: [rows, sequences, kv_heads] int32, at most `width`
     page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
         from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
-    round: [1] int32, not below that of any call before; oldest: [1] int32, the oldest round still in flight. What
-        `oldest` and later rounds need is no victim; `round` counts as in flight even if `oldest` is above it.
+    round: [1] int32, not below that of any call before. What it needs is no victim.
 
     Hot pages get stamp and bit, before any victim is chosen. The others are placed in the order of sequences, heads
     and lists: first wanted, first placed. What finds no slot is counted once for each page, and stays at home. All
@@ -156,12 +154,11 @@ def request_blocks(
     check_backend("request_blocks", backend, ("torch", "triton"))
     _check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     _check_round("request_blocks", tables, "round", round)
-    _check_round("request_blocks", tables, "oldest", oldest)
     if backend == "torch":
         return _torch_request(
-            tables, _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round, oldest
+            tables, _pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round
         )
-    return _launch_request(tables, lists, counts, page_tables, pages_per_block, round, oldest)
+    return _launch_request(tables, lists, counts, page_tables, pages_per_block, round)
 
 
 def find_block_slots(
@@ -202,8 +199,7 @@ def pin_frames(
 
     What else is in a frame is forgotten, dirty or not. Where a page lay elsewhere, that slot is free, with its stamp.
 
-    pages, frames: [n] int32, each listed once at most; where one is outside of the tables, both are passed over; but
-        with page -1 a frame is held in reserve: its slots hold nothing, and are dirty, so that the clock leaves them
+    pages, frames: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
     round: [1] int32
     """
     check_backend("pin_frames", backend, ("torch", "triton"))
@@ -212,15 +208,13 @@ def pin_frames(
     _check_round("pin_frames", tables, "round", round)
     if backend == "torch":
         fit = (frames >= 0) & (frames < tables.slots // kv_heads)
-        fit &= (pages >= -1) & (pages < tables.pages // kv_heads)
+        fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
         page, slot = (_of_heads(t[fit], kv_heads) for t in (pages, frames))
-        page = page.clamp(min=-1)
-        given = page >= 0
         for row in range(tables.rows):
-            former, other = tables.slot_of[row, page[given]].long(), tables.page_in[row, slot].long()
+            former, other = tables.slot_of[row, page].long(), tables.page_in[row, slot].long()
             tables.slot_of[row, other[other >= 0]] = -1
             _free(tables, row, former[former >= 0])
-            tables.slot_of[row, page[given]] = slot[given].int()
+            tables.slot_of[row, page] = slot.int()
             tables.page_in[row, slot] = page.int()
             tables.referenced[row, slot] = 0
             tables.dirty[row, slot] = 1
@@ -370,16 +364,15 @@ def _free(tables: ResidencyTables, row: int, slots: Tensor) -> None:
     tables.dirty[row, slots] = 0
 
 
-def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor, oldest: Tensor) -> Transfers:
+def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor) -> Transfers:
     """pages: [rows, sequences, kv_heads, n] int32, -1 where there is none."""
     pages = pages.flatten(1)
     rows = len(pages)
     transfers = Transfers(
         torch.empty_like(pages), torch.empty_like(pages), pages.new_empty(rows), pages.new_empty(rows)
     )
-    pinned_from = min(int(round), int(oldest))
     for row in range(rows):
-        _request_row(tables, row, pages[row][pages[row] >= 0], int(round), pinned_from, transfers)
+        _request_row(tables, row, pages[row][pages[row] >= 0], int(round), transfers)
     return transfers
 
 
@@ -388,7 +381,6 @@ def _request_row(
     row: int,
     wanted: Tensor,
     now: int,
-    pinned_from: int,
     transfers: Transfers,
 ) -> None:
     """One row of the reference; wanted: [n] int32, pages in order."""
@@ -399,7 +391,7 @@ def _request_row(
             tables.referenced[row, slot] = 1
             tables.stamps[row, slot] = now
     missing = [page for page, slot in zip(pages, slots, strict=True) if slot < 0]
-    victims = _advance_hand(tables, row, len(missing), pinned_from)
+    victims = _advance_hand(tables, row, len(missing), now)
     for i, (page, slot) in enumerate(zip(missing, victims, strict=False)):
         old = int(tables.page_in[row, slot])
         if old >= 0:
@@ -413,7 +405,7 @@ def _request_row(
     transfers.unplaced[row] = len(missing) - len(victims)
 
 
-def _advance_hand(tables: ResidencyTables, row: int, wanted: int, pinned_from: int) -> list[int]:
+def _advance_hand(tables: ResidencyTables, row: int, wanted: int, now: int) -> list[int]:
     """Up to `wanted` victims, in the order in which the hand finds them; moves the hand and clears bits."""
     if not wanted:
         return []
@@ -423,7 +415,7 @@ def _advance_hand(tables: ResidencyTables, row: int, wanted: int, pinned_from: i
     for _ in range(2 * tables.slots):
         if len(victims) == wanted:
             break
-        if stamps[hand] < pinned_from and not dirty[hand]:
+        if stamps[hand] < now and not dirty[hand]:
             if bits[hand]:
                 bits[hand] = 0
             else:
@@ -446,7 +438,6 @@ def _launch_request(
     page_tables: Tensor,
     pages_per_block: int,
     round: Tensor,
-    oldest: Tensor,
 ) -> Transfers:
     rows, sequences, kv_heads, width = lists.shape
     device, listed = lists.device, width * pages_per_block
@@ -498,7 +489,6 @@ def _launch_request(
         claimed,
         firsts,
         round,
-        oldest,
         begun,
         tables.slot_of,
         tables.referenced,
@@ -522,7 +512,6 @@ def _launch_request(
     _place_kernel[(sweepers, rows)](
         firsts,
         round,
-        oldest,
         begun,
         tallies,
         tables.slot_of,
@@ -711,7 +700,6 @@ def _claim_kernel(
 @jit
 def _loose_slots(
     round_ptr,
-    oldest_ptr,
     begun_ptr,
     referenced_ptr,
     stamps_ptr,
@@ -722,7 +710,7 @@ def _loose_slots(
     CHUNK: tl.constexpr,
 ):
     """The slots of a chunk in the order of the hand, and what it may take: at once, and if it comes again."""
-    pinned_from = tl.minimum(tl.load(oldest_ptr), tl.load(round_ptr))
+    now = tl.load(round_ptr)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     there = place < slots
     slot = tl.load(begun_ptr + row) + place
@@ -730,7 +718,7 @@ def _loose_slots(
     stamp = tl.load(stamps_ptr + row * slots + slot, mask=there, other=0)
     unsaved = tl.load(dirty_ptr + row * slots + slot, mask=there, other=1)
     bit = tl.load(referenced_ptr + row * slots + slot, mask=there, other=0)
-    loose = there & (stamp < pinned_from) & (unsaved == 0)
+    loose = there & (stamp < now) & (unsaved == 0)
     return slot, (loose & (bit == 0)).to(tl.int32), (loose & (bit != 0)).to(tl.int32)
 
 
@@ -740,7 +728,6 @@ def _survey_kernel(
     claimed_ptr,
     firsts_ptr,
     round_ptr,
-    oldest_ptr,
     begun_ptr,
     slot_of_ptr,
     referenced_ptr,
@@ -789,7 +776,6 @@ def _survey_kernel(
             for chunk in tl.range(part - joiners, chunks, tl.num_programs(0) - joiners):
                 _slot, ready, later = _loose_slots(
                     round_ptr,
-                    oldest_ptr,
                     begun_ptr,
                     referenced_ptr,
                     stamps_ptr,
@@ -807,7 +793,6 @@ def _survey_kernel(
 def _place_kernel(
     firsts_ptr,
     round_ptr,
-    oldest_ptr,
     begun_ptr,
     tallies_ptr,
     slot_of_ptr,
@@ -854,7 +839,6 @@ def _place_kernel(
         while (chunk < chunks) & (ready_before < missing):
             slot, ready, later = _loose_slots(
                 round_ptr,
-                oldest_ptr,
                 begun_ptr,
                 referenced_ptr,
                 stamps_ptr,
@@ -976,7 +960,7 @@ def _pin_kernel(
     for start in tl.range(0, count * kv_heads, CHUNK):
         place = start + tl.arange(0, CHUNK)
         page, slot, listed = _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads)
-        former = tl.load(slot_of_ptr + page, mask=listed & (page >= 0), other=-1)
+        former = tl.load(slot_of_ptr + page, mask=listed, other=-1)
         other = tl.load(page_in_ptr + slot, mask=listed, other=-1)
         tl.store(slot_of_ptr + other, -1, mask=other >= 0)
         tl.store(page_in_ptr + former, -1, mask=former >= 0)
@@ -986,7 +970,7 @@ def _pin_kernel(
     for start in tl.range(0, count * kv_heads, CHUNK):
         place = start + tl.arange(0, CHUNK)
         page, slot, listed = _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads)
-        tl.store(slot_of_ptr + page, slot, mask=listed & (page >= 0))
+        tl.store(slot_of_ptr + page, slot, mask=listed)
         tl.store(page_in_ptr + slot, page, mask=listed)
         tl.store(referenced_ptr + slot, 0, mask=listed)
         tl.store(stamps_ptr + slot, now, mask=listed)
@@ -995,11 +979,10 @@ def _pin_kernel(
 
 @jit
 def _pinned_at(pages_ptr, frames_ptr, place, count, pages, slots, kv_heads):
-    """Every head's page, -1 where a frame is held in reserve, and slot; and whether they are to be pinned."""
+    """Every head's page and slot; and whether they are to be pinned."""
     page = _heads_at(pages_ptr, place, count, pages, kv_heads)
     slot = _heads_at(frames_ptr, place, count, slots, kv_heads)
-    named = tl.load(pages_ptr + place // kv_heads, mask=place < count * kv_heads, other=-2)
-    return page, slot, ((page >= 0) | (named == -1)) & (slot >= 0)
+    return page, slot, (page >= 0) & (slot >= 0)
 
 
 @jit

@@ -22,7 +22,6 @@ class Speculation:
     announced_bytes: int = 0
     kv_read_fraction: float = 1.0
     kv_fetched_fraction: float = 0.0  # of what was read
-    kv_late_fraction: float = 0.0
     prefill_seconds: float = 0.0
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0

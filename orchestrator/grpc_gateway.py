@@ -133,5 +133,4 @@ def _totals_to_pb(totals: SpeculationTotals) -> inference_pb2.SpeculationSummary
         draft_seconds=totals.draft_seconds,
         verify_seconds=totals.verify_seconds,
         kv_fetched_fraction=totals.kv_fetched_fraction,
-        kv_late_fraction=totals.kv_late_fraction,
     )

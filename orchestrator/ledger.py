@@ -43,7 +43,6 @@ class SpeculationTotals:
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
-    kv_tokens_late: int = 0
     prefill_seconds: float = 0.0
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -59,16 +58,10 @@ class SpeculationTotals:
         return self.kv_tokens_fetched / self.kv_tokens_read if self.kv_tokens_read else 0.0
 
     @property
-    def kv_late_fraction(self) -> float:
-        """Of the KV that was read: what had to come, and had not been announced."""
-        return self.kv_tokens_late / self.kv_tokens_read if self.kv_tokens_read else 0.0
-
-    @property
     def fractions(self) -> dict[str, float]:
         return {
             "kv_read_fraction": self.kv_read_fraction,
             "kv_fetched_fraction": self.kv_fetched_fraction,
-            "kv_late_fraction": self.kv_late_fraction,
         }
 
     def add(self, commit: Commit) -> None:
@@ -85,7 +78,6 @@ class SpeculationTotals:
             "kv_tokens_read",
             "kv_tokens_total",
             "kv_tokens_fetched",
-            "kv_tokens_late",
             "prefill_seconds",
             "wait_seconds",
             "draft_seconds",

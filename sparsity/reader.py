@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,12 +119,6 @@ class Reader:
             )
         assert self.method.announcing is not None
         return torch.from_numpy(announced.resized(blocks).matrix())[self.method.announcing.expand(self.plan)]
-
-    def announced_words(self, announced: BlockSelection) -> np.ndarray:
-        """`expand`, as bits: uint64 [sparse layers * kv_heads, words]"""
-        assert self.method.announcing is not None
-        words: np.ndarray = announced.words[self.method.announcing.expand(self.plan).flatten().numpy()]
-        return words
 
     def finish(self, read_weights: Tensor | None, blocks_read: int | None = None) -> None:
         """Remember what the pass read, by its SequenceOutput. read_weights: [layers, kv_heads, blocks], if emitted."""

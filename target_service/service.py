@@ -21,7 +21,6 @@ from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
 OpenRecording = Callable[[Runner], ReadRecording]
-_RETRY_SECONDS = 0.0005  # while a step is launched
 
 
 async def run(
@@ -49,15 +48,6 @@ async def run(
     await serve(settings, opened.runner, plan, hello, on_ready, open_recording)
 
 
-async def _prefetch(verifier: Verifier, announced: asyncio.Event) -> None:
-    """Bring what drafts announce from home, also while a step runs. Runs until cancelled."""
-    while True:
-        await announced.wait()
-        announced.clear()
-        while not verifier.prefetch_announced():
-            await asyncio.sleep(_RETRY_SECONDS)
-
-
 async def serve(
     settings: TargetSettings,
     runner: Runner,
@@ -73,8 +63,8 @@ async def serve(
     recording = None if open_recording is None else open_recording(runner)
     verifier = Verifier(runner, plan, settings, recording)
     verifier.warm_up()
-    wake, announced = asyncio.Event(), asyncio.Event()
-    speculation = SpeculationServicer(verifier, hello, wake, announced)
+    wake = asyncio.Event()
+    speculation = SpeculationServicer(verifier, hello, wake)
 
     def status() -> ServiceStatus:
         return ServiceStatus(
@@ -98,13 +88,9 @@ async def serve(
     await server.set_serving(True)
     on_ready(server)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_prefetch(verifier, announced))
-            await run_step_loop(
-                verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
-            )
-    except BaseExceptionGroup as group:  # by its own words, if it is one
-        raise group.exceptions[0] if len(group.exceptions) == 1 else group from None
+        await run_step_loop(
+            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+        )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
         if recording is not None:

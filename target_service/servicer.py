@@ -16,13 +16,10 @@ from wire.server import guarded_stream
 
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
-    def __init__(
-        self, verifier: Verifier, hello: Hello, wake: asyncio.Event, announced: asyncio.Event
-    ) -> None:
+    def __init__(self, verifier: Verifier, hello: Hello, wake: asyncio.Event) -> None:
         self._verifier = verifier
         self._hello = hello
         self._wake = wake
-        self._announced = announced
         self.attached: list[str] = []
         self.refusal = ""
 
@@ -51,7 +48,6 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             for event in frame.batch.events:
                 self._verifier.receive(peer, convert.draft_event_from_pb(event))
             self._wake.set()
-            self._announced.set()
 
         try:
             async for events in _exchange(frames, receive, outbox):

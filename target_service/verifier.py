@@ -10,13 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from config import TargetSettings
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
-from engine.prefetcher import MOST, Wanted
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
 from engine.step_loop import share_prefill
@@ -110,30 +107,12 @@ class Verifier:
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._methods = methods_of(plan)
         self._recording = recording
-        self._announced: dict[str, None] = {}  # sessions with something to prefetch, in order
-        self._stepping = False  # whether a step runs, or is about to
-        self._stepped: set[str] = set()  # sessions of which it verifies a round
         if runner.shares_budgets:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
         if isinstance(runner.kv, TieredKV):
             _check_frames(runner.kv, settings)
-            if runner.kv.means_for_late and not METHODS["ahead"].uses_means(plan):
-                raise ValueError(
-                    "late_kv means lets group means stand in, and the plan has none (group_size 0): choose fetch"
-                )
-        self._prefetches = settings.kv_prefetch and runner.prepare_prefetches(
-            plan.block_size, plan.sparse_layers
-        )
-        if isinstance(runner.kv, TieredKV) and settings.kv_prefetch and not self._prefetches:
-            log.warning(
-                "no KV is prefetched: the plan's blocks of %d tokens are no whole pages of %d, or its sparse layers %s "
-                "are not those in tiers",
-                plan.block_size,
-                PAGE_SIZE,
-                plan.sparse_layers,
-            )
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""
@@ -228,10 +207,9 @@ class Verifier:
             queued = sum(self._need(session.max_length) for session in self._queue)
             taken = self._reserved + queued - leaving
             if taken + self._need(length) > self.runner.kv.pool.num_pages:
-                where = "in host memory" + " and on the neighbour GPU" * (self.runner.kv.peer_pages > 0)
                 raise ResourceExhausted(
                     f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
-                    f"{self.runner.kv.pool.num_pages} {where}; try again later"
+                    f"{self.runner.kv.pool.num_pages} in host memory; try again later"
                 )
 
     def _waiting_with(self, need: int) -> int:
@@ -325,10 +303,8 @@ class Verifier:
 
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
-        announced_by = session.announced_by
-        hints = self._prefetches and announced_by != ""
         begin = Begin(
-            session.at, list(session.tokens), session.sampling, session.max_length, announced_by, hints
+            session.at, list(session.tokens), session.sampling, session.max_length, session.announced_by
         )
         session.draft.send(begin)
 
@@ -389,8 +365,7 @@ class Verifier:
         if not self._is_current(peer, session, event):
             return
         key = (event.at.epoch, event.at.round)
-        earlier = session.announced.get(key)
-        if earlier is not None and event.part <= earlier.part:
+        if key in session.announced:
             self.counters["repeated_frames"] += 1
             return
         try:
@@ -402,8 +377,7 @@ class Verifier:
             self.counters["refused_frames"] += 1
             peer.send(Refusal(session.at, str(error)))
             return
-        session.announced[key] = Announced(selection, event.assumed_token, event.part)
-        self._announced[session.id] = None
+        session.announced[key] = Announced(selection, event.assumed_token)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
 
@@ -423,53 +397,9 @@ class Verifier:
             return
         session.proposals[key] = event
 
-    # Prefetches.
-
-    def prefetch_announced(self) -> bool:
-        """Have what was announced brought from home, beside a step that runs; False: not all of it now, ask again."""
-        if not self._prefetches:
-            self._announced.clear()
-            return True
-        while self._announced:
-            names = [name for name in self._announced if not self._is_about_to_be_stepped(name)][:MOST]
-            if not names or not self.runner.can_prefetch:
-                return False
-            sessions = [self._sessions[name] for name in names if name in self._sessions]
-            found = [(session.kv, self._new_words(session)) for session in sessions]
-            wanted = [Wanted(kv, words) for kv, words in found if words is not None and words.any()]
-            if wanted and not self.runner.prefetch(wanted):
-                return False
-            for name in names:
-                del self._announced[name]
-        return True
-
-    def _is_about_to_be_stepped(self, name: str) -> bool:
-        """What it reads is left to that step; what follows it can be brought once that runs."""
-        session = self._sessions.get(name)
-        return not self._stepping and session is not None and session.ready_proposal() is not None
-
-    def _new_words(self, session: TargetSession) -> np.ndarray | None:
-        """Blocks that a session's rounds to come read, as announced so far: uint64 [rows, words].
-
-        Without those that the announcement before each names: it was read, or is requested with it.
-        """
-        reader, known, new = session.reader, session.newest_held, None
-        if reader is None:
-            return None
-        for key in sorted(key for key in session.announced if key >= session.key):
-            selection = session.announced[key].selection
-            if key != session.key or session.id not in self._stepped:
-                words = reader.announced_words(selection)
-                if known is not None:
-                    words = words & ~reader.announced_words(known.resized(selection.num_blocks))
-                new = words if new is None else _either(new, words)
-            known = selection
-        return new
-
     # Steps.
 
     def plan_step(self) -> Step | None:
-        self._stepping, self._stepped = False, set()
         self._release_closed()
         self._admit()
         step = Step()
@@ -489,12 +419,7 @@ class Verifier:
                 step.prefills.append(
                     (session, SequenceInput(session.kv, session.tokens[start : start + share]))
                 )
-        self._stepped = {item.session.id for item in step.rounds}
-        for item in step.rounds:
-            if max(item.session.announced, default=item.session.key) <= item.session.key:
-                self._announced.pop(item.session.id, None)
-        self._stepping = bool(step.rounds or step.prefills)
-        return step if self._stepping else None
+        return step if step.rounds or step.prefills else None
 
     def _may_decode_plainly(self, session: TargetSession, now: float) -> bool:
         if session.draft is None or not session.drafted:
@@ -584,7 +509,6 @@ class Verifier:
             kv_tokens_read=tokens_read,
             kv_tokens_total=tokens_total,
             kv_tokens_fetched=output.tokens_fetched,
-            kv_tokens_late=output.tokens_late,
             announced_bytes=stats.announced_bytes,
             stale_rounds=stats.stale_rounds,
             prefill_seconds=stats.prefill_seconds,
@@ -637,14 +561,6 @@ class Verifier:
         if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not dense)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
-
-
-def _either(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Words of contexts of any lengths, joined."""
-    longer, shorter = (one, other) if one.shape[1] >= other.shape[1] else (other, one)
-    joined = longer.copy()
-    joined[:, : shorter.shape[1]] |= shorter
-    return joined
 
 
 def _check_frames(kv: TieredKV, settings: TargetSettings) -> None:

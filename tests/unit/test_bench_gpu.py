@@ -86,7 +86,6 @@ def test_the_services_are_measured_over_tiers(tmp_path: Path, capsys: pytest.Cap
     assert content["command"].endswith("--no-ahead " + " ".join([*memory, "--sparse-only"]))
     (row,) = content["rows"]
     assert row["what"] == "draft, sparse verify" and row["tokens_a_second"] > 0
-    assert 0 <= row["kv_late"] <= row["kv_fetched"]
     assert row["kv_fetched"] > 0
     assert "fetched" in capsys.readouterr().out
 

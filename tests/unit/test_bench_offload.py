@@ -64,9 +64,9 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
             step.run()
         for step in tiered:
             assert torch.equal(step.logits(), resident.logits())
-        read, fetched, refused, from_peer = tiered[0].counts().tolist()
-        assert tiered[1].counts().tolist() == [read, fetched, refused, from_peer]
-        assert resident.counts().tolist() == [read, 0, 0, 0]
+        read, fetched, refused = tiered[0].counts().tolist()
+        assert tiered[1].counts().tolist() == [read, fetched, refused]
+        assert resident.counts().tolist() == [read, 0, 0]
         for name in ("slot_of", "page_in", "stamps", "hand"):
             one, other = (getattr(step.kv.tables, name) for step in tiered)  # type: ignore[attr-defined]
             assert torch.equal(one, other)
@@ -198,7 +198,7 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
     tiered = [row for row in rows if row.way != "resident"]
     assert [row.batch for row in rows if row.way == "resident"] == ([4, 8] if room else [4])
     assert [(row.way, row.batch, row.check.same, row.in_parts) for row in tiered] == [
-        (way, 8, not harmed, not room) for way in ("prefetch", "in step", "on demand")
+        (way, 8, not harmed, not room) for way in ("in step", "on demand")
     ]
     assert all(row.check.rounds > 10 and 0.2 < row.hot < 0.5 and row.pages_fetched for row in tiered)
     said = report({}, rows)
@@ -259,39 +259,22 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
     main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file), "--plot", str(plot)])
     content = json.loads(file.read_text())
-    ways = [way for way in ("resident", "prefetch", "in step", "on demand") for _ in range(2)]
+    ways = [way for way in ("resident", "in step", "on demand") for _ in range(2)]
     assert [(row["way"], row["share"]) for row in content["rows"]] == [
-        (way, share) for way, share in zip(ways, [0.1, 0.0625] * 4, strict=True)
+        (way, share) for way, share in zip(ways, [0.1, 0.0625] * 3, strict=True)
     ]
-    prefetch, in_step, on_demand = content["rows"][2:8:2]
-    for row in (prefetch, in_step):
-        assert 0 < row["pages_fetched"] < row["pages_read"]
-        assert row["bytes_fetched"] == row["pages_fetched"] * 2 * 16 * 16 * 4
+    in_step, on_demand = content["rows"][2:6:2]
+    assert 0 < in_step["pages_fetched"] < in_step["pages_read"]
+    assert in_step["bytes_fetched"] == in_step["pages_fetched"] * 2 * 16 * 16 * 4
     for name in ("pages_read", "pages_fetched", "pages_refused"):
         assert in_step[name] == on_demand[name]
     for row in content["rows"][2:]:
         assert row["check"] == {"rounds": row["check"]["rounds"], "same": True, "difference": 0.0}
         assert row["check"]["rounds"] > SETTLED
-    assert prefetch["bound"] >= prefetch["resident"] == content["rows"][0]["milliseconds"]
+    assert in_step["bound"] >= in_step["resident"] == content["rows"][0]["milliseconds"]
     assert plot.stat().st_size > 0
     if not torch.cuda.is_available():
         assert "a rehearsal" in capsys.readouterr().out
-
-
-def test_a_share_of_the_home_on_a_neighbour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.device_count() == 1:
-        pytest.skip("needs two GPUs, or none")
-    file = tmp_path / "rows.json"
-    sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--peer-share", "0.5"]
-    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file)])
-    content = json.loads(file.read_text())
-    assert "50% of the home pages on" in content["peer"] and "--peer-share 0.5" in content["command"]
-    resident, prefetch, in_step, on_demand = content["rows"]
-    for row in (prefetch, in_step):
-        assert 0 < row["pages_from_peer"] < row["pages_fetched"]
-    assert in_step["pages_from_peer"] == on_demand["pages_from_peer"]
-    assert resident["pages_from_peer"] == 0
-    assert "from peer" in capsys.readouterr().out
 
 
 def test_the_rehearsal_of_sessions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +282,7 @@ def test_the_rehearsal_of_sessions(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "offload", "--shape", "tiny", *sizes])
     said = capsys.readouterr().out
     assert "0.002 GiB hold the KV of 4 of 1024 tokens without tiers; 8 run in tiers" in said
-    assert said.count("yes (") == 3
+    assert said.count("yes (") == 2
     assert "--kv-memory 0.002" in said and "--sessions-factor 2" in said and "--hot" not in said
 
 
@@ -309,7 +292,6 @@ def test_what_is_refused() -> None:
         (["--shares", "0.5"], "shares must be among"),
         (["--contexts", "1000"], "multiples of 16"),
         (["--queries", "1"], "2 queries at least"),
-        (["--peer-share", "1"], "peer_share must lie"),
         (["--host-memory", "0"], "no room for the home"),
         (["--kv-memory", "1", "--hot", "0.5"], "leave --batches and --hot out"),
         (["--kv-memory", "0"], "must be positive"),

@@ -19,7 +19,7 @@ from engine.batch import SequenceInput
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
-from evaluation import cases, drafts, plots, quality, report, tiers
+from evaluation import cases, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.drafts import DraftStudy, Reading
 from evaluation.rounds import Sums, Variant, evaluate_case, prefill, rounds_of
@@ -334,17 +334,3 @@ def test_a_page_names_the_options_that_it_was_made_with() -> None:
     add_evaluate(parser)
     flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
     assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"
-
-
-def test_tiers_give_what_no_tiers_give_and_means_stand_in_for_what_is_late() -> None:
-    generator = torch.Generator().manual_seed(0)
-    case = Case("text", torch.randint(0, 4096, (480,), generator=generator).tolist(), 380)
-    pair = Pair(str(models.TARGET), str(models.DRAFT))
-    plain, fetched, left_out = tiers.measure(pair, replace(PLAN, budget=0.25), [case], [0.5], 3)
-    assert (plain.hot, plain.fetched, plain.late) == (1.0, 0.0, 0.0)
-    assert fetched.perplexity == plain.perplexity
-    assert fetched.fetched > 0 and 0 < fetched.late < fetched.fetched
-    assert left_out.late > 0 and left_out.perplexity != plain.perplexity
-    assert left_out.perplexity == pytest.approx(plain.perplexity, rel=0.2)
-    with pytest.raises(ValueError, match="hot must be shares"):
-        tiers.measure(pair, PLAN, [case], [1.0], 3)

@@ -26,7 +26,7 @@ def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFix
         assert row["frames"] < row["pages"]
         # Prompts whose pages have left, and exact rounds; sparse ones.
         assert row["staged"] > 0 or row["fetched"] > 0
-        assert (row["fetched"] + row["prefetched"] > 0) == (row["mix"] != "exact")
+        assert (row["fetched"] > 0) == (row["mix"] != "exact")
 
 
 def test_a_token_that_differs_is_told(
@@ -40,7 +40,7 @@ def test_a_token_that_differs_is_told(
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("float32 on ")
     assert said[1].split() == [
-        *("sessions", "frames", "hot", "fetched", "prefetched", "staged", "refused", "tokens", "identical")
+        *("sessions", "frames", "hot", "fetched", "staged", "refused", "tokens", "identical")
     ]
     assert len(said) == 8
     assert all(any(f" no, {mix} " in line for line in said) for mix in ("exact", "approximate"))
@@ -74,7 +74,7 @@ def test_what_is_refused() -> None:
             "write up to 13 at once, 28.3%: hot must be more, got 1.0%",
         ),
         (["identity", "--context", "90000"], "a text has .* tokens after 2% of it; 9000 are needed"),
-        (["tiers"], "evaluate tiers reads texts: give --text or --books"),
+        (["recall"], "evaluate recall reads texts: give --text or --books"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["evaluate", *flags])

@@ -1,10 +1,7 @@
 """Copying scattered blocks: both backends against a loop over rows, and what they refuse."""
 
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -106,9 +103,7 @@ def test_layers_one_after_the_other(backend: str) -> None:
     home = [tuple(on_host(tensor) for tensor in pair) for pair in sources]
     copies = layer_copies(home, destinations, torch.device(DEVICE))  # type: ignore[arg-type]
     lists = origins.int().to(DEVICE), places.int().to(DEVICE), ints(counts)
-    # Where the count of earlier gathers has run over, and where it is what is due.
-    earlier = ints([2**31 - 1, -(2**31), 5 - 2**31]), ints([2**31 - 1])
-    gather_layers(copies, *lists, done, programs, backend, None, earlier)
+    gather_layers(copies, *lists, done, programs, backend)
     for layer in range(layers):
         wait_for_layer(done, layer, programs, backend)
     assert done.tolist() == [programs] * layers
@@ -116,91 +111,6 @@ def test_layers_one_after_the_other(backend: str) -> None:
         assert all(same_bytes(*both) for both in zip(got, pair, strict=True))
     with pytest.raises(ValueError, match="2 counts, 3 done; there is one of each for 3 layers"):
         gather_layers(copies, *lists[:2], lists[2][:2], done, programs, backend)
-
-
-@pytest.mark.parametrize("seed", range(8))
-@backends
-def test_sources_in_segments_are_together_what_one_source_is(backend: str, seed: int) -> None:
-    """Of one list each takes the rows that it holds, and says how many; some segments are empty."""
-    rng = np.random.default_rng(seed)
-    n, m, capacity, programs = (int(rng.integers(1, most)) for most in (60, 50, 40, 9))
-    capacity = min(m, capacity)
-    count, row_bytes = int(rng.integers(0, capacity + 1)), int(rng.choice([1024, 1536, 4112, 8192]))
-    cuts = [0, *sorted(rng.integers(0, n + 1, int(rng.integers(0, 4))).tolist()), n]
-    sources = [random_bytes(n, row_bytes, torch.uint8, 2 * seed + i) for i in range(2)]
-    origins = rng.integers(-1, n, capacity)
-    places = rng.permutation(m)[:capacity]
-    lists = ints(origins.tolist()), ints(places.tolist()), ints([count])
-    destinations = [tuple(torch.zeros(m, row_bytes, dtype=torch.uint8, device=DEVICE) for _ in "kv")]
-    destinations.append(tuple(torch.zeros_like(part) for part in destinations[0]))
-    gather_blocks(tuple(map(on_host, sources)), destinations[0], *lists, programs, "torch")
-    counted = []
-    for first, end in pairwise(cuts):
-        held = tuple(on_host(source[first:end].clone()) for source in sources)
-        copied = ints([7])
-        gather_blocks(held, destinations[1], *lists, programs, backend, first, copied)
-        counted.append(int(copied) - 7)
-    wanted = [((origins[:count] >= first) & (origins[:count] < end)).sum() for first, end in pairwise(cuts)]
-    assert counted == wanted
-    for one, other in zip(*destinations, strict=True):
-        assert same_bytes(one, other)
-
-
-@backends
-def test_layers_in_segments_share_their_counts(backend: str) -> None:
-    """One list of each layer, two launches: each takes its own rows, and both count what they have finished."""
-    layers, n, split, capacity, programs = 3, 23, 9, 16, 4
-    torch.manual_seed(1)
-    origins = torch.randint(-1, n, (layers, capacity)).int().to(DEVICE)
-    places = torch.stack([torch.randperm(19)[:capacity] for _ in range(layers)]).int().to(DEVICE)
-    counts, done = ints([13, 0, 16]), ints([0] * layers)
-    sources = [
-        tuple(random_bytes(n, 1024, torch.bfloat16, 2 * layer + i) for i in range(2))
-        for layer in range(layers)
-    ]
-    wanted, got = (
-        [tuple(torch.zeros(19, 512, dtype=torch.bfloat16, device=DEVICE) for _ in "kv") for _ in sources]
-        for _ in range(2)
-    )
-    for layer, pair in enumerate(sources):
-        rows = origins[layer], places[layer], counts[layer : layer + 1]
-        gather_blocks(tuple(map(on_host, pair)), wanted[layer], *rows, programs)  # type: ignore[arg-type]
-    copied = ints([0, 0])
-    for i, part in enumerate((slice(0, split), slice(split, n))):
-        home = [tuple(on_host(tensor[part].clone()) for tensor in pair) for pair in sources]
-        copies = layer_copies(home, got, torch.device(DEVICE), part.start)  # type: ignore[arg-type]
-        gather_layers(copies, origins, places, counts, done, programs, backend, copied[i : i + 1])
-    for layer in range(layers):
-        wait_for_layer(done, layer, 2 * programs, backend)
-    assert done.tolist() == [2 * programs] * layers
-    listed = torch.cat([origins[layer, : int(counts[layer])] for layer in range(layers)])
-    listed = listed[listed >= 0]
-    assert copied.tolist() == [int((listed < split).sum()), int((listed >= split).sum())]
-    for one, other in zip(wanted, got, strict=True):
-        assert all(same_bytes(*both) for both in zip(one, other, strict=True))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one kernel after the other")
-def test_a_layer_is_counted_when_earlier_gathers_have_come() -> None:
-    source, got = random_bytes(4, 1024, torch.int16, 0), torch.zeros(4, 512, dtype=torch.int16, device=DEVICE)
-    pair, target = (on_host(source), on_host(source)), (got, torch.zeros_like(got))
-    copies = layer_copies([pair, pair], [target, target], torch.device(DEVICE))
-    done, earlier, due = ints([0, 0]), ints([5, 4]), ints([5])
-    rows = ints([[0, 1, 2, 3]] * 2)
-    gathering, looking = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.cuda._sleep(1)  # kernels are loaded when they run first, which would wait for those that run
-    earlier += 0
-    earlier.tolist()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(gathering):
-        gather_layers(copies, rows, rows, ints([4, 4]), done, 2, "triton", None, (earlier, due))
-    with torch.cuda.stream(looking):
-        torch.cuda._sleep(200_000_000)
-        assert done.tolist() == [2, 1]
-        earlier += 1
-    torch.cuda.synchronize()
-    assert done.tolist() == [2, 2]
-    assert same_bytes(got, source)
 
 
 @pytest.mark.parametrize("in_flight", [512, 4096])
@@ -258,9 +168,6 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"count": ints([2, 2])}, "one count"),
         ({"source_rows": ints([3, 0, 1])}, "one list of each"),
         ({"programs": 0}, "programs"),
-        ({"first_source": -1}, "first row is -1"),
-        ({"copied": ints([0, 0])}, r"\[1\] int32 on .*, not in \(2,\)"),
-        ({"copied": ints([0]).long()}, "not in .* torch.int64"),
     ],
 )
 @backends
@@ -287,19 +194,6 @@ def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
             gather_blocks(sources, destinations, **elsewhere, programs=2, backend="triton")
     with pytest.raises(NotImplementedError):
         gather_blocks(**arguments(), backend="cuda")
-
-
-@pytest.mark.parametrize("reaches", [True, False])
-def test_memory_of_another_gpu_must_be_within_reach(monkeypatch: pytest.MonkeyPatch, reaches: bool) -> None:
-    """Whatever GPUs there are."""
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reaches)
-    own, other, third = (SimpleNamespace(device=torch.device("cuda", i)) for i in (0, 1, 0))
-    if reaches:
-        kv_gather._check_reach((own, other, third), own.device)  # type: ignore[arg-type]
-        return
-    kv_gather._check_reach((own, third), own.device)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cuda:0 has no access to the memory of cuda:1"):
-        kv_gather._check_reach((own, other), own.device)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -1,6 +1,5 @@
 """A GraphRunner over KV in two tiers against one whose KV all lies on the device: the same logits, bit by bit."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,13 +12,12 @@ from torch import Tensor
 
 import models
 from engine.batch import SequenceInput, SequenceKeys, SparseRead
-from engine.decoder import read_decoder
 from engine.draft_rounds import RoundSettings
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted
 from engine.loading import load_model, make_runner
 from engine.paged_kv import OutOfPages, PagedKV, SequenceKV
-from engine.prefetcher import Wanted
 from engine.sampling import Sampling
 from engine.tiered_kv import TierCounters, TieredKV
 from sparsity.methods import METHODS
@@ -55,17 +53,14 @@ class Side:
         plan: Plan,
         method: str,
         kept: tuple[int, ...] = (),
-        on_peer: int = 0,
     ) -> None:
-        at_home, on_peer = (16 * (PAGES - on_peer), 16 * on_peer) if frames else (0, 0)
-        sizes = 16 * (frames or PAGES), at_home, CONTEXT + 130
-        plain = make_runner(model, *sizes, dense_layers=kept, peer_kv_tokens=on_peer)
+        sizes = 16 * (frames or PAGES), 16 * PAGES if frames else 0, CONTEXT + 130
+        plain = make_runner(model, *sizes, dense_layers=kept)
         self.runner = GraphRunner(read_decoder(plain.model), plain, CONTEXT, step_queries=GAMMA + 1)
         self.kv: PagedKV = self.runner.kv
         self.plan = plan
         self.kv.keep_group_means(plan.group_size)
         self.fetched = 0  # tokens, by what outputs say
-        self.prefetches = self.runner.prepare_prefetches(plan.block_size, plan.sparse_layers)
         self.runner.warm_up([], 1)
         self.sequences = [SequenceKV() for _ in LENGTHS]
         self.readers = [
@@ -103,17 +98,6 @@ class Side:
         self.fetched += sum(output.tokens_fetched for output in outputs)
         return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]  # type: ignore[misc]
 
-    def prefetch(self, choices: list[BlockSelection | None]) -> None:
-        """All of what is announced, a sequence at a time and some together."""
-        wanted = [
-            Wanted(kv, reader.announced_words(choice))
-            for kv, reader, choice in zip(self.sequences, self.readers, choices, strict=True)
-            if choice is not None and reader is not None
-        ]
-        for part in (wanted[:1], wanted[1:]):
-            while part and not self.runner.prefetch(part):
-                pass
-
     def announced(self, rng: np.random.Generator) -> list[BlockSelection | None]:
         choices: list[BlockSelection | None] = []
         for kv, reader in zip(self.sequences, self.readers, strict=True):
@@ -127,9 +111,7 @@ class Side:
 class Case:
     """What is run. silent: the turn in which the second sequence has no announcement, and reads everything.
 
-    keeps: whether layers that the plan reads densely stay on the device, where there are tiers. on_peer: pages whose
-    home is a neighbour GPU, there. prefetches: bring what is announced, and what a wrong announcement says, before each
-    round.
+    keeps: whether layers that the plan reads densely stay on the device, where there are tiers.
     """
 
     method: str = "ahead"
@@ -138,8 +120,6 @@ class Case:
     chunk: int = 200
     turns: int = 3
     keeps: bool = False
-    prefetches: bool = False
-    on_peer: int = 0
 
 
 @dataclass
@@ -166,7 +146,7 @@ class Outcome:
 def run(model: Any, frames: int, case: Case) -> Outcome:
     """frames 0: all KV lies on the device. The last round is judged."""
     kept = case.plan.dense_layers if case.keeps and frames else ()
-    side = Side(model, frames, case.plan, case.method, kept, case.on_peer)
+    side = Side(model, frames, case.plan, case.method, kept)
     outputs = side.read_prompts(case.chunk)
     before = replace(side.kv.counters) if isinstance(side.kv, TieredKV) else TierCounters()
     rng = np.random.default_rng(0)
@@ -174,9 +154,6 @@ def run(model: Any, frames: int, case: Case) -> Outcome:
         choices = side.announced(rng)
         if turn == case.silent:
             choices[1] = None
-        if case.prefetches and side.prefetches:
-            side.prefetch(side.announced(np.random.default_rng(turn)))
-            side.prefetch(choices)
         outputs += side.round(turn, choices, judged=turn == case.turns - 1)
         if isinstance(side.kv, TieredKV):
             side.kv.check_integrity()
@@ -196,7 +173,7 @@ def plain(model: Any) -> Callable[[Case], Outcome]:
 def check(
     model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True
 ) -> Outcome:
-    wanted, got = plain(replace(case, on_peer=0)), run(model, frames, case)
+    wanted, got = plain(case), run(model, frames, case)
     for one, other in zip(wanted.outputs + wanted.means, got.outputs + got.means, strict=True):
         compare(other, one, exactly)
     return got
@@ -224,17 +201,6 @@ def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: in
     assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
     assert (got.tiered.counters.refused_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
-
-
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs a second GPU")
-@pytest.mark.parametrize("method", ["ahead", "streaming", "dense"])
-def test_a_neighbour_has_some_of_the_pages(model: Any, plain: Any, method: str) -> None:
-    """Whose home is there and on the host, in one sequence even; layers that stay are in neither."""
-    case = replace(with_plan(dense_layers=(0, 3)), method=method, keeps=True, on_peer=30)
-    got = check(model, plain, 45, case, method != "dense" or PARTS_ARE_EXACT)
-    counters = got.tiered.counters
-    assert 0 < counters.pages_from_peer < counters.fetched_pages + counters.staged_pages
-    assert [segment.on_peer for segment in got.tiered.segments] == [True, False]
 
 
 @pytest.mark.parametrize("method", ["streaming", "sts", "pillar"])
@@ -280,19 +246,6 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, 
     sparse = frames < 80 and method != "dense"
     assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, frames < 80 and not sparse)
     assert len(got.tiered.k_home) == len(got.tiered.k_pages) - 2
-
-
-@pytest.mark.parametrize("kept", [(), (0, 3)])
-def test_waits_are_counted_by_layer(model: Any, kept: tuple[int, ...]) -> None:
-    side = Side(model, 45, replace(PLAN, dense_layers=kept), "streaming", kept)
-    assert isinstance(side.kv, TieredKV)
-    side.kv.measures_waits = True
-    side.read_prompts(200)
-    side.round(0, [None] * 3, False)
-    waited = side.kv.counters.wait_seconds
-    assert list(waited) == [layer for layer in range(side.kv.num_layers) if layer not in kept]
-    assert all(0 < seconds < 10 for seconds in waited.values())
-    assert side.kv.totals["kv_wait_seconds_layer_1"] == waited[1]
 
 
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
@@ -389,95 +342,6 @@ def test_a_selector_beside_a_step_does_not_commit_the_step(model: Any) -> None:
             assert side.kv.spilled
             side.kv.check_integrity()
     assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize(("method", "frames"), [("ahead", 60), ("ahead", 45), ("sts", 45), ("ahead", 12)])
-def test_what_is_prefetched_is_there(model: Any, plain: Any, method: str, frames: int) -> None:
-    """The same outputs; what is announced need not be fetched by the step, as far as there are slots."""
-    case = Case(method=method, turns=4, chunk=32)
-    fetching = run(model, frames, case)
-    got = check(model, plain, frames, replace(case, prefetches=True), exactly=frames > 12)
-    counters, pages = got.tiered.counters, 16 * got.tiered.counters.staged_pages
-    got.tiered.give_up_prefetches()
-    got.tiered.take_accounts()
-    assert 0 < counters.wasted_pages < counters.prefetched_pages
-    assert got.fetched <= 16 * (counters.fetched_pages + counters.prefetched_pages) + pages
-    if frames > 12:
-        assert counters.fetched_pages < 0.7 * fetching.tiered.counters.fetched_pages
-        assert counters.hit_pages > fetching.tiered.counters.hit_pages
-        assert counters.refused_pages == 0
-
-
-def test_prefetches_end_where_steps_bring_everything(model: Any) -> None:
-    """With a budget of everything: no step fetches, what was prefetched is closed all the same."""
-    side = Side(model, 45, replace(PLAN, budget=1.0), "ahead")
-    side.read_prompts(200)
-    assert isinstance(side.kv, TieredKV)
-    rng = np.random.default_rng(0)
-    for turn in range(3):
-        choices = side.announced(rng)
-        side.prefetch(choices)
-        assert side.kv.prefetches.outstanding
-        side.round(turn, choices, judged=True)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-            side.kv.note_step([])
-        assert not side.kv.prefetches.outstanding
-        side.kv.check_integrity()
-    assert side.kv.counters.fetched_pages == 0 < side.kv.counters.prefetches
-    side.kv.take_accounts()
-    assert side.kv.counters.prefetched_pages > 0
-
-
-def test_what_lies_in_frames_is_not_prefetched(model: Any) -> None:
-    side = Side(model, 45, PLAN, "ahead")
-    side.sequences[2].dense = True  # what is read wholly leaves last
-    side.read_prompts(200)
-    assert isinstance(side.kv, TieredKV) and side.kv.spilled
-    resident = [i for i, kv in enumerate(side.sequences) if side.kv.is_resident(kv)]
-    assert resident == [2]
-    choices = side.announced(np.random.default_rng(0))
-    side.prefetch([choice if i in resident else None for i, choice in enumerate(choices)])
-    assert side.kv.counters.prefetches == 0
-
-
-def test_layers_that_stay_are_not_prefetched(model: Any, plain: Any) -> None:
-    case = replace(with_plan(dense_layers=(0, 3)), keeps=True, prefetches=True)
-    got = check(model, plain, 45, case)
-    assert got.tiered.counters.prefetches > 0
-    assert not Side(model, 45, replace(PLAN, dense_layers=(0,)), "ahead").prefetches
-
-
-def test_nothing_is_prefetched_while_a_pass_is_launched(model: Any) -> None:
-    """Nor where all KV lies on the device. Another thread may try."""
-    side = Side(model, 45, PLAN, "ahead")
-    side.read_prompts(200)
-    assert isinstance(side.kv, TieredKV)
-    choices = side.announced(np.random.default_rng(0))
-    assert choices[0] is not None and side.readers[0] is not None
-    wanted = [Wanted(side.sequences[0], side.readers[0].announced_words(choices[0]))]
-    results: list[bool] = []
-
-    def try_it() -> None:
-        results.append(side.runner.prefetch(wanted))
-
-    side.kv.take_tables()
-    assert not side.runner.can_prefetch
-    thread = threading.Thread(target=try_it)
-    thread.start()
-    thread.join()
-    side.kv.give_tables()
-    assert side.runner.can_prefetch
-    try_it()
-    assert results == [False, True]
-    assert side.kv.counters.prefetches == 1
-    with pytest.raises(ValueError, match="a prefetch is for 1 to 4 sequences, not for 5"):
-        side.runner.prefetch(wanted * 5)
-    roomy = Side(model, 80, PLAN, "ahead")
-    roomy.read_prompts(200)
-    assert roomy.runner.prefetch([Wanted(roomy.sequences[0], wanted[0].words)])
-    assert isinstance(roomy.kv, TieredKV)
-    assert roomy.kv.counters.prefetches == 0
 
 
 def test_rounds_are_not_drafted_over_tiers(model: Any) -> None:

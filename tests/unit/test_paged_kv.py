@@ -740,19 +740,3 @@ def test_totals_add_up_over_rounds() -> None:
     assert totals.accepted_per_position == [2, 2, 1, 1]
     assert totals.kv_read_fraction == pytest.approx(15 / 40)
     assert totals.wait_seconds == pytest.approx(1.5)
-
-
-def test_preferred_pages_are_given_out_first_and_come_back() -> None:
-    """In which order prefixes are forgotten does not depend on it."""
-    pool = PagePool(6, preferred=2)
-    held = pool.allocate(4)
-    assert held == [0, 1, 2, 3]
-    for page in (2, 0):
-        pool.index(page, (0, (page,)))
-    pool.release([1, 3])
-    assert (pool.free, pool.available) == (4, 4)
-    assert pool.allocate(2) == [1, 3]
-    pool.release([2, 0])
-    assert pool.allocate(3) == [2, 4, 5]
-    assert pool.match((0, (0,))) is not None
-    pool.check_integrity()

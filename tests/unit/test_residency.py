@@ -58,15 +58,13 @@ class Row:
     tables: ResidencyTables
     backend: str
 
-    def request(self, *lists: list[int], round: int, oldest: int) -> tuple[dict[int, int], list[int]]:
+    def request(self, *lists: list[int], round: int) -> tuple[dict[int, int], list[int]]:
         """Where pages are copied to, in order, and which found no slot."""
         width = max(map(len, lists))
         padded = ints([[[[*pages, *[0] * (width - len(pages))]] for pages in lists]])
         counts = ints([[[len(pages)] for pages in lists]])
         numbers = ints([list(range(20))] * len(lists))
-        done = request_blocks(
-            self.tables, padded, counts, numbers, 1, 1, ints([round]), ints([oldest]), self.backend
-        )
+        done = request_blocks(self.tables, padded, counts, numbers, 1, 1, ints([round]), self.backend)
         pages, slots = done.pages[0].tolist(), done.slots[0].tolist()
         placed, unplaced = int(done.counts), int(done.unplaced)
         return dict(zip(pages[:placed], slots, strict=False)), pages[placed : placed + unplaced]
@@ -101,9 +99,9 @@ def one_row(slots: int, backend: str) -> Row:
 @both
 def test_first_wanted_first_placed_and_each_once(backend: str) -> None:
     row = one_row(4, backend)
-    assert row.request([7, 3, 7], [3, 9], round=0, oldest=0) == ({7: 0, 3: 1, 9: 2}, [])
+    assert row.request([7, 3, 7], [3, 9], round=0) == ({7: 0, 3: 1, 9: 2}, [])
     assert (row.hot, row.bits, row.hand) == ([7, 3, 9, -1], [0, 0, 0, 0], 3)
-    assert row.request([9, 1], [5, 3, 1, 5, 6], round=1, oldest=1) == ({1: 3, 5: 0}, [6])
+    assert row.request([9, 1], [5, 3, 1, 5, 6], round=1) == ({1: 3, 5: 0}, [6])
     assert (row.hot, row.bits, row.hand) == ([5, 3, 9, 1], [0, 1, 1, 0], 3)
     assert row.tables.stamps.tolist() == [[1, 1, 1, 1]]
 
@@ -111,13 +109,13 @@ def test_first_wanted_first_placed_and_each_once(backend: str) -> None:
 @both
 def test_a_bit_is_a_second_chance(backend: str) -> None:
     row = one_row(3, backend)
-    row.request([0, 1, 2], round=0, oldest=0)
-    row.request([0, 1], round=1, oldest=1)  # nothing is placed: the hand stays
+    row.request([0, 1, 2], round=0)
+    row.request([0, 1], round=1)  # nothing is placed: the hand stays
     assert (row.bits, row.hand) == ([1, 1, 0], 0)
-    assert row.request([5], round=2, oldest=2) == ({5: 2}, [])
+    assert row.request([5], round=2) == ({5: 2}, [])
     assert (row.bits, row.hand) == ([0, 0, 0], 0)
-    row.request([1], round=3, oldest=3)
-    assert row.request([6], round=4, oldest=4) == ({6: 0}, [])
+    row.request([1], round=3)
+    assert row.request([6], round=4) == ({6: 0}, [])
     assert (row.bits, row.hand) == ([0, 1, 0], 1)  # not cleared behind the last victim
 
 
@@ -125,9 +123,9 @@ def test_a_bit_is_a_second_chance(backend: str) -> None:
 def test_all_bits_set_takes_a_second_sweep(backend: str) -> None:
     row = one_row(3, backend)
     for round in (0, 1):
-        row.request([0, 1, 2], round=round, oldest=round)
+        row.request([0, 1, 2], round=round)
     assert row.bits == [1, 1, 1]
-    assert row.request([4, 5, 6, 7], round=2, oldest=2) == ({4: 0, 5: 1, 6: 2}, [7])
+    assert row.request([4, 5, 6, 7], round=2) == ({4: 0, 5: 1, 6: 2}, [7])
     assert (row.hot, row.bits, row.hand) == ([4, 5, 6], [0, 0, 0], 0)
 
 
@@ -136,15 +134,15 @@ def test_rounds_in_flight_and_dirty_pages_are_passed_over_untouched(backend: str
     row = one_row(3, backend)
     row.pin({8: 0}, round=0)
     for round in (1, 2):
-        row.request([8, 0, 1], round=round, oldest=round)
-    assert row.request([2, 3], round=3, oldest=2) == ({}, [2, 3])
+        row.request([8, 0, 1], round=round)
+    assert row.request([2, 3], round=2) == ({}, [2, 3])
     assert (row.hot, row.bits, row.hand) == ([8, 0, 1], [1, 1, 1], 0)
-    assert row.request([2, 3, 4], round=3, oldest=3) == ({2: 1, 3: 2}, [4])
+    assert row.request([2, 3, 4], round=3) == ({2: 1, 3: 2}, [4])
     assert (row.hot, row.bits) == ([8, 2, 3], [1, 0, 0])
     row.save(8, 9)
-    assert row.request([4], round=4, oldest=4) == ({4: 1}, [])
-    # A round counts as in flight itself, whatever `oldest` says.
-    assert row.request([3, 4, 8, 5], round=5, oldest=9) == ({}, [5])
+    assert row.request([4], round=4) == ({4: 1}, [])
+    # What the round itself needs is no victim.
+    assert row.request([3, 4, 8, 5], round=5) == ({}, [5])
 
 
 @both
@@ -154,15 +152,15 @@ def test_dropped_slots_are_free_when_their_round_has_ended(backend: str) -> None
     row.drop(4, 4, 5, -1, 20)
     assert row.hot == [3, -1]
     assert row.tables.dirty.tolist() == [[1, 0]]
-    assert row.request([6], round=1, oldest=0) == ({}, [6])
-    assert row.request([6], round=1, oldest=1) == ({6: 1}, [])
+    assert row.request([6], round=0) == ({}, [6])
+    assert row.request([6], round=1) == ({6: 1}, [])
 
 
 @both
 def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: str) -> None:
     row = one_row(5, backend)
-    row.request([0, 1, 2, 3], round=0, oldest=0)
-    row.request([0, 1, 2, 3], round=1, oldest=1)
+    row.request([0, 1, 2, 3], round=0)
+    row.request([0, 1, 2, 3], round=1)
     row.pin({1: 0, 9: 2}, round=2)
     assert row.hot == [1, -1, 9, 3, -1]
     assert row.tables.slot_of[0, :10].tolist() == [-1, 0, -1, 3, -1, -1, -1, -1, -1, 2]
@@ -178,14 +176,14 @@ def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: 
 @both
 def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) -> None:
     row = one_row(4, backend)
-    assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0, oldest=0) == ({5: 0, 6: 1}, [])
+    assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0) == ({5: 0, 6: 1}, [])
     lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
     numbers = ints([list(range(20))] * 3)
     slots, late = found_slots(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
     assert slots.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
     assert late.tolist() == [2]
     counts = ints([[[9], [-3], [0]]])
-    done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), ints([0]), backend)
+    done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), backend)
     assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.hot) == ([1], [7], [5, 6, 7, -1])
 
 
@@ -196,7 +194,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     page_tables = ints([[4, 3, 8, 7, 5], [4, 2, 6, -1, 10]])
     lists = ints([[[[2, 0], [0, 9]], [[0, 1], [2, -1]]], [[[1, 1], [0, 0]], [[2, 3], [1, 0]]]])
     counts = ints([[[2, 1], [2, 2]], [[1, 0], [2, 2]]])
-    done = request_blocks(tables, lists, counts, page_tables, 2, 2, now, now, backend)
+    done = request_blocks(tables, lists, counts, page_tables, 2, 2, now, backend)
     wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
     assert ahead_of(done.pages, done.counts) == wanted
     assert ahead_of(done.slots, done.counts) == [list(range(7)), list(range(5))]
@@ -219,26 +217,13 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
 
 
 @both
-def test_a_frame_in_reserve_is_left_alone(backend: str) -> None:
-    row = one_row(3, backend)
-    row.request([4, 5, 6], round=0, oldest=0)
-    pin_frames(row.tables, ints([-1, -2]), ints([1, 2]), ints([0]), 1, backend)
-    assert (row.hot, row.tables.slot_of[0, 4:7].tolist()) == ([4, -1, 6], [0, -1, 2])
-    assert row.request([7, 8, 9], round=1, oldest=1) == ({7: 0, 8: 2}, [9])
-    row.pin({3: 1}, round=1)
-    row.save(3)
-    assert row.request([9], round=2, oldest=2) == ({9: 0}, [])
-    assert row.request([8, 1], round=3, oldest=3)[0] == {1: 1}
-
-
-@both
 def test_nothing_is_listed(backend: str) -> None:
     tables = empty_tables(2, 6, 1, DEVICE)
     zero = ints([0])
     for sequences, width, length in ((0, 0, 3), (0, 4, 3), (2, 0, 3), (1, 3, 0)):
         lists, counts = ints(0).expand(2, sequences, 3, width), ints(1).expand(2, sequences, 3)
         page_tables = ints(0).expand(sequences, length)
-        done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, zero, backend)
+        done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, backend)
         assert (done.counts.tolist(), done.unplaced.tolist()) == ([0, 0], [0, 0])
         slots, late = found_slots(tables, lists, counts, page_tables, 3, 2, backend)
         assert (slots.shape, late.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
@@ -351,11 +336,11 @@ def test_triton_equals_the_reference(
     got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
     shape, sizes = (rows, sequences, kv_heads, width), (kv_heads, per_block)
     for round in (9, 10):
-        now, oldest = ints([round], "cpu"), ints([round - 1], "cpu")
+        now = ints([round], "cpu")
         n = 7 if round == 9 else 2
         frames = random_pages(n, wanted.slots // kv_heads, generator)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now, oldest)),
+            (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now)),
             (pin_frames, (random_pages(n, pages, generator), frames, now, kv_heads)),
             (found_slots, (*random_blocks(shape, pages, per_block, generator), *sizes)),
             (mark_home, (random_pages(n, pages, generator), kv_heads)),
@@ -389,7 +374,7 @@ def test_arguments_need_not_be_contiguous(backend: str) -> None:
     lists = ints([[4, 5], [6, 7]]).T[:, None, None].expand(2, 3, 1, 2)
     counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
     numbers = ints(list(range(50))).expand(3, 50)
-    request_blocks(tables, lists, counts, numbers, 1, 1, now, now, backend)
+    request_blocks(tables, lists, counts, numbers, 1, 1, now, backend)
     slots, late = found_slots(tables, lists, counts, numbers, 1, 1, backend)
     assert slots.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
     assert not late.any()
@@ -417,7 +402,7 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
     got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
     shape = rows, sequences, kv_heads, width
     lists, counts, page_tables = (t.to(DEVICE) for t in random_blocks(shape, pages, 1, generator))
-    inputs = lists, counts.zero_(), page_tables, ints([0]), ints([0])
+    inputs = lists, counts.zero_(), page_tables, ints([0])
 
     def request() -> Transfers:
         return request_blocks(got, *inputs[:3], kv_heads, 1, *inputs[3:], "triton")
@@ -429,14 +414,14 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
             done = request()
     for round in range(9, 9 + rounds):
         drawn = random_blocks(shape, pages // 3, 1, generator)
-        rounds_now = ints([round], "cpu"), ints([round - 1], "cpu")
-        for tensor, value in zip(inputs, (*drawn, *rounds_now), strict=True):
+        now = ints([round], "cpu")
+        for tensor, value in zip(inputs, (*drawn, now), strict=True):
             tensor.copy_(value)
         if captured:
             graph.replay()
         else:
             done = request()
-        assert outcome(done) == outcome(request_blocks(wanted, *drawn, kv_heads, 1, *rounds_now))
+        assert outcome(done) == outcome(request_blocks(wanted, *drawn, kv_heads, 1, now))
         assert all(torch.equal(a, b) for a, b in pairs(got, wanted))
 
 
@@ -472,7 +457,7 @@ class Offload(RuleBasedStateMachine):
         self.needed: dict[
             Key, tuple[int, int]
         ] = {}  # (row, slot): the last round that needs it, and the page
-        self.round, self.oldest = 0, 0
+        self.round = 0
         self.numbers = count(1)
 
     @initialize(lengths=st.lists(st.integers(2, 4), min_size=1, max_size=2))
@@ -493,7 +478,7 @@ class Offload(RuleBasedStateMachine):
         return [(row, page * HEADS + head) for row in range(ROWS) for page in pages for head in range(HEADS)]
 
     def in_flight(self, at: Key) -> bool:
-        return at in self.needed and self.needed[at][0] >= self.oldest
+        return at in self.needed and self.needed[at][0] >= self.round
 
     def is_unsaved(self, key: Key) -> bool:
         return key[1] // HEADS in self.unsaved
@@ -582,13 +567,11 @@ class Offload(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         ahead=st.integers(0, 2),
-        in_flight=st.integers(1, 3),
         draws=st.lists(wanted_blocks, min_size=1, max_size=3),
     )
-    def request(self, data: st.DataObject, ahead: int, in_flight: int, draws: list[list[list[int]]]) -> None:
-        """Some sessions want some of their blocks, in the round before or a new one; older rounds may have ended."""
+    def request(self, data: st.DataObject, ahead: int, draws: list[list[list[int]]]) -> None:
+        """Some sessions want some of their blocks, in the round before or a new one."""
         self.round += ahead
-        self.oldest = max(self.oldest, self.round + 1 - in_flight)
         owners = [data.draw(st.sampled_from([s.pages for s in self.sessions if s.pages])) for _ in draws]
         page_tables = ints([pages + [-1] * (LENGTH - len(pages)) for pages in owners], "cpu")
         width = max(len(part) for drawn in draws for part in drawn)
@@ -606,8 +589,7 @@ class Offload(RuleBasedStateMachine):
             ids[place] = [page * HEADS + head if page >= 0 else -1 for page in chosen]
         wanted = {(place[0], page) for place, pages in ids.items() for page in pages if page >= 0}
         before = self.where()
-        now = ints([self.round], "cpu"), ints([self.oldest], "cpu")
-        done = request_blocks(self.tables, *listed, *now)
+        done = request_blocks(self.tables, *listed, ints([self.round], "cpu"))
         self.check_placing(before, wanted, done.unplaced.tolist())
         after = self.where()
         transfers = [
@@ -666,11 +648,9 @@ class Offload(RuleBasedStateMachine):
             self.home.pop(key, None)
         self.unsaved -= set(pages)
 
-    @precondition(lambda self: self.oldest <= self.round)
-    @rule(all_of_them=st.booleans())
-    def end_round(self, all_of_them: bool) -> None:
-        self.oldest = self.round + 1 if all_of_them else self.oldest + 1
-        self.round = max(self.round, self.oldest)
+    @rule()
+    def end_round(self) -> None:
+        self.round += 1
 
     @invariant()
     def tables_are_inverse(self) -> None:
@@ -737,7 +717,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
     tables, one = empty_tables(2, 8, 5, DEVICE), ints([1])
     lists, counts, page_tables = ints([[[[1]] * 2]] * 2), ints([[[1] * 2]] * 2), ints([[3, 1]])
     for operation, name, rest in (
-        (request_blocks, "request_blocks", (one, one)),
+        (request_blocks, "request_blocks", (one,)),
         (find_block_slots, "find_block_slots", ()),
     ):
         for given, match in (
@@ -766,6 +746,6 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
     with pytest.raises(ValueError, match=r"^pin_frames: round is .*int64"):
         pin_frames(tables, one, one, one.long(), 2, backend)
     with pytest.raises(ValueError, match=r"round is \(\) .*, not \(1,\)"):
-        request_blocks(tables, lists, counts, page_tables, 2, 1, ints(1), one, backend)
+        request_blocks(tables, lists, counts, page_tables, 2, 1, ints(1), backend)
     with pytest.raises(NotImplementedError, match="'cuda' is not built"):
         find_block_slots(tables, lists, counts, page_tables, 2, 1, "cuda")

@@ -1,9 +1,7 @@
 """KV in two tiers against a model that keeps everything, through any sequence of what sessions do to it."""
 
-import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -25,14 +23,9 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.host_memory import host_zeros
 from engine.paged_kv import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.peer_memory import peer_pages
-from engine.prefetcher import MOST, Prefetcher, Wanted
-from engine.runner import SequenceOutput
-from engine.tier_reads import StagedReads, StepRounds, fetch_listed
-from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, PROGRAMS, Pages, TieredKV, head_rows
-from sparsity.selection import BlockSelection
+from engine.tier_reads import StagedReads, fetch_listed
+from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, PROGRAMS, TieredKV, head_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -80,32 +73,8 @@ class Session:
         return len(self.tokens) - 1 - self.kv.length
 
 
-def make(frames: int, pages: int = HOME, longest: int = LONGEST, on_peer: int = 0) -> TieredKV:
-    """on_peer: so many of the pages have their home on a neighbour."""
-    peer = neighbour(on_peer) if on_peer else None
-    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE, peer=peer)
-
-
-def neighbour(pages: int) -> Pages:
-    """Memory of another GPU; where there is none, of the host."""
-    device = torch.device(DEVICE)
-    if torch.cuda.device_count() > 1 or DEVICE == "cpu":
-        return peer_pages(LAYERS, pages, HEADS, DIM, torch.float32, device)
-    shape = pages, HEADS, PAGE_SIZE, DIM
-    keys, values = ([host_zeros(shape, torch.float32, device) for _ in range(LAYERS)] for _ in range(2))
-    return keys, values
-
-
-def home_of(kv: TieredKV) -> Pages:
-    """All pages at home, of all segments, in the order of their numbers."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    sides = [(segment.keys, segment.values) for segment in kv.segments]
-    keys, values = (
-        [torch.cat([side[which][layer].cpu() for side in sides]) for layer in range(LAYERS)]
-        for which in range(2)
-    )
-    return keys, values
+def make(frames: int, pages: int = HOME, longest: int = LONGEST) -> TieredKV:
+    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE)
 
 
 def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: int, layer: int) -> None:
@@ -118,34 +87,15 @@ def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: in
         pages[layer][frames, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
 
 
-@contextlib.contextmanager
-def turn(kv: TieredKV) -> Iterator[None]:
-    """As a pass has it."""
-    kv.take_tables()
-    try:
-        yield
-    finally:
-        kv.give_tables()
-
-
 def check_staged(kv: TieredKV, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
     """Whole sequences, layer by layer."""
-    with turn(kv):
-        staged = StagedReads(kv, [sequence for sequence, _ in sequences])
-        for layer in range(LAYERS):
-            check_layer(staged, layer, sequences)
+    staged = StagedReads(kv, [sequence for sequence, _ in sequences])
+    for layer in range(LAYERS):
+        check_layer(staged, layer, sequences)
 
 
-def step_rounds(kv: TieredKV, sequences: list[SequenceKV]) -> StepRounds:
-    round = kv.step_round()
-    numbers = round, kv.prefetches.oldest(round), kv.prefetches.due(sequences, kv.pool.shared > 0)
-    tensors = (torch.tensor([number], dtype=torch.int32, device=DEVICE) for number in numbers)
-    return StepRounds(*tensors, None, None)
-
-
-def words_of(chosen: np.ndarray) -> np.ndarray:
-    """bool [layers * heads, blocks]"""
-    return BlockSelection.from_matrix(chosen).words
+def next_round(kv: TieredKV) -> Tensor:
+    return torch.tensor([kv.next_round()], dtype=torch.int32, device=DEVICE)
 
 
 def check_layer(staged: StagedReads, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
@@ -214,7 +164,6 @@ class Tiers(RuleBasedStateMachine):
     """Sessions read prompts, run rounds that are judged, are released and aborted, as the verifier does it."""
 
     reached: ClassVar[Counter[str]] = Counter()
-    on_peer: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,10 +172,8 @@ class Tiers(RuleBasedStateMachine):
 
     @initialize(frames=st.sampled_from([5, 7, 9, 12, HOME]))
     def start(self, frames: int) -> None:
-        self.kv = make(frames, on_peer=self.on_peer)
+        self.kv = make(frames)
         self.kv.keep_group_means(GROUP, 5 * LONGEST // GROUP)
-        self.prefetcher = Prefetcher(self.kv, PAGE_SIZE, pages_for(LONGEST) + 2, enforce_eager=True)
-        self.prefetched = 0
 
     @precondition(lambda self: len(self.live) < 4)
     @rule(
@@ -294,12 +241,11 @@ class Tiers(RuleBasedStateMachine):
     def run_pass(self, data: st.DataObject, seed: int, share: float, per_block: int, aborted: bool) -> None:
         """Frames are given, lists requested, new KV written, all of it read; then rounds are judged."""
         planned = self.plan(data)
-        with turn(self.kv):
-            if not planned or not self.begin(planned):
-                for session in self.live:
-                    session.drafted.clear()
-                return
-            self.run_planned(planned, seed, share, per_block)
+        if not planned or not self.begin(planned):
+            for session in self.live:
+                session.drafted.clear()
+            return
+        self.run_planned(planned, seed, share, per_block)
         for session, count in planned:
             session.kv.length += count
         for session, _ in planned:
@@ -325,43 +271,13 @@ class Tiers(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 self.write(planned, after, layer)
 
-    @precondition(lambda self: self.live and self.kv.spilled)
-    @rule(seed=st.integers(0, 10**6), share=st.sampled_from([0.1, 0.4, 1.0]))
-    def prefetch(self, seed: int, share: float) -> None:
-        """What any sessions will perhaps read, between two passes; as much as there are slots for."""
-        rng, kv, tables = np.random.default_rng(seed), self.kv, self.kv.tables
-        away = [
-            s for s in self.live if s.kv.pages and not kv.is_resident(s.kv)
-        ]  # of others nothing is fetched
-        sessions = [session for session in away if rng.random() < 0.7][:MOST]
-        if not sessions:
-            return
-        chosen = [rng.random((LAYERS * HEADS, len(s.kv.pages))) < share for s in sessions]
-        rows = [{int(p) * HEADS + h for s, c in zip(sessions, chosen, strict=True) for h in range(HEADS)
-                 for p in np.array(s.kv.pages)[c[layer * HEADS + h]]} for layer in range(LAYERS)]  # fmt: skip
-        oldest = kv.oldest_for_prefetch(kv.round + 1)
-        expected = [self.placed(layer, wanted, oldest) for layer, wanted in enumerate(rows)]
-        asked = [Wanted(s.kv, words_of(c)) for s, c in zip(sessions, chosen, strict=True)]
-        while not self.prefetcher.launch(asked):
-            pass
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        last = kv.prefetches.outstanding[-1]
-        assert last.transfers.counts.tolist() == expected
-        self.prefetched += sum(expected)
-        for layer, wanted in enumerate(rows):
-            missing = {row for row in wanted if int(tables.slot_of[layer, row]) < 0}
-            assert len(missing) == int(last.transfers.unplaced[layer])
-            self.reached["prefetch without a slot"] += bool(missing)
-        self.reached["prefetched"] += sum(expected) > 0
-
-    def placed(self, layer: int, wanted: set[int], oldest: int) -> int:
+    def placed(self, layer: int, wanted: set[int]) -> int:
         """How many pages that are not hot a request will find slots for."""
         tables = self.kv.tables
         slots = {row: int(tables.slot_of[layer, row]) for row in wanted}
         hot = {slot for slot in slots.values() if slot >= 0}
         dirty, stamps = tables.dirty[layer].tolist(), tables.stamps[layer].tolist()
-        free = sum(not dirty[s] and stamps[s] < oldest and s not in hot for s in range(tables.slots))
+        free = sum(not dirty[s] and stamps[s] < self.kv.round and s not in hot for s in range(tables.slots))
         return min(len(wanted) - len(hot), free)
 
     def write(
@@ -382,16 +298,16 @@ class Tiers(RuleBasedStateMachine):
         kv, tables = self.kv, self.kv.tables
         sequences = [sequence for sequence, _ in after]
         listed = Listed.draw(rng, sequences, per_block, share)
-        rounds = step_rounds(kv, sequences)
+        round = next_round(kv)
         refused = fetched = 0
         for layer in range(LAYERS):
             rows = listed.rows(layer)
-            placed = self.placed(layer, rows, int(rounds.oldest))
+            placed = self.placed(layer, rows)
             fetched += placed
             refused += sum(int(tables.slot_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        done = fetch_listed(kv, lists, counts, size, pages, rounds, overlap=share < 1)
+        done = fetch_listed(kv, lists, counts, size, pages, round, overlap=share < 1)
         assert int(done.refused) == refused
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -399,20 +315,8 @@ class Tiers(RuleBasedStateMachine):
             done.wait(layer)
             if not refused:
                 listed.check(kv, done.slots, layer, after)
-        kv.tell_tables_free()
-        held = len(kv.prefetches.outstanding)
-        kv.note_step(sequences)
-        self.reached["prefetches read"] += len(kv.prefetches.outstanding) < held
-        if refused or rng.random() < 0.1:
-            self.reached["given up"] += kv.give_up_prefetches()
         self.reached["refused" if refused else "listed"] += 1
         self.reached["fetched"] += fetched > 0
-        if kv.peer_pages:
-            moved = torch.cat(
-                [row[:count] for row, count in zip(done.transfers.pages, done.transfers.counts, strict=True)]
-            )
-            assert int(done.from_peer) == int((moved < kv.peer_pages * HEADS).sum())  # type: ignore[arg-type]
-            self.reached["from both"] += 0 < int(done.from_peer) < fetched  # type: ignore[arg-type]
 
     def check_means(self, kvs: list[SequenceKV]) -> None:
         """Made before anything of the pass is written, also from pages that are only at home."""
@@ -462,25 +366,12 @@ class Tiers(RuleBasedStateMachine):
         kv = self.kv
         if not kv.spilled:
             return
-        with turn(kv):
-            kv.prefetches.wait_for_copies()
         for layer in range(LAYERS):
             page_in, dirty = (part[layer].long() for part in (kv.tables.page_in, kv.tables.dirty))
             slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
-            for near, side in ((kv.k_pages, "keys"), (kv.v_pages, "values")):
+            for near, home in ((kv.k_pages, kv.k_home), (kv.v_pages, kv.v_home)):
                 got = head_rows(near[layer])[slots].cpu()
-                home = torch.cat([getattr(segment, side)[layer].cpu() for segment in kv.segments])
-                assert torch.equal(got, head_rows(home)[page_in[slots].cpu()])
-
-    @invariant()
-    def prefetched_pages_are_counted(self) -> None:
-        self.kv.take_accounts()
-        counters, state = self.kv.counters, self.kv.prefetches
-        under_way = sum(int(prefetch.transfers.counts.sum()) for prefetch in state.outstanding)
-        if DEVICE == "cpu":
-            assert counters.prefetched_pages + under_way == self.prefetched
-        assert counters.wasted_pages <= counters.prefetched_pages
-        self.reached["wasted"] += counters.wasted_pages > 0
+                assert torch.equal(got, head_rows(home[layer])[page_in[slots].cpu()])
 
     @invariant()
     def sessions_read_back(self) -> None:
@@ -503,7 +394,7 @@ class Tiers(RuleBasedStateMachine):
         assert (framed | home).all()
         for places, where, chosen in (
             ((self.kv.k_pages, self.kv.v_pages), frames, framed),
-            (home_of(self.kv), pages, home),
+            ((self.kv.k_home, self.kv.v_home), pages, home),
         ):
             at = torch.from_numpy(where[chosen].astype(np.int64))
             there = torch.from_numpy(written.numpy()[chosen])
@@ -516,8 +407,9 @@ class Tiers(RuleBasedStateMachine):
     def home_never_changes(self) -> None:
         """From the copy of a page to its release; of pages that are kept for their prefix too."""
         kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv._at_home)}
-        keys, values = home_of(self.kv)
-        layers = [*keys, *values]
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        layers = [*self.kv.k_home, *self.kv.v_home]
         for page, before in kept.items():
             now = zlib.crc32(b"".join(layer[page].numpy().tobytes() for layer in layers))
             assert before in (None, now)
@@ -533,19 +425,11 @@ class Tiers(RuleBasedStateMachine):
             self.kv.check_integrity()
 
 
-class TiersWithNeighbour(Tiers):
-    """Some pages have their home on a neighbour GPU."""
-
-    reached: ClassVar[Counter[str]] = Counter()
-    on_peer: ClassVar[int] = HOME // 3
-
-
-@pytest.mark.parametrize("machine", [Tiers, TiersWithNeighbour])
-def test_sessions_over_tiers(machine: type[Tiers]) -> None:
+def test_sessions_over_tiers() -> None:
     """And that the machine gets to all that is to be tested."""
-    machine.reached.clear()
+    Tiers.reached.clear()
     run_state_machine_as_test(
-        machine,
+        Tiers,
         settings=settings(
             max_examples=120 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True
         ),
@@ -553,11 +437,9 @@ def test_sessions_over_tiers(machine: type[Tiers]) -> None:
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
     # Out of pages it gets now and then; a test below gets there always.
-    assert {name for name, count in machine.reached.items() if count} - {"out of pages"} == {
+    assert {name for name, count in Tiers.reached.items() if count} - {"out of pages"} == {
         *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
         *("listed", "fetched", "refused", "staged", "means", "out of frames"),
-        *("prefetched", "prefetches read", "prefetch without a slot", "wasted", "given up"),
-        *(("from both",) if machine.on_peer else ()),
     }
 
 
@@ -745,47 +627,14 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         assert bool(kv._at_home[page]) is home
 
 
-def test_pages_on_the_neighbour_are_given_out_first_and_counted() -> None:
-    kv = make(frames=6, pages=20, longest=20 * PAGE_SIZE, on_peer=8)
-    texts = tuple(text(1, 6)), tuple(text(2, 6))
-    first, second = (fill(kv, list(tokens)) for tokens in texts)
-    assert first.pages == list(range(7)) and second.pages == list(range(7, 14))
-    assert kv.spilled and kv.gauges["kv_peer_pages"] == 8
-    assert [segment.pages for segment in kv.segments] == [range(8), range(8, 20)]
-    cold = (kv.tables.slot_of[:, : 14 * HEADS] < 0).sum(1)
-    cold_on_peer = (kv.tables.slot_of[:, : 8 * HEADS] < 0).sum(1)
-    staged = StagedReads(kv, [first, second])
-    for layer in range(LAYERS):
-        check_layer(staged, layer, list(zip((first, second), texts, strict=True)))
-    staged.account([SequenceOutput(), SequenceOutput()])
-    assert 0 < kv.counters.pages_from_peer == int(cold_on_peer.sum())
-    assert kv.counters.pages_from_peer < kv.counters.staged_pages == int(cold.sum())
-    page_bytes = 2 * PAGE_SIZE * DIM * 4
-    assert kv.totals["kv_bytes_from_peer"] == kv.totals["kv_pages_from_peer"] * page_bytes
-    kv.release(second)
-    kv.release(first)
-    assert set(fill(kv, text(3, 3)).pages) <= set(range(8))
-    kv.check_integrity()
-
-
-def test_layers_wait_for_both_links() -> None:
-    kv = make(frames=6, on_peer=8)
+def test_layers_wait_for_the_link() -> None:
+    kv = make(frames=6)
     sequence = fill(kv, text(1, 8))
     kv.begin([(sequence, 1)])
     lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()
     counts = torch.full((LAYERS, 1, HEADS), 4, dtype=torch.int32, device=DEVICE)
     tables = torch.from_numpy(sequence.table().copy())[None].to(DEVICE)
-    done = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, step_rounds(kv, [sequence]))
+    done = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, next_round(kv))
     for layer in range(LAYERS):
         done.wait(layer)
-    assert done.programs == PROGRAMS == 2 * kv.link_programs
     assert done.done.tolist() == [PROGRAMS] * LAYERS
-
-
-def test_a_neighbour_does_not_hold_all_of_home() -> None:
-    with pytest.raises(ValueError, match="8 pages on the neighbour of 8 at home"):
-        make(frames=4, pages=8, on_peer=8)
-    with pytest.raises(ValueError, match=r"there already must be \(4, "):
-        TieredKV(1, HEADS, DIM, 4, 8, LONGEST, home=neighbour(8), peer=neighbour(4))
-    with pytest.raises(ValueError, match=rf"there already must be \(4, {HEADS + 1}, "):
-        TieredKV(LAYERS, HEADS + 1, DIM, 4, 8, LONGEST, peer=neighbour(4))
