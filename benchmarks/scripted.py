@@ -12,7 +12,7 @@ import torch
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.paged_kv import PagedKV
 from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from config import ModelSettings
 from config.attention_backends import check_attention_backend
 from config.sections import LOAD_FORMATS
-from engine import attention
+from engine.decoder import Decoder
 from engine.families import read_decoder, sliding_window, unbuilt_feature
-from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.model_runner import MAX_OVERHANG, ModelRunner
+from engine.modules import NAME, ModulesDecoder, register
 from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
-from engine.runner import ModelRunner, Runner
+from engine.runner import Runner
 from engine.tiered_kv import TieredKV
-from kernels.backends import AttentionBackend
 from kernels.flashinfer_attention import check_flashinfer
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
@@ -75,14 +75,14 @@ def load_model(
     model: str,
     dtype: torch.dtype,
     device: str,
-    attention_name: str = attention.NAME,
+    attention_name: str = NAME,
     load_format: str = "auto",
 ) -> nn.Module:
     """Safetensors only, shard by shard straight to the device; code from the hub is never run.
 
     load_format "dummy": random weights in the shape of the model's config, for measurements.
     """
-    attention.register()
+    register()
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load format {load_format!r}: expected {' or '.join(LOAD_FORMATS)}")
     options = {"dtype": dtype, "attn_implementation": attention_name, "trust_remote_code": False}
@@ -96,34 +96,54 @@ def load_model(
 
 
 def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
-    """A model with KV room for `kv_tokens` tokens in all, run through transformers' own modules."""
-    return make_runner(load_model(model, dtype, device), kv_tokens)
+    """Load a model with KV room for `kv_tokens` tokens in all, which runs without graphs."""
+    return make_runner(load_model(model, dtype, device), kv_tokens, enforce_eager=True)
 
 
 def make_runner(
     loaded: nn.Module,
     kv_tokens: int,
     host_kv_tokens: int = 0,
-    longest: int = 0,
+    max_context: int = 0,
     dense_layers: tuple[int, ...] = (),
+    **how: Any,
 ) -> ModelRunner:
-    """host_kv_tokens: that have their home on the host, of which `kv_tokens` lie on the device at once; 0: none.
+    """Return a runner of a loaded model.
 
-    longest: tokens of a sequence, at most, where there are any. dense_layers: as in ModelSettings.
+    kv_tokens: that have room on the device. host_kv_tokens: that have their home on the host; 0: none. max_context:
+    tokens of a sequence, at most; 0: kv_tokens. dense_layers: as in ModelSettings. how: the settings of ModelRunner.
     """
     shape = read_shape(loaded.config)
     parameter = next(loaded.parameters())
+    max_context = max_context or kv_tokens
     pages = pages_for(kv_tokens)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
     of_weights = parameter.dtype, parameter.device
     kv: PagedKV
     if host_kv_tokens:
         at_home = host_kv_tokens // PAGE_SIZE
-        rooms = min(pages, at_home), at_home, longest
+        rooms = min(pages, at_home), at_home, max_context + MAX_OVERHANG
         kv = TieredKV(*of_model, *rooms, *of_weights, kept_layers=dense_layers)
     else:
         kv = PagedKV(*of_model, pages, *of_weights)
-    return ModelRunner(loaded, kv, shape.vocab_size)
+    return ModelRunner(make_decoder(loaded), kv, shape.vocab_size, max_context, **how)
+
+
+def make_decoder(loaded: nn.Module) -> Decoder | ModulesDecoder:
+    """Return the fused decoder of a loaded model, or transformers' own modules where it is not built for them."""
+    config, parameter = loaded.config, next(loaded.parameters())
+    if unbuilt_feature(config, parameter.device.type == "cuda") is None:
+        return read_decoder(loaded)
+    shape = read_shape(config)
+    scales = {float(m.scaling) for m in loaded.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    if len(scales) > 1:
+        raise NotImplementedError(
+            f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike"
+        )
+    scale = scales.pop() if scales else shape.head_dim**-0.5
+    return ModulesDecoder(
+        loaded, shape.num_layers, shape.num_heads, shape.num_kv_heads, scale, shape.vocab_size
+    )
 
 
 def default_device() -> str:
@@ -202,44 +222,38 @@ def open_model(settings: ModelSettings) -> OpenedModel:
             f"{_context(settings, shape)}, the device has room for {tokens}: raise host_kv_memory, or lower "
             "max_context, kv_tokens or kv_memory"
         )
-    plain = make_runner(loaded, tokens, at_home, _longest(settings, shape), settings.dense_layers)
-    tiered = at_home > 0
-    runner = _open_graphs(plain, settings, shape, tiered) if tiered or device != "cpu" else plain
+    _check_decoder(settings, loaded, device)
+    backend = None if settings.attention_backend == "auto" else settings.attention_backend
+    runner = make_runner(
+        loaded,
+        tokens,
+        at_home,
+        _context(settings, shape),
+        settings.dense_layers,
+        enforce_eager=settings.enforce_eager,
+        step_queries=settings.gamma + 1,
+        deterministic=settings.deterministic,
+        attention_backend=backend,
+    )
     return OpenedModel(runner, shape, tokenizer_hash(load_tokenizer(settings.model)))
 
 
-def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape, tiered: bool) -> Runner:
-    """What runs on a GPU, and on a CPU where KV lies in tiers: the same way, without graphs."""
-    config: Any = plain.model.config
-    chosen = settings.attention_backend
-    feature = unbuilt_feature(config, plain.device.type == "cuda")
-    if tiered and chosen == "flashinfer":
+def _check_decoder(settings: ModelSettings, loaded: nn.Module, device: str) -> None:
+    """Raise NotImplementedError for settings that do not fit how this model runs."""
+    config, chosen = loaded.config, settings.attention_backend
+    if settings.host_kv_memory and chosen == "flashinfer":
         raise NotImplementedError(
             "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
             "host_kv_memory out"
         )
-    if tiered and feature is not None:
-        raise NotImplementedError(
-            f"{settings.model}: KV in tiers is built for the fused decoder, which {config.model_type} does not run "
-            f"through: it is not built for {feature}; leave host_kv_memory out"
-        )
-    if feature is not None:
-        if settings.enforce_eager and chosen in ("triton", "flashinfer"):
-            raise NotImplementedError(
-                f"{settings.model}: {config.model_type} runs through transformers' own modules, whose attention is the "
-                f"torch backend, not {chosen}: choose torch or auto"
-            )
-        if settings.enforce_eager:
-            return plain
+    feature = unbuilt_feature(config, device != "cpu")
+    if feature is None or device == "cpu":
+        return
+    if not settings.enforce_eager:
         raise NotImplementedError(
             f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
             "transformers' own modules"
         )
-    context = _context(settings, shape)
-    decoder = read_decoder(plain.model)
-    backend: AttentionBackend | None = None if chosen == "auto" else chosen  # type: ignore[assignment]
-    steps = settings.gamma + 1, settings.deterministic, backend
-    return GraphRunner(decoder, plain, context, settings.enforce_eager, *steps)
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:

@@ -298,10 +298,20 @@ class PagedKV:
         """int32 [pages], where in `k_pages` and `v_pages` the sequence's pages lie."""
         return sequence.table()
 
-    @property
-    def lies_apart(self) -> bool:
-        """Whether the pages of some layers do not lie where `frames` says."""
+    # What a pass asks of KV, whether all of it lies on the device or not (engine.tiered_kv).
+    is_tiered = False
+    kept_layers: tuple[int, ...] = ()  # whose pages lie at their numbers, where others' do not
+
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
+        return self.k_pages[layer], self.v_pages[layer]
+
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+        """Whether a pass with lists of `width` blocks can run by fetching what it lists."""
         return False
+
+    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
+        """Raise ValueError if reads cannot have these layers dense."""
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all of the sequence's pages lie in `k_pages` and `v_pages`, as whole pages."""

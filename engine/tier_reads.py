@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.inputs import SequenceInput
 from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.tiered_kv import PROGRAMS, TieredKV
 from kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
@@ -144,9 +145,9 @@ class StagedReads:
         kv.bring_hot(index, index % 2, self._slots.pop(index))
         return kv.k_staged[index % 2], kv.v_staged[index % 2]
 
-    def account(self) -> list[int]:
-        """Count what the pass has brought; returns how many (layer, KV head, token) triples of each sequence came."""
-        cold = self._cold.tolist()
+    def count_fetched(self) -> list[int]:
+        """After the pass: return how many (layer, head, token) triples of each sequence came from home."""
+        cold: list[int] = self._cold.tolist()
         self._kv.counters.staged_pages += sum(cold)
         return [pages * PAGE_SIZE for pages in cold]
 
@@ -166,3 +167,27 @@ class StagedReads:
             event.record()
         self._brought[index] = event
         slots.record_stream(kv.link_stream)
+
+
+def parts_to_stage(kv: TieredKV, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
+    """Return neighbours whose pages fit into the staging buffers together."""
+    parts: list[list[SequenceInput]] = []
+    room = 0
+    for item in inputs:
+        if len(item.kv.pages) > room:
+            parts.append([])
+            room = kv.staged_pages
+        parts[-1].append(item)
+        room -= len(item.kv.pages)
+    return parts
+
+
+def count_step(kv: TieredKV, results: dict[str, np.ndarray], block_size: int) -> bool:
+    """Count what a fetching step did, by its results; return False if it is void because not all found room."""
+    kv.counters.fetched_pages += int(results["fetched"][0])
+    kv.counters.refused_pages += int(results["overflow"][0])
+    if results["overflow"][0]:
+        return False
+    missed = int(results["missed"].sum())
+    kv.counters.hit_pages += (int(results["listed"][0]) - missed) * (block_size // PAGE_SIZE)
+    return True

@@ -201,9 +201,18 @@ class TieredKV(PagedKV):
         """int32 [pages], the frame of each page, -1 where it has none."""
         return self.frame_of[sequence.table()]
 
-    @property
-    def lies_apart(self) -> bool:
-        return bool(self.kept_layers)
+    is_tiered = True
+
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+        """Whether a pass lists all that it reads of the layers in tiers, in whole pages."""
+        return width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
+
+    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
+        """Raise ValueError for a sparse read that lists blocks of a layer that is kept whole."""
+        if not set(self.kept_layers) <= set(dense_layers):
+            raise ValueError(
+                f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
+            )
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all pages are in frames, so that block tables can name these."""
@@ -513,14 +522,6 @@ class TieredKV(PagedKV):
         movable = {**self._home.movable, **self._home.movable_dense}
         assert all(self._at_home[page] and self.frame_of[page] >= 0 for page in movable)
         assert not (set(movable) & set(self._home.waiting)) and not (set(movable) & set(self._home.copying))
-
-
-def check_kept_layers(kv: TieredKV, dense_layers: tuple[int, ...]) -> None:
-    """Raise ValueError for a sparse read that lists blocks of a layer that is kept whole."""
-    if not set(kv.kept_layers) <= set(dense_layers):
-        raise ValueError(
-            f"layers {kv.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
-        )
 
 
 def _rows(pages: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.loading import (
     default_device,
     load_runner,

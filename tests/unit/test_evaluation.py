@@ -15,7 +15,7 @@ import torch
 
 import models
 from cli.evaluate import add_evaluate
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
