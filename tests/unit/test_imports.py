@@ -20,7 +20,7 @@ PACKAGES = {
         *("config", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service"),
     },
-    "evaluation": {"config", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
+    "evaluation": {"config", "kernels", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
     "benchmarks": {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
