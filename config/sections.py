@@ -85,7 +85,7 @@ class ServiceSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.plan == str(models.PLAN) and self.model != str(self.bundled):
+        if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
             raise SettingsError(
                 f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
                 "with `specahead calibrate` and pass --plan"
