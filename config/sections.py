@@ -25,8 +25,12 @@ _port = partial(setting, least=0, most=LARGEST_PORT)
 class ModelSettings(Section):
     """What the engine needs to open a model and make room for its KV.
 
-    The fields below the settings are no settings: the plan gives `dense_layers`, the layers that sparse sessions read
-    wholly, and `group_size`, the tokens of a group whose means are kept (0: none).
+    The room for KV is `kv_tokens`; if that is 0 it is `kv_memory` GiB, and if that is 0 too it is what
+    `gpu_memory_utilization` leaves beside the weights, though never more than `max_sessions` of `max_context` tokens
+    need. With `host_kv_memory` this room is what lies on the device at once of the KV in host memory.
+
+    The last two fields are no settings, since the plan gives them: `dense_layers`, the layers that sparse sessions read
+    wholly and whose KV stays on the device, and `group_size`, the tokens of a group whose means are kept (0: none).
     """
 
     model: str = ""

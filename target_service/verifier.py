@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from config import TargetSettings
 from engine.batch import SequenceInput, SparseRead
+
+from config import TargetSettings
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput

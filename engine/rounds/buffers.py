@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.passes import lay_out_rows, rows_layout
+from engine.paged_kv import PAGE_SIZE
+from engine.passes.buffers import rows_layout
+from engine.passes.layout import lay_out_rows
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Staging
 from kernels.shared_top_k import WORD
@@ -18,7 +19,8 @@ class RoundShape:
     """All that the launches of a round are specialised for.
 
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
-    most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it announces nothing.
+    most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
+    announces nothing.
     """
 
     sequences: int
@@ -94,7 +96,7 @@ def make_round_buffers(
     return buffers
 
 
-def lay_out_round(buffers: RoundBuffers, kv: PagedKV, requests: list[RoundRequest]) -> None:
+def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
     """Bring the inputs of a round to the device."""
     buffers.inputs.begin()
     host = buffers.inputs.host

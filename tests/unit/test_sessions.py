@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.batch import BatchPart, SequenceInput, build_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,7 +24,6 @@ import target_service.verifier
 from benchmarks.recording import ReadRecording, load_reads
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter, Peer
-from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import Runner, SequenceOutput
