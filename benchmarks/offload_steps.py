@@ -12,6 +12,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
