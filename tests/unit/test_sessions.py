@@ -26,7 +26,6 @@ from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
-from engine.step_loop import share_prefill
 from engine.tiered_kv import TieredKV
 from kernels.kv_write import write_kv
 from orchestrator.ledger import Ledger, Record
@@ -1775,15 +1774,3 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
         assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
         (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
         assert len(proposal.tokens) == max(1, room - 1)
-
-
-@given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))
-def test_prompts_share_a_step(remaining: list[int], budget: int) -> None:
-    """The whole budget is used where there is work; the shortest prompt and the oldest both move on."""
-    shares = share_prefill(remaining, budget)
-    assert all(0 <= share <= left for share, left in zip(shares, remaining, strict=True))
-    assert sum(shares) == min(budget, sum(remaining))
-    if remaining:
-        shortest = min(remaining)
-        assert shares[remaining.index(shortest)] >= min(shortest, budget // 2)
-        assert shares[0] >= min(remaining[0], budget // 2)
