@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 
-from draft_service.drafter import DrafterSettings
 from draft_service.service import DraftProcess, DraftServiceSettings, run
+from draft_service.settings import DrafterSettings
 from wire.server import serve_until_signal
 from wire.service_flags import add_side_flags, side_settings
 
@@ -17,10 +17,13 @@ def main() -> None:
     )
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
-        "--waves", type=int, default=DrafterSettings.waves, help="parts that sessions are drafted in"
+        "--waves",
+        type=int,
+        default=DrafterSettings.micro_batches,
+        help="micro-batches that sessions are drafted in",
     )
     parser.add_argument(
-        "--read-share", type=float, default=1.0, help="of the KV that a round's later steps read (GPU only)"
+        "--read-share", type=float, default=1.0, help="share of the KV that a round's later passes read"
     )
     flags = parser.parse_args()
     try:
@@ -37,7 +40,7 @@ def drafter_settings(flags: argparse.Namespace) -> DrafterSettings:
     return DrafterSettings(
         flags.gamma,
         ahead=not flags.no_ahead,
-        waves=flags.waves,
+        micro_batches=flags.waves,
         read_share=flags.read_share,
         prefill_chunk=flags.prefill_chunk,
         warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),

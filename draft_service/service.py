@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from draft_service.drafter import Drafter, DrafterSettings
+from draft_service.drafter import Drafter
 from draft_service.link import LinkState, keep_link
+from draft_service.settings import DrafterSettings
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
@@ -65,7 +66,7 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails."""
+    """Serve until cancelled. Raises what `run_step_loop` raises."""
     drafter = Drafter(runner, plan, settings.drafter)
     runner.warm_up_rounds(settings.drafter.warm_sessions)
     links = [LinkState(target) for target in settings.targets]
@@ -96,7 +97,14 @@ async def serve(
             for link in links:
                 tasks.create_task(keep_link(link, hello, drafter, wake))
             tasks.create_task(
-                run_step_loop(drafter.plan_step, drafter.execute, drafter.finish_step, wake, lambda: None)
+                run_step_loop(
+                    drafter.plan_step,
+                    drafter.execute,
+                    drafter.finish_step,
+                    drafter.fail_step,
+                    wake,
+                    lambda: None,
+                )
             )
     finally:
         await server.stop(0)

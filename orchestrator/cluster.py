@@ -12,9 +12,9 @@ import ray
 from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
-from draft_service.drafter import DrafterSettings
 from draft_service.service import DraftProcess, DraftServiceSettings
 from draft_service.service import run as run_draft
+from draft_service.settings import DrafterSettings
 from engine.loading import ModelSettings
 from orchestrator.settings import Settings
 from target_service.service import TargetProcess, TargetServiceSettings
@@ -216,7 +216,7 @@ def drafter_settings(settings: Settings) -> DrafterSettings:
     return DrafterSettings(
         gamma=settings.gamma,
         ahead=settings.ahead,
-        waves=settings.draft_waves,
+        micro_batches=settings.draft_waves,
         read_share=settings.draft_read_share,
         warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
         prefill_chunk=settings.prefill_chunk,

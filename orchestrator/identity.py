@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from torch import nn
 from tqdm import tqdm
 
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
+from draft_service.settings import DrafterSettings
 from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
@@ -213,7 +215,7 @@ def _take_turns(
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
-    target_end, draft_end = DraftPeer("draft", to_draft.append), Peer("target", to_target.append)
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
     verifier.attach_draft(target_end)
     drafter.attach(draft_end)
     for opening in openings:

@@ -45,12 +45,9 @@ class Settings:
         True, "draft the next round while one is verified, where verdicts are mostly foreseen"
     )
     draft_waves: int = _setting(
-        0,
-        "parts that sessions are drafted in, so one is verified while the next is drafted; 0: 2 on a GPU, else 1",
+        2, "micro-batches that sessions are drafted in, so that one is verified while the next is drafted"
     )
-    draft_read_share: float = _setting(
-        1.0, "share of the KV that the later draft steps of a round read (GPU only)"
-    )
+    draft_read_share: float = _setting(1.0, "share of the KV that the later passes of a draft round read")
     synthetic_acceptance: float = _setting(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -181,7 +178,7 @@ def _check(settings: Settings) -> None:
         (settings.load_format in ("auto", "dummy"), "load_format must be auto or dummy"),
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
         (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
-        (settings.draft_waves >= 0, "draft_waves must not be negative"),
+        (settings.draft_waves >= 1, "draft_waves must be at least 1"),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),
