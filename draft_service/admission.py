@@ -2,8 +2,8 @@
 
 from collections import Counter, deque
 
+from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
-from draft_service.settings import DrafterSettings
 from engine.paged_kv import PagedKV, pages_for
 from wire.messages import Begin, Decline, Resync
 
@@ -11,7 +11,7 @@ from wire.messages import Begin, Decline, Resync
 class Admission:
     """Begins and drops sessions. It owns the promises of KV pages and the queue of sessions that wait for room."""
 
-    def __init__(self, kv: PagedKV, settings: DrafterSettings, counters: Counter[str]) -> None:
+    def __init__(self, kv: PagedKV, settings: DraftSettings, counters: Counter[str]) -> None:
         self._kv, self._settings, self._counters = kv, settings, counters
         self._reserved = 0
         self._waiting: deque[tuple[TargetPeer, str]] = deque()

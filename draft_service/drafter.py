@@ -4,9 +4,9 @@ import logging
 import time
 from collections import Counter
 
+from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.sessions import DraftSession, TargetPeer
-from draft_service.settings import DrafterSettings
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, take_round
 from draft_service.verdicts import receive_verdict
 from engine.runner import Runner
@@ -26,7 +26,7 @@ class Drafter:
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DrafterSettings) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
         self.runner = runner
         self.counters: Counter[str] = Counter()
         self._plan, self._settings = plan, settings

@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from config import DraftSettings
 from draft_service.proposals import send_announcement, send_proposal
 from draft_service.sessions import DraftSession
-from draft_service.settings import DrafterSettings
 from engine.inputs import SequenceInput
 from engine.rounds.requests import RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
@@ -38,7 +38,7 @@ class DraftStepResult:
 
 
 def plan_draft_step(
-    sessions: list[DraftSession], plan: Plan, settings: DrafterSettings, number: int
+    sessions: list[DraftSession], plan: Plan, settings: DraftSettings, number: int
 ) -> DraftStep | None:
     """Return the next step of these sessions, None if there is nothing to do. number: of the step, from 1 on.
 

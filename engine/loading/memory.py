@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from engine.loading.settings import ModelSettings
+from config import ModelSettings
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
 from engine.paged_kv import PAGE_SIZE

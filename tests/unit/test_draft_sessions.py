@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from draft_service.settings import DrafterSettings
 from sparsity.announce import announce
 from sparsity.methods import METHODS
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
@@ -25,7 +25,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
         self.peer = TargetPeer("target", self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -187,7 +187,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     """Against the block weights of a run of the same tokens, one after another."""
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, DrafterSettings(4, ahead=ahead))
+    drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
     peer = TargetPeer("target", sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import models
+from config import ModelSettings
 from engine.inputs import SequenceInput
 from engine.loading import (
-    ModelSettings,
     OpenedModel,
     count_token_ids,
     load_model,
