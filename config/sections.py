@@ -143,15 +143,16 @@ class DraftSettings(ServiceSettings):
     ahead: bool = _rounds(
         True, "draft the next round while one is verified, where verdicts are mostly foreseen"
     )
-    waves: int = _rounds(
-        0,
-        "parts that sessions are drafted in, so one is verified while the next is drafted; 0: 2 on a GPU, else 1",
+    micro_batches: int = _rounds(
+        2,
+        "micro-batches that sessions are drafted in, so that one is verified while the next is drafted",
         name="draft_waves",
-        least=0,
+        flag="waves",
+        least=1,
     )
     read_share: float = _rounds(
         1.0,
-        "share of the KV that the later draft steps of a round read (GPU only)",
+        "share of the KV that the later passes of a draft round read; the first pass reads everything",
         name="draft_read_share",
         above=0,
         most=1,

@@ -58,8 +58,12 @@ RAY_FILES = {"orchestrator/cluster.py"}
 FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
 WITHOUT_GRPC = {
+    "draft_service/admission.py",
     "draft_service/drafter.py",
-    "draft_service/session.py",
+    "draft_service/proposals.py",
+    "draft_service/sessions.py",
+    "draft_service/steps.py",
+    "draft_service/verdicts.py",
     "target_service/recording.py",
     "target_service/session.py",
     "target_service/verifier.py",
