@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from engine.draft_rounds import RoundOutput, RoundRequest
+from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from torch import Tensor
 
+from config import DraftSettings
 from draft_service.session import DraftSession, common_prefix
 from engine.inputs import SequenceInput
-from engine.draft_rounds import RoundOutput, RoundRequest
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
@@ -25,7 +27,6 @@ from sparsity.announce import BY_TARGET_HEAD, announce
 from sparsity.methods import Method
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
-from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from wire.messages import (
     Announcement,
     Begin,
@@ -43,32 +44,6 @@ from wire.selection_codec import encode_selection
 
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """gamma: tokens a round. support: entries of a sampled token's distribution that travel.
-
-    ahead: draft the next round while one is judged, for sessions whose verdicts are mostly foreseen; others would
-    take the time of those that wait. waves: parts that sessions with rounds to draft are taken in, so that a target
-    verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. read_share: of the
-    KV blocks that the later steps of a round read, where the runner drafts whole rounds; the first step reads
-    everything. prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made
-    ready before the first.
-    """
-
-    gamma: int = 4
-    support: int = 64
-    ahead: bool = True
-    waves: int = 0
-    read_share: float = 1.0
-    prefill_chunk: int = 512
-    warm_sessions: int = 16
-    max_context: int = 32768
-
-    def __post_init__(self) -> None:
-        if self.waves < 0:
-            raise ValueError(f"waves is {self.waves}, expected a number of parts, or 0 for the runner's own")
 
 
 @dataclass
@@ -128,7 +103,7 @@ class Peer:
 
 
 class Drafter:
-    def __init__(self, runner: Runner, plan: Plan, settings: DrafterSettings) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
         self.runner = runner
         self.plan = plan
         self.settings = settings

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine.attention_backends import check_attention_backend
+from config import ModelSettings
+from config.attention_backends import check_attention_backend
+from config.sections import LOAD_FORMATS
 from engine.decoder import Decoder
 from engine.families import read_decoder, sliding_window, unbuilt_feature
 from engine.model_runner import MAX_OVERHANG, ModelRunner
@@ -23,7 +25,6 @@ from kernels.flashinfer_attention import check_flashinfer
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
-LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True)
@@ -192,40 +193,6 @@ def stop_token_ids(model: str, tokenizer: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """What a service process needs to open its model.
-
-    kv_tokens: room in all. 0: kv_memory GiB of it, or if that is 0 too what gpu_memory_utilization (a share of the
-    GPU's whole memory) leaves beside the weights, but no more than max_sessions of max_context tokens need; on a CPU
-    DEFAULT_KV_TOKENS. max_context 0: the model's. threads 0: torch's choice. enforce_eager: capture no CUDA graphs.
-    step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
-    what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner). attention_backend: one of
-    engine.attention_backends.ATTENTION_BACKENDS. host_kv_memory: GiB of KV of all sessions in host memory, of which the
-    room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device. dense_layers: that
-    sparse sessions read wholly, whose KV then stays on the device. group_size: tokens of a group whose means are kept
-    there, counted where there is a home on the host; 0: none.
-    """
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_tokens: int = 0
-    threads: int = 0
-    max_context: int = 0
-    max_sessions: int = 64
-    kv_memory: float = 0.0
-    gpu_memory_utilization: float = 0.9
-    load_format: str = "auto"
-    enforce_eager: bool = False
-    step_queries: int = 5
-    deterministic: bool = False
-    attention_backend: str = "auto"
-    host_kv_memory: float = 0.0
-    dense_layers: tuple[int, ...] = ()
-    group_size: int = 0
-
-
-@dataclass(frozen=True)
 class OpenedModel:
     runner: Runner
     shape: ModelShape
@@ -264,7 +231,7 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         _context(settings, shape),
         settings.dense_layers,
         enforce_eager=settings.enforce_eager,
-        step_queries=settings.step_queries,
+        step_queries=settings.gamma + 1,
         deterministic=settings.deterministic,
         attention_backend=backend,
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from engine.attention_backends import check_attention_backend
+from config.attention_backends import check_attention_backend
 from engine.decoder import Attend, Decoder
 from engine.graphs import Captured, GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from config import TargetSettings
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
 from engine.paged_kv import PAGE_SIZE, pages_for
@@ -48,24 +49,6 @@ from wire.selection_codec import UnknownReference, decode_selection
 log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
-
-
-@dataclass(frozen=True)
-class VerifierSettings:
-    """gamma: most tokens a proposal may have. prefill_chunk: prompt tokens a step, over all sessions.
-
-    draft_timeout: seconds to wait for a proposal before decoding plainly. max_sessions: more are queued;
-    max_queued: more than that are refused. synthetic_acceptance: for measurements with random weights: drafted tokens
-    are kept with this probability each, whatever the target says; None: the target decides.
-    """
-
-    gamma: int = 4
-    prefill_chunk: int = 512
-    draft_timeout: float = 1.0
-    max_sessions: int = 64
-    max_queued: int = 1024
-    synthetic_acceptance: float | None = None
-    max_context: int = 32768
 
 
 class DraftPeer:
@@ -108,7 +91,7 @@ class Verifier:
         self,
         runner: Runner,
         plan: Plan,
-        settings: VerifierSettings,
+        settings: TargetSettings,
         recording: ReadRecording | None = None,
     ) -> None:
         self.runner = runner
@@ -213,8 +196,12 @@ class Verifier:
                 f"{length} tokens need {self._need(length)} KV pages of {PAGE_SIZE}, "
                 f"the target has {self.runner.kv.pool.num_pages}"
             )
-        if len(self._queue) >= settings.max_queued:
-            raise ResourceExhausted(f"{len(self._queue)} sessions are queued already; try again later")
+        waiting = self._waiting_with(self._need(length))
+        if waiting > settings.max_queued:
+            raise ResourceExhausted(
+                f"no place is free, and {waiting - 1} sessions are queued already of at most {settings.max_queued}; "
+                "try again later"
+            )
         if isinstance(self.runner.kv, TieredKV):
             leaving = sum(self._need(closed.max_length) for closed in self._closed)
             queued = sum(self._need(session.max_length) for session in self._queue)
@@ -224,6 +211,18 @@ class Verifier:
                     f"{length} tokens need {self._need(length)} KV pages, open sessions have {taken} of the "
                     f"{self.runner.kv.pool.num_pages} in host memory; try again later"
                 )
+
+    def _waiting_with(self, need: int) -> int:
+        """The number of sessions that the next step would leave in the queue if one more of `need` pages were in it."""
+        places = self.settings.max_sessions - len(self._sessions)
+        leaving = sum(self._need(closed.max_length) for closed in self._closed)
+        room = self.runner.kv.pool.num_pages - self._reserved + leaving
+        needs = [*(self._need(session.max_length) for session in self._queue), need]
+        admitted = 0
+        while admitted < min(places, len(needs)) and needs[admitted] <= room:
+            room -= needs[admitted]
+            admitted += 1
+        return len(needs) - admitted
 
     def _need(self, length: int) -> int:
         return pages_for(length + self.settings.gamma + 1)
@@ -484,7 +483,7 @@ class Verifier:
                 continue
             if item.session.reader is not None:
                 item.session.reader.finish(output.read_weights, output.blocks_read)
-            if self.settings.synthetic_acceptance is not None:
+            if self.settings.synthetic_acceptance >= 0:
                 accepted, following = self._impose(item, following, self.settings.synthetic_acceptance)
             self._commit(item, accepted, following, output, result.seconds)
 
@@ -564,7 +563,7 @@ class Verifier:
         self.runner.kv.index_prefix(session.kv, session.tokens)
 
 
-def _check_frames(kv: TieredKV, settings: VerifierSettings) -> None:
+def _check_frames(kv: TieredKV, settings: TargetSettings) -> None:
     """What is being written must lie on the GPU, whatever else does. Raises ValueError."""
     a_session = pages_for(settings.gamma + 1) + 2
     least = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)

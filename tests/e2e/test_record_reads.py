@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recording import SessionReads, load_reads
 from models import PLAN
 from protos import inference_pb2
 from sparsity.announce import summary_tokens
 from sparsity.plan import load_plan
-from target_service.recording import SessionReads, load_reads
 from tests.client import APPROXIMATE, EXACT, generate
 from tests.stack import start_gateway, start_services
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import engine.draft_rounds
 import models
-from draft_service.drafter import DrafterSettings
+from config import DraftSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
     RoundMemory,
@@ -32,7 +32,7 @@ from tests.unit.test_draft_rounds import tokens
 
 PLAN = load_plan(models.PLAN)
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
-GAMMA = DrafterSettings.gamma
+GAMMA = DraftSettings.gamma
 LENGTH = 500
 
 
@@ -93,7 +93,7 @@ class Drafting:
 
 
 def settings(read_share: float, refresh_every: int) -> RoundSettings:
-    return round_settings(PLAN, DrafterSettings.gamma, DrafterSettings.support, read_share, refresh_every)
+    return round_settings(PLAN, DraftSettings.gamma, DraftSettings.support, read_share, refresh_every)
 
 
 def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(

@@ -8,10 +8,10 @@ import torch
 
 import engine.loading
 import models
+from config import ModelSettings
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import (
     DEFAULT_KV_TOKENS,
-    ModelSettings,
     ModelShape,
     load_model,
     load_shape,
@@ -24,7 +24,7 @@ from engine.tiered_kv import TieredKV
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
-SETTINGS = ModelSettings(str(models.DRAFT), "cpu", max_context=1000, max_sessions=4)
+SETTINGS = ModelSettings(model=str(models.DRAFT), device="cpu", max_context=1000, max_sessions=4)
 
 
 def room(settings: ModelSettings) -> int:
@@ -79,7 +79,7 @@ TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
 
 def tiered(tokens: int, **changes: Any) -> ModelSettings:
     """The bundled target with a home for so many tokens."""
-    settings = ModelSettings(str(models.TARGET), "cpu", max_context=640, kv_tokens=320)
+    settings = ModelSettings(model=str(models.TARGET), device="cpu", max_context=640, kv_tokens=320)
     return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
 
 

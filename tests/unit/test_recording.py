@@ -1,13 +1,15 @@
 """Recorded reads come back from their file as they were, and what cannot be recorded is refused at once."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.recording import ReadRecording, load_reads, open_recording
+from config import TargetSettings
 from engine.runner import Runner
-from target_service.recording import ReadRecording, load_reads, open_recording
-from target_service.service import TargetServiceSettings, serve
+from target_service.service import serve
 from wire.messages import At, Hello
 
 
@@ -48,9 +50,9 @@ async def test_a_runner_that_keeps_its_choices_is_refused_at_start(tmp_path: Pat
     class OnDevice(Runner):
         shares_budgets = True
 
-    settings = TargetServiceSettings(record_reads=str(tmp_path / "reads.npz"))
+    record = partial(open_recording, str(tmp_path / "reads.npz"))
     hello = Hello("target", "m", 10, "t", "p", 4, 16)
     with pytest.raises(ValueError, match=r"--record-reads .*reads.npz: .*give --device cpu"):
-        await serve(settings, OnDevice(), None, hello, lambda server: None)  # type: ignore[arg-type]
+        await serve(TargetSettings(), OnDevice(), None, hello, lambda server: None, record)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="GPU"):
         open_recording("reads.npz", OnDevice())

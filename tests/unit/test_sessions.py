@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import target_service.verifier
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from benchmarks.recording import ReadRecording, load_reads
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter, Peer
 from engine.batch import BatchPart, SequenceInput, build_batch
 from engine.judging import Drafted, judge_rounds
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
@@ -33,8 +35,7 @@ from sparsity.announce import announce, draft_heads
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
-from target_service.recording import ReadRecording, load_reads
-from target_service.verifier import DraftPeer, Verifier, VerifierSettings, cut_at_end
+from target_service.verifier import DraftPeer, Verifier, cut_at_end
 from wire import convert
 from wire import messages as m
 from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -294,12 +295,16 @@ class World:
         self.verifier = Verifier(
             self.target,
             plan,
-            VerifierSettings(
-                gamma, prefill_chunk, max_sessions=max_sessions, max_queued=5000, max_context=500
+            TargetSettings(
+                gamma=gamma,
+                prefill_chunk=prefill_chunk,
+                max_sessions=max_sessions,
+                max_queued=5000,
+                max_context=500,
             ),
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DrafterSettings(gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
+        settings = DraftSettings(gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
         self.drafter = Drafter(self.draft, plan, settings)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
@@ -1084,7 +1089,7 @@ class Stand:
     def __post_init__(self) -> None:
         model = FakeModel(ends=True)
         runner = FakeRunner(model.target, True, LAYERS, 1, 40)
-        self.verifier = Verifier(runner, PLAN, VerifierSettings(4, max_context=500, max_queued=2))
+        self.verifier = Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=500, max_queued=2))
         self.peer = DraftPeer("draft", self.sent.append)
         self.verifier.attach_draft(self.peer)
         self.tokens = [7] * self.base
@@ -1181,7 +1186,7 @@ def test_room_for_group_means_is_made_where_they_are_used() -> None:
         (replace(PLAN, group_size=0), False),
     ):
         runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-        Verifier(runner, plan, VerifierSettings())
+        Verifier(runner, plan, TargetSettings())
         assert (runner.kv.means is not None) == used
 
 
@@ -1433,6 +1438,32 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
 
 
+def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
+    """Also before the step that takes it up, and as soon as one that ran has ended."""
+    verifier = Verifier(
+        FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
+        PLAN,
+        TargetSettings(max_sessions=2, max_queued=0, max_context=600),
+    )
+    for name in ("a", "b"):
+        verifier.open(exact(name, 5, 5), lambda _: None)
+    with pytest.raises(
+        ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"
+    ):
+        verifier.open(exact("c", 5, 5), lambda _: None)
+    run_to_the_end(verifier)
+    verifier.open(exact("c", 100, 400), lambda _: None)
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
+    verifier.plan_step()
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)
+    verifier.abort("c")
+    verifier.open(exact("d", 100, 400), lambda _: None)
+    assert verifier.plan_step() is not None
+    assert verifier.gauges["queued_sessions"] == 0
+
+
 # KV in tiers
 
 
@@ -1440,7 +1471,7 @@ def over_tiers(frames: int = 40, **changes: Any) -> Verifier:
     """A target with a home for 40 pages; nothing run here leaves its frames."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
     runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500)
-    settings = VerifierSettings(4, prefill_chunk=24, max_sessions=4, max_context=600)
+    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
 
@@ -1531,7 +1562,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
@@ -1745,7 +1776,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     """Against the block weights of a run of the same tokens, one after another."""
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, DrafterSettings(4, ahead=ahead))
+    drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
     peer = Peer("target", sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))

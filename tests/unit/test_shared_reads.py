@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import models
-from engine.inputs import SequenceInput
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
+from engine.inputs import SequenceInput
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV
 from sparsity.methods import METHODS

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from torch import nn
 from tqdm import tqdm
 
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter, Peer
 from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
@@ -26,7 +27,7 @@ from engine.tiered_kv import TierCounters, TieredKV
 from evaluation.cases import tokens_of
 from evaluation.report import align
 from sparsity.plan import Plan
-from target_service.verifier import DraftPeer, Verifier, VerifierSettings
+from target_service.verifier import DraftPeer, Verifier
 from wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 
 Event = TypeVar("Event")
@@ -161,7 +162,7 @@ def _generate(
     verifier = Verifier(
         _open_target(target, requests, mix, frames),
         plan,
-        VerifierSettings(
+        TargetSettings(
             gamma=requests.gamma,
             prefill_chunk=requests.chunk,
             draft_timeout=math.inf,
@@ -170,9 +171,7 @@ def _generate(
         ),
     )
     room = requests.pages(mix) * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
-    settings = DrafterSettings(
-        gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest
-    )
+    settings = DraftSettings(gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest)
     drafter = Drafter(make_runner(draft, room), plan, settings)
     tokens: dict[str, list[int]] = {}
 
