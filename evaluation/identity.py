@@ -28,7 +28,8 @@ from engine.tiered_kv import TierCounters, TieredKV
 from evaluation.cases import tokens_of
 from evaluation.report import align
 from sparsity.plan import Plan
-from target_service.verifier import DraftPeer, Verifier
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
 from wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 
 Event = TypeVar("Event")
