@@ -25,7 +25,7 @@ from sparsity.selection import BlockSelection
 from wire.selection_codec import MAX_REFERENCES, Reference, decode_selection, encode_selection
 
 PASSAGES = 48  # sessions of a trace as recorded
-FIRST_STEADY = 4  # the first round that has all references
+FIRST_STEADY = 4  # the first round that counts; it has all references
 GOAL_BYTES, GOAL_MS = 25_000, 1.0
 
 Held = list[tuple[Reference, BlockSelection]]  # the newest first
@@ -33,12 +33,11 @@ Held = list[tuple[Reference, BlockSelection]]  # the newest first
 
 @dataclass(frozen=True)
 class Coding:
-    """encode, decode: with earlier selections that both sides hold. lag: rounds since the newest of them."""
+    """encode, decode: with earlier selections that both sides hold."""
 
     name: str
     encode: Callable[[BlockSelection, Held], bytes]
     decode: Callable[[bytes, Held, BlockSelection], BlockSelection] | None = None
-    lag: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,9 @@ def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, re
     try:
         for rounds in sessions:
             first.append(len(coding.encode(rounds[0], [])))
-            for i in range(FIRST_STEADY + coding.lag - 1, len(rounds)):
-                selection, newest = rounds[i], i - coding.lag
-                held = [((0, k), rounds[k]) for k in range(newest, max(-1, newest - MAX_REFERENCES), -1)]
+            for i in range(FIRST_STEADY, len(rounds)):
+                selection = rounds[i]
+                held = [((0, i - k), rounds[i - k]) for k in range(1, MAX_REFERENCES + 1)]
                 data = coding.encode(selection, held)
                 steady.append(len(data))
                 encoding += _times(partial(coding.encode, selection, held), repeats)
@@ -245,7 +244,6 @@ def _encode_varints(selection: BlockSelection, held: Held) -> bytes:
 CODINGS = (
     Coding("announcement", _encode, _decode),
     Coding("announcement, one reference", _encode_one, _decode),
-    Coding("announcement, last verdict missing", _encode, _decode, lag=2),
     Coding("announcement, plain words", _encode_plain, _decode),
     Coding("bitmap", _encode_bitmap, _decode_bitmap),
     Coding("pyroaring", _encode_roaring, _decode_roaring),
@@ -281,6 +279,6 @@ def _report(head: dict[str, str], churn: list[Churn], rows: list[Row]) -> str:
     lines.append(
         f"Bytes: first of a session; mean and max of rounds {FIRST_STEADY + 1} to {ROUNDS}, which have all "
         f"references. Times: p50.\nGoal, stretched: {GOAL_BYTES} bytes on average, {GOAL_MS:.0f} ms each way. "
-        "Last verdict missing: drafting ahead, the newest\nreference is two rounds old."
+        "One reference: not drafting ahead."
     )
     return "\n".join(lines)

@@ -1,6 +1,5 @@
 """Timing work on a GPU without the cost of launching it: captured once in a CUDA graph, replayed many times."""
 
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-
-from kernels.flashinfer_attention import HEAD_DIMS
 
 AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
 
@@ -109,11 +106,6 @@ class Head:
     def write(self, file: str, rows: list[Row]) -> None:
         content = asdict(self) | {"rows": [asdict(row) for row in rows]}
         Path(file).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def flashinfer_attends(head_dim: int) -> bool:
-    """Whether FlashInfer is here and takes such heads: then it is a rival."""
-    return importlib.util.find_spec("flashinfer") is not None and head_dim in HEAD_DIMS
 
 
 def require_gpu() -> None:

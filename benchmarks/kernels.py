@@ -11,21 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, flashinfer_attends, graph_milliseconds, report
+from benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_listed
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import GROUP, Shape
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.paged_kv import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
-from kernels.flashinfer_attention import (
-    Planned,
-    Requests,
-    dense_requests,
-    listed_requests,
-    make_planned,
-    make_workspace,
-    plan,
-    run_arranged,
-)
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -151,42 +142,6 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
     return graph_milliseconds(work, repeats) / layers
 
 
-def time_flashinfer(case: Case, sparse: bool, repeats: int) -> float:
-    """Milliseconds of one layer of the same reads by FlashInfer (FA2), dense or a KV head as a request.
-
-    As fast as it can be: planned for this very batch before the graph is captured, not for any batch that a captured
-    step may hold, and over lists with queries that stand in its order already.
-    """
-    shape, scale = case.shape, case.shape.head_dim**-0.5
-    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, len(case.k_pages)
-    workspace = make_workspace(case.queries.device)
-    layout = case.tables.cpu(), case.lengths.cpu(), case.starts.cpu(), PAGE_SIZE
-
-    def planned(requests: Requests) -> Planned:
-        made = make_planned(workspace)
-        plan(made, requests, heads, kv_heads, shape.head_dim, PAGE_SIZE, scale, case.queries.dtype)
-        return made
-
-    if not sparse:
-        plans = [planned(dense_requests(*layout))] * layers
-        queries = case.queries
-    else:
-        lists, counts = case.lists.lists.cpu(), case.lists.counts.cpu()
-        plans = [planned(listed_requests(*layout, lists[i], counts[i], PAGE_SIZE)) for i in range(layers)]
-        by_head = case.queries.view(len(case.lengths), case.rows, kv_heads, -1, shape.head_dim)
-        queries = by_head.transpose(1, 2).reshape(-1, heads // kv_heads, shape.head_dim)
-    out = torch.empty_like(queries)
-
-    def work() -> None:
-        for each, k_pages, v_pages in zip(plans, case.k_pages, case.v_pages, strict=True):
-            if sparse:
-                run_arranged(each, queries, k_pages, v_pages, out)
-            else:
-                each.wrapper.run(queries, (k_pages, v_pages), out=out)
-
-    return graph_milliseconds(work, repeats) / layers
-
-
 def run_kernel_benchmark(
     shape_name: str,
     shape: Shape,
@@ -207,8 +162,9 @@ def run_kernel_benchmark(
             case = make_case(shape, batch, context, rows, share)
             theirs: dict[str, float] = {}
             if rival:
-                theirs = {"dense": time_flashinfer(case, False, repeats)}
-                theirs["sparse"] = time_flashinfer(case, True, repeats)
+                pools = case.queries, case.k_pages, case.v_pages
+                theirs = {"dense": time_dense(*pools, (case.tables, case.lengths, case.starts), repeats)}
+                theirs["sparse"] = time_listed(*pools, case.tables, context, case.lists, repeats)
             reads = {"dense": 1.0, "emitting": 1.0} | dict.fromkeys(("sparse", "means", "weighing"), share)
             for what, read in reads.items():
                 size = int(case.layer_bytes * read)

@@ -67,7 +67,7 @@ def random_decoder(
             qkv=weight((heads + 2 * kv_heads) * dim, hidden),
             qkv_bias=None,
             out=weight(hidden, heads * dim),
-            post_norm=ones,
+            mlp_norm=ones,
             gate_up=weight(2 * mlp, hidden),
             down=weight(hidden, mlp),
         )
@@ -75,7 +75,7 @@ def random_decoder(
     ]
     angles = torch.rand(2, positions, dim // 2, device=device)
     embedding, head = weight(shape.vocab_size, hidden), weight(shape.vocab_size, hidden)
-    return Decoder(embedding, layers, ones, head, angles[0], angles[1], heads, kv_heads, 1e-5)
+    return Decoder(embedding, layers, ones, head, angles[0], angles[1], heads, kv_heads, 1e-5, dim**-0.5)
 
 
 def weight_bytes(decoder: Decoder) -> int:

@@ -7,13 +7,12 @@ from itertools import product
 
 import torch
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, flashinfer_attends, graph_milliseconds, report
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
 from engine.decoder import Decoder
 from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.steps import StepBuffers, StepShape, make_buffers, plan_rows, run_step
-from kernels.flashinfer_attention import make_planned, make_workspace
+from engine.steps import StepBuffers, StepShape, make_buffers, run_step
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
 
@@ -46,10 +45,7 @@ class Bench:
         return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
 
     def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> Row:
-        """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense.
-
-        The rival of a dense one is the same step with FlashInfer's attention, planned for this batch beforehand.
-        """
+        """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense."""
         pages = context // PAGE_SIZE
         width = int(pages * share)
         dense = tuple(range(dense_layers))
@@ -112,16 +108,7 @@ class Bench:
 
     def _measure(self, what: str, shape: StepShape, buffers: StepBuffers, kv_bytes: float) -> Row:
         ms = graph_milliseconds(lambda: run_step(self.decoder, self.kv, shape, buffers), self.repeats)
-        theirs: float | None = None
-        if not shape.width and flashinfer_attends(self.shape.head_dim):
-            host = {
-                name: getattr(buffers, name).cpu().numpy()
-                for name in ("block_tables", "lengths", "query_starts")
-            }
-            buffers.dense_plan = make_planned(make_workspace(_CUDA))
-            plan_rows(buffers.dense_plan, host, self.decoder, self.kv)
-            theirs = graph_milliseconds(lambda: run_step(self.decoder, self.kv, shape, buffers), self.repeats)
-        return Row(what, ms, self.floor(kv_bytes), theirs)
+        return Row(what, ms, self.floor(kv_bytes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
@@ -191,8 +178,8 @@ def run_step_benchmark(
             table += [row.named("draft: ") for row in rows]
     command = f"specahead bench step --target-shape {target} --draft-shape {draft}"
     head = Head.here(command, bandwidth)
-    rivals = "of sparse steps our dense step of the same run, of dense ones the same step with FlashInfer's attention"
-    print(report(head, table, f"rival: {rivals}. Random weights, imposed selection"))
+    note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
+    print(report(head, table, note))
     if json_file:
         head.write(json_file, table)
     return table

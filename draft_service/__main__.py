@@ -22,19 +22,6 @@ def main() -> None:
     parser.add_argument(
         "--read-share", type=float, default=1.0, help="of the KV that a round's later steps read (GPU only)"
     )
-    parser.add_argument(
-        "--refresh-every",
-        type=int,
-        default=1,
-        metavar="ROUNDS",
-        help="from one dense first step to the next; above 1 with --read-share below 1 (GPU only)",
-    )
-    parser.add_argument(
-        "--hint-bytes",
-        type=int,
-        default=DrafterSettings.hint_bytes,
-        help="of each hint before an announcement, to targets with KV in tiers; 0: none, and no graphs for them",
-    )
     flags = parser.parse_args()
     try:
         drafter = drafter_settings(flags)
@@ -55,8 +42,6 @@ def drafter_settings(flags: argparse.Namespace) -> DrafterSettings:
         prefill_chunk=flags.prefill_chunk,
         warm_sessions=min(flags.max_sessions, DrafterSettings.warm_sessions),
         max_context=flags.max_context,
-        refresh_every=flags.refresh_every,
-        hint_bytes=flags.hint_bytes,
     )
 
 

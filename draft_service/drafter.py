@@ -8,23 +8,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.hints import FIRST_QUERY, LIKELY, SELECTION, make_hint
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
-from engine.draft_rounds import RoundOutput, RoundRequest, check_refresh
+from engine.draft_rounds import RoundOutput, RoundRequest
 from engine.paged_kv import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
 from engine.step_loop import share_prefill
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import BY_TARGET_HEAD, announce
-from sparsity.hints import Ranked, first_choice, runners_up
 from sparsity.methods import Method
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
@@ -42,13 +39,10 @@ from wire.messages import (
     TargetEvent,
     Verdict,
 )
-from wire.selection_codec import MAX_REFERENCES, encode_selection
+from wire.selection_codec import encode_selection
 
-HINT_BYTES = 2048
-LEAST_HINT = 24  # bytes: fewer hold no block
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 Send = Callable[[DraftEvent], None]
-CallSoon = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
@@ -57,33 +51,24 @@ class DrafterSettings:
 
     ahead: draft the next round while one is judged, for sessions whose verdicts are mostly foreseen; others would
     take the time of those that wait. waves: parts that sessions with rounds to draft are taken in, so that a target
-    verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. hint_bytes: of each
-    of the two hints that a round sends before its selection to a target that has use for them; 0: none. read_share: of
-    the KV blocks that the later steps of a round read, where the runner drafts whole rounds; the first step reads
-    everything. refresh_every: of a session's rounds only every so many have such a first step, where read_share < 1.
-    prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made ready before
-    the first.
+    verifies one part while the next is drafted; 0: 2 where the runner drafts whole rounds, else 1. read_share: of the
+    KV blocks that the later steps of a round read, where the runner drafts whole rounds; the first step reads
+    everything. prefill_chunk: prompt tokens a step, over all sessions. warm_sessions: batches up to this size are made
+    ready before the first.
     """
 
     gamma: int = 4
     support: int = 64
     ahead: bool = True
     waves: int = 0
-    hint_bytes: int = HINT_BYTES
     read_share: float = 1.0
     prefill_chunk: int = 512
     warm_sessions: int = 16
     max_context: int = 32768
-    refresh_every: int = 1
 
     def __post_init__(self) -> None:
-        check_refresh(self.refresh_every, self.read_share)
         if self.waves < 0:
             raise ValueError(f"waves is {self.waves}, expected a number of parts, or 0 for the runner's own")
-        if self.hint_bytes and self.hint_bytes < LEAST_HINT:
-            raise ValueError(
-                f"hint_bytes is {self.hint_bytes}, expected {LEAST_HINT} at least, or 0 for no hints"
-            )
 
 
 @dataclass
@@ -94,17 +79,13 @@ class Drafted:
     support: Support | None = None
     weights: Tensor | None = None  # [layers, heads, blocks], of the query that was run
     selection: BlockSelection | None = None  # what is to be announced with them, if anything
-    ranked: Ranked | None = (
-        None  # with a selection its runners-up, with a round's first query what it would choose
-    )
 
 
 @dataclass
 class Query:
     """One of the queries of a round that announces; `evidence` is of those before it, `last` of the last round.
 
-    selects: whether it is the round's last. hint_blocks: to rank for a hint; 0: the session takes none. held: what
-    hints leave out.
+    selects: whether it is the round's last.
     """
 
     method: Method
@@ -112,8 +93,6 @@ class Query:
     evidence: list[Tensor]
     last: BlockSelection | None
     selects: bool
-    hint_blocks: int
-    held: BlockSelection | None
 
 
 @dataclass
@@ -149,13 +128,8 @@ class Peer:
 
 
 class Drafter:
-    """call_soon: has the event loop call what the model thread hands it; by default at once, for a single thread."""
-
-    def __init__(
-        self, runner: Runner, plan: Plan, settings: DrafterSettings, call_soon: CallSoon = lambda call: call()
-    ) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DrafterSettings) -> None:
         self.runner = runner
-        self._call_soon = call_soon
         self.plan = plan
         self.settings = settings
         self.counters: Counter[str] = Counter()
@@ -166,8 +140,8 @@ class Drafter:
         self._steps = 1
         self._waves = settings.waves or (2 if runner.drafts_rounds else 1)
         if runner.drafts_rounds:
-            reads = settings.read_share, settings.refresh_every, self._hint_blocks
-            runner.prepare_rounds(round_settings(plan, settings.gamma, settings.support, *reads))
+            rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+            runner.prepare_rounds(rounds)
 
     # Events from targets. They are applied between steps.
 
@@ -233,7 +207,7 @@ class Drafter:
             self._waiting.append((peer, begin))
             return
         self._reserved += need
-        session = DraftSession.from_begin(begin, self.settings.gamma, hints=self.settings.hint_bytes > 0)
+        session = DraftSession.from_begin(begin, self.settings.gamma)
         self.runner.kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
 
@@ -278,26 +252,18 @@ class Drafter:
         if session.apply(verdict):
             if session.epoch != epoch:
                 self._send_again(peer, session)
-            self._go_ahead(peer, session)
+            self._go_ahead(session)
         else:
             common = verdict.at.base + common_prefix(before, verdict.tokens)
             # The last token is always run again: its logits start the next round.
             self.runner.kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
-            session.round_memory.cut(session.kv.length)
-            self._hint_likely(peer, session)
         kv = self.runner.kv
         kv.index_prefix(session.kv, session.tokens, session.committed)
 
     def _send_again(self, peer: Peer, session: DraftSession) -> None:
-        """The epoch has moved but the work drafted ahead still holds: say again what was said of it.
-
-        Hints only as long as there is no selection.
-        """
+        """The epoch has moved but the work drafted ahead still holds: say again what was said of it."""
         if session.selection is not None:
             self._announce(peer, session, session.selection)
-        else:
-            for hint in session.hinted:
-                self._send_announcement(peer, session, hint.part, hint.data)
         if session.proposal is not None:
             self._propose(peer, session)
 
@@ -353,9 +319,9 @@ class Drafter:
         """A draft with one session has nothing else to do."""
         return self.settings.ahead and session.foresees(0.0 if self.session_count == 1 else _FORESIGHT)
 
-    def _go_ahead(self, peer: Peer, session: DraftSession) -> None:
-        if self._goes_ahead(session) and session.go_ahead():
-            self._hint_likely(peer, session)
+    def _go_ahead(self, session: DraftSession) -> None:
+        if self._goes_ahead(session):
+            session.go_ahead()
 
     def _drafts_whole(self, session: DraftSession) -> bool:
         """Whether the runner drafts a session's whole round: none of it is drafted yet, and it can choose for it."""
@@ -370,10 +336,8 @@ class Drafter:
         sampling, announce = session.sampling, None
         if session.method is not None:
             last = session.last_announced[1] if session.last_announced else None
-            held = session.held if session.hints else None
-            announce = announcement_request(self.plan, session.base, last, session.hints, held)
+            announce = announcement_request(self.plan, session.base, last)
         drawn = uniforms(sampling.seed, session.base, self.settings.gamma + 1, USE_DRAFT)
-        memory = session.round_memory
         return RoundRequest(
             session.kv,
             session.pending,
@@ -381,8 +345,6 @@ class Drafter:
             sampling.top_p,
             drawn,
             announce,
-            memory,
-            memory.refresh_due(self.settings.refresh_every),
         )
 
     def _query(self, session: DraftSession) -> Query | None:
@@ -390,32 +352,20 @@ class Drafter:
         if session.method is None or session.selection is not None:
             return None
         last = session.last_announced[1] if session.last_announced else None
-        hints = (self._hint_blocks, session.held) if session.hints else (0, None)
-        return Query(
-            session.method, session.base, list(session.evidence), last, session.selection_due, *hints
-        )
-
-    @property
-    def _hint_blocks(self) -> int:
-        """That a hint may name: one takes about a byte, at the least."""
-        return self.settings.hint_bytes
+        return Query(session.method, session.base, list(session.evidence), last, session.selection_due)
 
     def execute(self, step: Step) -> StepResult:
-        """Runs in the model thread; touches no session but through the inputs' KV and memory.
-
-        Hints of whole rounds are handed to the event loop while it runs.
-        """
+        """Runs in the model thread; touches no session but through the inputs' KV."""
         started = time.perf_counter()
-        rounds = []
-        if step.requests:
-            rounds = self.runner.draft_rounds(step.requests, partial(self._take_first_choice, step))
+        rounds = self.runner.draft_rounds(step.requests) if step.requests else []
         outputs = self.runner.forward(step.inputs) if step.inputs else []
         drafted = [Drafted() for _ in outputs]
         for item, query, output in zip(drafted, step.queries, outputs, strict=True):
             if query is not None:
                 assert output.block_weights is not None
                 item.weights = output.block_weights[:, 0, :, : self.plan.num_blocks(query.base)].cpu()
-                item.selection, item.ranked = self._choose(query, item.weights)
+                if query.selects:
+                    item.selection = self._choose(query, item.weights)
         rows = [i for i, output in enumerate(outputs) if output.logits is not None]
         if rows:
             sessions = [step.sessions[i][1] for i in rows]
@@ -426,24 +376,14 @@ class Drafter:
                 drafted[i].token, drafted[i].support = token, support
         return StepResult(drafted, rounds, time.perf_counter() - started)
 
-    def _take_first_choice(self, step: Step, index: int, ranked: Ranked) -> None:
-        """In the model thread. What is called comes before `finish_step`; no session changes in between."""
-        peer, session = step.rounds[index]
-        self._call_soon(lambda: self._hint(peer, session, FIRST_QUERY, ranked))
-
-    def _choose(self, query: Query, weights: Tensor) -> tuple[BlockSelection | None, Ranked | None]:
-        """What a query gives to announce: Drafted.selection and Drafted.ranked."""
-        announcing, most = query.method.announcing, query.hint_blocks
-        assert announcing is not None
+    def _choose(self, query: Query, weights: Tensor) -> BlockSelection:
+        """What a round announces, given the weights of its last query."""
+        method = query.method
+        assert method.announcing is not None
         evidence = torch.stack([*query.evidence, weights])
-        known = self.plan, query.method.rule_of(self.plan), query.base, query.last
-        if query.selects:
-            (selection,) = announce(announcing, evidence, *known)
-            of_round = self.plan, query.base, selection, query.last, query.held
-            return selection, runners_up(announcing, evidence, *of_round, most) if most else None
-        if query.evidence or not most:
-            return None, None
-        return None, first_choice(announcing, evidence, *known, query.held, 2 * most)
+        rule = method.rule_of(self.plan)
+        (selection,) = announce(method.announcing, evidence, self.plan, rule, query.base, query.last)
+        return selection
 
     def finish_step(self, step: Step, result: StepResult) -> None:
         for (peer, session), output in zip(step.rounds, result.rounds, strict=True):
@@ -457,7 +397,7 @@ class Drafter:
                 self._take_evidence(peer, session, drafted)
             if session.proposal is not None:
                 session.guess = drafted.token
-                self._go_ahead(peer, session)
+                self._go_ahead(session)
                 continue
             session.tokens.append(drafted.token)
             if drafted.support is not None:
@@ -477,49 +417,23 @@ class Drafter:
                 session.supports.append(Support(ids[held], probs[held]))
         if output.words is not None:
             session.selection = announced_selection(output.words, self.plan, session.base)
-            if output.runners_up is not None:
-                session.runners_up[session.round] = output.runners_up
             self._announce(peer, session, session.selection)
         self._propose(peer, session)
         session.guess = output.tokens[count]
-        self._go_ahead(peer, session)
+        self._go_ahead(session)
 
     def _take_evidence(self, peer: Peer, session: DraftSession, drafted: Drafted) -> None:
-        """A query's weights; with the last query of a round its selection is announced, with the first a hint."""
+        """A query's weights; with the last query of a round its selection is announced."""
         assert drafted.weights is not None
         session.evidence.append(drafted.weights)
         if drafted.selection is not None:
             session.selection = drafted.selection
-            if drafted.ranked is not None:
-                session.runners_up[session.round] = drafted.ranked
             self._announce(peer, session, drafted.selection)
-        elif drafted.ranked is not None:
-            self._hint(peer, session, FIRST_QUERY, drafted.ranked)
 
     # What is announced.
 
-    def _hint_likely(self, peer: Peer, session: DraftSession) -> None:
-        """A round begins: what the last one's evidence put right behind its selection."""
-        ranked = session.runners_up.get(session.round - 1)
-        if ranked is not None:
-            self._hint(peer, session, LIKELY, ranked)
-
-    def _hint(self, peer: Peer, session: DraftSession, part: int, ranked: Ranked) -> None:
-        assert session.method is not None and session.method.announcing is not None
-        shape = session.method.announcing.rows(self.plan), self.plan.num_blocks(session.base)
-        most, like = self.settings.hint_bytes, session.last_hints.get(part)
-        hint = make_hint(part, ranked, session.held, session.hinted, *shape, most, like)
-        if hint is None:
-            return
-        session.last_hints[part] = hint
-        session.hinted.append(hint)
-        self.counters["hints"] += 1
-        self.counters["hinted_blocks"] += len(hint.blocks)
-        self.counters["hinted_bytes"] += len(hint.data)
-        self._send_announcement(peer, session, part, hint.data)
-
     def _announce(self, peer: Peer, session: DraftSession, selection: BlockSelection) -> None:
-        known = session.known_selections[:MAX_REFERENCES]
+        known = session.known_selections
         if peer.near:
             data = encode_selection(selection, compact=False)
         elif known:
@@ -528,28 +442,20 @@ class Drafter:
         else:
             data = encode_selection(selection)
         self.counters["announcements"] += 1
-        self._send_announcement(peer, session, _last_part(session), data)
-
-    def _send_announcement(self, peer: Peer, session: DraftSession, part: int, data: bytes) -> None:
         self.counters["announced_bytes"] += len(data)
-        peer.send(Announcement(session.at, part, session.tokens[session.base - 1], data))
+        peer.send(Announcement(session.at, session.tokens[session.base - 1], data))
 
     def _propose(self, peer: Peer, session: DraftSession) -> None:
         self.counters["proposals"] += 1
         session.proposal = Proposal(
             at=session.at,
-            announcements=0 if session.method is None else _last_part(session) + 1,
+            announces=session.method is not None,
             assumed_token=session.tokens[session.base - 1],
             tokens=session.tokens[session.base : session.base + session.gamma_here],
             supports=session.supports,
             draft_seconds=session.draft_seconds,
         )
         peer.send(session.proposal)
-
-
-def _last_part(session: DraftSession) -> int:
-    """The number of the announcement that holds a round's selection."""
-    return SELECTION if session.hints else 0
 
 
 def draft_tokens(

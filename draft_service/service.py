@@ -66,8 +66,7 @@ async def serve(
     on_ready: Callable[[RunningServer], None],
 ) -> None:
     """Runs until cancelled; ends with an exception if a step fails."""
-    loop = asyncio.get_running_loop()
-    drafter = Drafter(runner, plan, settings.drafter, loop.call_soon_threadsafe)
+    drafter = Drafter(runner, plan, settings.drafter)
     runner.warm_up_rounds(settings.drafter.warm_sessions)
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()

@@ -6,19 +6,15 @@ token that the draft itself would have.
 """
 
 from dataclasses import dataclass, field
-from functools import reduce
 
 from torch import Tensor
 
-from draft_service.hints import Hint
-from engine.draft_rounds import RoundMemory
 from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling, Support
-from sparsity.hints import Ranked
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, Proposal, Verdict
-from wire.selection_codec import MAX_REFERENCES, Reference
+from wire.selection_codec import Reference
 
 _RETRY = 16  # rounds
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
@@ -41,16 +37,13 @@ class DraftSession:
     max_length: int
     method: Method | None  # what it announces by; None: nothing
     gamma: int
-    hints: bool = False  # whether its rounds are announced in advance, by hints
     ready_due: bool = True  # the target does not wait for this draft until it says Ready
     kv: SequenceKV = field(default_factory=SequenceKV)
-    round_memory: RoundMemory = field(default_factory=RoundMemory)  # filled where rounds are drafted whole
     # The round being drafted.
     round: int = 0
     base: int = 0
     supports: list[Support] = field(default_factory=list)
     evidence: list[Tensor] = field(default_factory=list)  # block weights of its queries so far
-    hinted: list[Hint] = field(default_factory=list)  # said of this round so far
     selection: BlockSelection | None = None  # announced from all queries
     proposal: Proposal | None = None  # sent for this round
     guess: int | None = None  # at the token that the target will add to it, once its last token has been run
@@ -61,14 +54,11 @@ class DraftSession:
     )
     # The round under judgement, while this one is drafted ahead of its verdict.
     judging: BlockSelection | None = None
-    references: list[Named] = field(default_factory=list)  # of the last rounds judged, the newest first
-    last_hints: dict[int, Hint] = field(default_factory=dict)  # by part, of any round
-    runners_up: dict[int, Ranked] = field(default_factory=dict)  # by round, of those with a selection
+    reference: Named | None = None  # what was announced for the round judged last
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
-    def from_begin(begin: Begin, gamma: int, hints: bool = False) -> "DraftSession":
-        """hints: if the target has use for them."""
+    def from_begin(begin: Begin, gamma: int) -> "DraftSession":
         session = DraftSession(
             id=begin.at.session,
             tokens=list(begin.tokens),
@@ -79,7 +69,6 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
-            hints=hints and begin.hints and begin.method != "",
         )
         session.start_round(begin.at.round, len(begin.tokens))
         return session
@@ -91,20 +80,15 @@ class DraftSession:
     @property
     def known_selections(self) -> list[Named]:
         """What the target holds or will have received before the next announcement, the newest first."""
+        known = [] if self.reference is None else [self.reference]
         if self.judging is None or self.round == self.judged:
-            return self.references
-        return [((self.epoch, self.judged), self.judging), *self.references]
+            return known
+        return [((self.epoch, self.judged), self.judging), *known]
 
     @property
     def last_announced(self) -> Named | None:
         known = self.known_selections
         return known[0] if known else None
-
-    @property
-    def held(self) -> BlockSelection | None:
-        """All that was announced of late: what the target is likely to have on its GPU."""
-        known = [selection for _, selection in self.known_selections]
-        return reduce(BlockSelection.joined, known) if known else None
 
     @property
     def pending(self) -> list[int]:
@@ -133,20 +117,17 @@ class DraftSession:
         """Whether guesses come true often enough; every _RETRY-th round is tried whatever they did."""
         return self.foresight >= least or self.round % _RETRY == 0
 
-    def go_ahead(self) -> bool:
+    def go_ahead(self) -> None:
         """Start the next round on the guess, if there is one and no other round is drafted ahead already."""
         if self.guess is not None and self.round == self.judged and len(self.tokens) < self.max_length:
             self.tokens.append(self.guess)
             self.judging = self.selection
             self.start_round(self.round + 1, len(self.tokens))
-            return True
-        return False
 
     def start_round(self, round_: int, base: int) -> None:
         self.round, self.base, self.waiting = round_, base, 0
         self.supports, self.proposal, self.guess, self.draft_seconds = [], None, None, 0.0
-        self.evidence, self.hinted, self.selection = [], [], None
-        self.runners_up = {r: ranked for r, ranked in self.runners_up.items() if r == round_ - 1}
+        self.evidence, self.selection = [], None
 
     def apply(self, verdict: Verdict) -> bool:
         """Take the verdict on round `judged`; True if what was drafted beyond it still holds.
@@ -159,8 +140,7 @@ class DraftSession:
         self._take_foresight(verdict)
         judged_selection = self.judging if self.round > self.judged else self.selection
         if judged_selection is not None and not verdict.plain:
-            self.references.insert(0, ((self.epoch, self.judged), judged_selection))
-            del self.references[MAX_REFERENCES:]
+            self.reference = (self.epoch, self.judged), judged_selection
         new_length = base + len(tokens)
         ahead_holds = (
             self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens

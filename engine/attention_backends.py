@@ -2,8 +2,8 @@
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "torch")
 ATTENTION_HELP = (
-    "what attends; auto: triton on a GPU, torch on a CPU. flashinfer: dense attention of prompts and steps, and "
-    "host-made lists; what emits weights or uses group means stays with Triton"
+    "what attends; auto: triton on a GPU, torch on a CPU. flashinfer: FlashInfer in prompts, triton in everything "
+    "else"
 )
 
 

@@ -1,42 +1,69 @@
-"""A decoder-only transformer of the Llama family, as few launches as its step needs.
+"""A decoder-only transformer with gated MLPs and RMS norms: what describes it, and its forward pass over paged KV.
 
-The weights are those of the transformers model, whose modules keep working: they become views of the fused ones.
+The description says in which order norms, residuals and scales are applied, so one pass serves all families that
+engine.families reads. The pass makes as few launches as it can: fused weights and small kernels, and for a few rows
+linear layers that include what stands beside them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.backends import Backend
 from kernels.gated_activation import silu_and_multiply
-from kernels.rms_norm import add_rms_norm
+from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
 from kernels.skinny_linear import is_skinny, skinny_linear
 
 # What a layer does with its rotated queries: (layer, queries [tokens, heads, dim]) -> [tokens, heads, dim].
 Attend = Callable[[int, Tensor], Tensor]
+# What a layer does with queries, keys and values side by side: (layer, qkv) -> [tokens, heads * dim].
+AttendToQkv = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """qkv: queries, keys, values below one another; gate_up: gate, up."""
+    """The weights of a layer; a norm that is None is left out.
 
-    input_norm: Tensor
+    input_norm, mlp_norm: [hidden], of what attention and the MLP read. attention_out_norm, mlp_out_norm: [hidden], of
+    what they give, before it is added to the residual (OLMo-2).
+    qkv: [(heads + 2 * kv_heads) * head_dim, hidden], queries, keys, values below one another; qkv_bias: [its rows]
+    out: [hidden, heads * head_dim]; out_bias: [hidden]
+    gate_up: [2 * inner, hidden], gate, up; down: [hidden, inner]
+    head_norms: [2, head_dim], of each head's query and of each head's key (Qwen3).
+    full_norms: [heads * head_dim] and [kv_heads * head_dim], of all heads' queries and keys together (OLMo-2).
+    rotates: whether the layer turns queries and keys by their positions.
+    """
+
+    input_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
-    post_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Tensor
     down: Tensor
+    out_bias: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    head_norms: Tensor | None = None
+    full_norms: tuple[Tensor, Tensor] | None = None
+    rotates: bool = True
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """cosines, sines: [max positions, head_dim / 2] float32, any scaling of them included."""
+    """A model's weights, and the numbers that its layers share.
+
+    embedding: [at least vocab, hidden]; lm_head: [vocab, hidden]
+    cosines, sines: [max positions, turned / 2] float32, any scaling of them included; `turned` dimensions of a head
+    rotate, mostly all.
+    epsilon: of all norms. attention_scale: what products of queries and keys are multiplied by. embedding_scale,
+    residual_scale, logits_scale: what embeddings, the outputs of attention and MLP, and logits are multiplied by
+    (Granite).
+    """
 
     embedding: Tensor
     layers: list[DecoderLayer]
@@ -47,81 +74,23 @@ class Decoder:
     heads: int
     kv_heads: int
     epsilon: float
+    attention_scale: float
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
 
+    @property
+    def head_dim(self) -> int:
+        return len(self.layers[0].qkv) // (self.heads + 2 * self.kv_heads)
 
-ARCHITECTURES = ("llama", "mistral", "qwen2")
-
-
-def is_supported(config: Any) -> bool:
-    """Whether `read_decoder` takes the model; others run through transformers' own modules."""
-    return (
-        config.model_type in ARCHITECTURES
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and not (config.model_type == "llama" and config.attention_bias)
-        and not _rotates_by_length(config)
-    )
-
-
-def _rotates_by_length(config: Any) -> bool:
-    """Whether the rotary table depends on the sequence's length, so that no table serves all."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return parameters.get("rope_type", "default") in ("dynamic", "longrope")
-
-
-@torch.inference_mode()
-def read_decoder(model: nn.Module) -> Decoder:
-    """Fuse the weights of a transformers causal LM in place. Raises NotImplementedError for other architectures."""
-    config: Any = model.config
-    if not is_supported(config):
-        raise NotImplementedError(
-            f"{config.model_type}: the fused decoder is built for {', '.join(ARCHITECTURES)}, silu MLPs without biases"
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether any layer norms what attention or the MLP gives."""
+        return any(
+            norm is not None
+            for layer in self.layers
+            for norm in (layer.attention_out_norm, layer.mlp_out_norm)
         )
-    inner: Any = model.model
-    cosines, sines = _rotary_table(inner, config.max_position_embeddings)
-    return Decoder(
-        embedding=inner.embed_tokens.weight,
-        layers=[_read_layer(layer) for layer in inner.layers],
-        norm=inner.norm.weight,
-        lm_head=model.lm_head.weight,  # type: ignore[union-attr,arg-type]
-        cosines=cosines,
-        sines=sines,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        epsilon=config.rms_norm_eps,
-    )
-
-
-def _read_layer(layer: Any) -> DecoderLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return DecoderLayer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=_fuse([module.weight for module in projections]),
-        qkv_bias=None
-        if attention.q_proj.bias is None
-        else torch.cat([module.bias for module in projections]),
-        out=attention.o_proj.weight,
-        post_norm=layer.post_attention_layernorm.weight,
-        gate_up=_fuse([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight,
-    )
-
-
-def _fuse(weights: list[nn.Parameter]) -> Tensor:
-    """One matrix of several; the parameters become views of it, so that nothing is held twice."""
-    fused = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
-        weight.data = part
-    return fused
-
-
-def _rotary_table(inner: Any, positions: int) -> tuple[Tensor, Tensor]:
-    device = inner.embed_tokens.weight.device
-    like = torch.zeros(1, dtype=torch.float32, device=device)
-    cosines, sines = inner.rotary_emb(like, torch.arange(positions, device=device)[None])
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 
 
 def run_decoder(
@@ -135,54 +104,97 @@ def run_decoder(
     backend: Backend,
     logits_rows: Tensor | None = None,
 ) -> Tensor:
-    """Logits [rows, vocab] of all tokens or of `logits_rows` (int64); writes the tokens' KV.
+    """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int64), and write the tokens' KV.
 
     token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each
     """
 
     def attention(index: int, qkv: Tensor) -> Tensor:
+        layer = decoder.layers[index]
+        if layer.full_norms is not None:
+            qkv = _norm_all_heads(qkv, layer.full_norms, decoder.epsilon, backend)
         queries = rotate_and_write_kv(
             qkv,
-            decoder.cosines,
-            decoder.sines,
+            decoder.cosines if layer.rotates else decoder.cosines[:, :0],
+            decoder.sines if layer.rotates else decoder.sines[:, :0],
             positions,
             slots if isinstance(slots, Tensor) else slots[index],
             k_pages[index],
             v_pages[index],
             decoder.heads,
             backend,
+            layer.head_norms,
+            decoder.epsilon,
         )
         return attend(index, queries).flatten(1)
 
     hidden = F.embedding(token_ids, decoder.embedding)
-    if backend == "triton" and is_skinny(hidden):
+    if decoder.embedding_scale != 1.0:
+        hidden = hidden * decoder.embedding_scale
+    if backend == "triton" and is_skinny(hidden) and not decoder.norms_outputs:
         return _run_skinny(decoder, hidden, attention, logits_rows)
-    residual = None
+    return _run_wide(decoder, hidden, attention, logits_rows, backend)
+
+
+def _norm_all_heads(qkv: Tensor, norms: tuple[Tensor, Tensor], epsilon: float, backend: Backend) -> Tensor:
+    """qkv with its queries and its keys normed, all heads of a token together."""
+    queries, keys, values = qkv.tensor_split([len(norms[0]), len(norms[0]) + len(norms[1])], 1)
+    normed = [
+        add_rms_norm(x, None, weight, epsilon, backend)[0]
+        for x, weight in zip((queries, keys), norms, strict=True)
+    ]
+    return torch.cat([*normed, values], 1)
+
+
+def _run_wide(
+    decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
+) -> Tensor:
+    """Return the logits of any number of rows. hidden: [rows, hidden], the embeddings"""
+    residual: Tensor | None = None
     for index, layer in enumerate(decoder.layers):
-        normed, residual = add_rms_norm(hidden, residual, layer.input_norm, decoder.epsilon, backend)
-        hidden = F.linear(attention(index, F.linear(normed, layer.qkv, layer.qkv_bias)), layer.out)
-        normed, residual = add_rms_norm(hidden, residual, layer.post_norm, decoder.epsilon, backend)
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
+        attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
+        hidden = F.linear(attended, layer.out, layer.out_bias)
+        if layer.attention_out_norm is not None:
+            hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
         hidden = F.linear(silu_and_multiply(F.linear(normed, layer.gate_up), backend), layer.down)
+        if layer.mlp_out_norm is not None:
+            hidden, _ = add_rms_norm(hidden, None, layer.mlp_out_norm, decoder.epsilon, backend)
     if logits_rows is not None:
         hidden = hidden[logits_rows]
         residual = None if residual is None else residual[logits_rows]
-    normed, _ = add_rms_norm(hidden, residual, decoder.norm, decoder.epsilon, backend)
-    return F.linear(normed, decoder.lm_head)
+    normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
+    logits = F.linear(normed, decoder.lm_head)
+    return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
+
+
+def _add_and_norm(
+    decoder: Decoder, hidden: Tensor, residual: Tensor | None, norm: Tensor | None, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """Return what the next part reads, and the residual with `hidden` added; hidden itself is the first residual."""
+    if norm is not None:
+        return add_rms_norm(hidden, residual, norm, decoder.epsilon, backend, decoder.residual_scale)
+    total = hidden if residual is None else add_scaled(hidden, residual, decoder.residual_scale)
+    return total, total
 
 
 def _run_skinny(
-    decoder: Decoder, hidden: Tensor, attention: Callable[[int, Tensor], Tensor], logits_rows: Tensor | None
+    decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None
 ) -> Tensor:
-    """The layers over a few rows. attention: (layer, queries, keys, values side by side) -> [rows, heads * dim]"""
-    epsilon = decoder.epsilon
+    """Return the logits of a few rows, of a decoder that norms no outputs. hidden: [rows, hidden], the embeddings"""
+    epsilon, scale = decoder.epsilon, decoder.residual_scale
     for index, layer in enumerate(decoder.layers):
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
         attended = attention(index, qkv)
-        hidden = skinny_linear(attended, layer.out, residual=hidden, backend="triton")
-        inner = skinny_linear(
-            hidden, layer.gate_up, None, layer.post_norm, epsilon, gated=True, backend="triton"
+        hidden = skinny_linear(
+            attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton"
         )
-        hidden = skinny_linear(inner, layer.down, residual=hidden, backend="triton")
+        inner = skinny_linear(
+            hidden, layer.gate_up, None, layer.mlp_norm, epsilon, gated=True, backend="triton"
+        )
+        hidden = skinny_linear(inner, layer.down, residual=hidden, scale=scale, backend="triton")
     if logits_rows is not None:
         hidden = hidden[logits_rows]
-    return skinny_linear(hidden, decoder.lm_head, None, decoder.norm, epsilon, backend="triton")
+    head = decoder.lm_head, None, decoder.norm, epsilon
+    return skinny_linear(hidden, *head, scale=decoder.logits_scale, backend="triton")

@@ -6,12 +6,8 @@ only what the first one weighed most. The evidence is the mean over the passes o
 With `refresh_every` k > 1 only every kth round of a session is refreshed by a dense first pass. In the others the first
 pass too reads lists, those that the weights of the last dense one give. What it does not read keeps these weights, by
 which later passes may still list it. One graph serves both: a session that refreshes has lists of everything.
-
-Where a session takes hints, what the first pass alone would announce is ranked beside the later passes and leaves while
-they run. What the whole round put right behind its announcement comes with its results.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +16,14 @@ from torch import Tensor
 
 from engine.decoder import Decoder, run_decoder
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
-from engine.staging import EarlyResults, Staging
+from engine.staging import Staging
 from engine.steps import lay_out_rows, rows_layout
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, Work, paged_attention, plan_work
 from kernels.selection import select_top_k
 from kernels.shared_budget import WORD
-from kernels.shared_top_k import mark_top_k_over_all, rank_over_all
-
-Ranked = np.ndarray  # int32 [count, 2]: (row of an announcement, block), the heaviest first
+from kernels.shared_top_k import mark_top_k_over_all
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,7 @@ class RoundSettings:
     read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: they
     always read. projection: [rows, layers * heads] float32, from the draft's heads to an announcement's rows, in
     whose order it chooses; None: rounds announce nothing. stickiness: factor for what was announced last.
-    refresh_every: rounds from one dense first pass of a session to its next; 1: every round has one. hint_blocks: most
-    runners-up that are ranked for a session with hints, and half of the most that its first pass gives.
+    refresh_every: rounds from one dense first pass of a session to its next; 1: every round has one.
     """
 
     gamma: int
@@ -52,23 +45,16 @@ class RoundSettings:
     projection: Tensor | None = None
     stickiness: float = 1.0
     refresh_every: int = 1
-    hint_blocks: int = 0
 
     def __post_init__(self) -> None:
-        check_refresh(self.refresh_every, self.read_share)
-
-
-def check_refresh(refresh_every: int, read_share: float) -> None:
-    """Raises ValueError for an interval of dense first passes that cannot be drafted with."""
-    if refresh_every < 1:
-        raise ValueError(
-            f"refresh_every is {refresh_every}, expected at least 1 (1: every round is refreshed)"
-        )
-    if refresh_every > 1 and read_share >= 1:
-        raise ValueError(
-            f"refresh_every is {refresh_every} and read_share {read_share}: rounds without a dense first pass read "
-            "lists; give a read_share below 1, or refresh_every 1"
-        )
+        every, share = self.refresh_every, self.read_share
+        if every < 1:
+            raise ValueError(f"refresh_every is {every}, expected at least 1 (1: every round is refreshed)")
+        if every > 1 and share >= 1:
+            raise ValueError(
+                f"refresh_every is {every} and read_share {share}: rounds without a dense first pass read lists; give "
+                "a read_share below 1, or refresh_every 1"
+            )
 
 
 @dataclass
@@ -94,18 +80,12 @@ class RoundMemory:
 
 @dataclass(frozen=True)
 class AnnouncementRequest:
-    """Choose `count` blocks over all rows among first … last - 1. before: uint64 [rows, words], chosen last time.
-
-    hints: also rank what the first pass would choose, and what comes behind the choice, without what is in `held`:
-    uint64 [rows, words], chosen of late.
-    """
+    """Choose `count` blocks over all rows among first … last - 1. before: uint64 [rows, words], chosen last time."""
 
     first: int
     last: int
     count: int
     before: np.ndarray | None
-    hints: bool = False
-    held: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -137,8 +117,7 @@ class RoundOutput:
     """tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy.
 
     words: uint64 [rows, words] of the blocks to announce, if asked for. blocks_read: over passes, layers and KV heads;
-    None where all passes are dense. runners_up: the heaviest of the other blocks, for a session with hints. The KV
-    holds all pending tokens and γ more; kv.length is left to the caller.
+    None where all passes are dense. The KV holds all pending tokens and γ more; kv.length is left to the caller.
     """
 
     tokens: list[int]
@@ -146,11 +125,6 @@ class RoundOutput:
     probs: np.ndarray | None
     words: np.ndarray | None
     blocks_read: int | None = None
-    runners_up: Ranked | None = None
-
-
-# Called with a request's index and what its first pass would choose, while later passes still run.
-OnFirst = Callable[[int, Ranked], None]
 
 
 @dataclass(frozen=True)
@@ -162,7 +136,6 @@ class RoundShape:
     pages: int
     sampled: bool
     announces: bool
-    hints: bool = False
 
 
 @dataclass
@@ -171,8 +144,7 @@ class RoundBuffers:
 
     results: tokens [γ + 1, sequences] int32; ids, probs [γ + 1, sequences, support] int32 and float32 where some are
     sampled; words [sequences, rows, words] int64 where rounds announce; blocks_read [sequences] int64 where passes read
-    lists; runners_up [sequences, hint_blocks] int32 with hints (row * blocks + block, -1 behind the last). early: then,
-    first_choice [sequences, 2 * hint_blocks] int32, the same. γ and settings are those of the runner.
+    lists. γ and settings are those of the runner.
     """
 
     inputs: Staging
@@ -187,9 +159,7 @@ class RoundBuffers:
     top_p: Tensor  # [sequences] float32
     uniforms: Tensor  # [gamma + 1, sequences] float64
     limits: Tensor  # [3, sequences] int32: first, last, count of an announcement
-    early: EarlyResults | None = None
     before: Tensor | None = None  # [sequences, rows, words] int64
-    held: Tensor | None = None  # the same, where rounds have hints
     known: Tensor | None = None  # [sequences] int32, tokens that `kept` is of; 0: this round refreshes
     kept: Tensor | None = None  # [sequences, layers, heads, blocks] float32: RoundMemory's, then this round's
 
@@ -213,18 +183,13 @@ def make_round_buffers(
     if shape.announces:
         assert settings.projection is not None
         sizes = count, len(settings.projection), -(-blocks_of(shape, settings) // WORD)
-        layout["before"] = results["words"] = words = sizes, torch.int64
+        layout["before"] = results["words"] = sizes, torch.int64
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
         layout["known"] = (count,), torch.int32
-    early = None
-    if shape.hints:
-        layout["held"] = words
-        results["runners_up"] = (count, settings.hint_blocks), torch.int32
-        early = EarlyResults({"first_choice": ((count, 2 * settings.hint_blocks), torch.int32)}, device)
     inputs = Staging(layout, device)
-    buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device, early=early)
+    buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device)
     lay_out_rows(inputs.host, [])
     inputs.send()
     return buffers
@@ -248,8 +213,6 @@ def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
             continue
         host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
         _lay_out_words(host["before"][i], item.announce.before)
-        if buffers.held is not None:
-            _lay_out_words(host["held"][i], item.announce.held)
     buffers.inputs.send()
 
 
@@ -261,30 +224,13 @@ def _lay_out_words(place: np.ndarray, words: np.ndarray | None) -> None:
         place[:, :used] = words.view(np.int64)
 
 
-def give_first_choices(
-    buffers: RoundBuffers, blocks: int, requests: list[RoundRequest], on_first: OnFirst
-) -> None:
-    """Wait for what first passes would choose, for sessions with hints. blocks: `blocks_of` the shape."""
-    assert buffers.early is not None
-    keys = buffers.early.wait()["first_choice"]
-    for i, item in enumerate(requests):
-        if item.announce is not None and item.announce.hints:
-            on_first(i, ranked_blocks(keys[i], blocks))
-
-
-def ranked_blocks(keys: np.ndarray, blocks: int) -> Ranked:
-    """keys: int32 row * blocks + block, the heaviest first; negative ones, at their end, say nothing."""
-    return np.stack(np.divmod(keys[keys >= 0], np.int32(blocks)), axis=1)
-
-
-def read_round(buffers: RoundBuffers, blocks: int, requests: list[RoundRequest]) -> list[RoundOutput]:
-    """Wait for a round and take its results. blocks: `blocks_of` the shape."""
+def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+    """Wait for a round and take its results."""
     results = buffers.results.fetch()
     tokens = results["tokens"].T.tolist()
     outputs = []
     for i, item in enumerate(requests):
         drawn = item.temperature > 0
-        hints = item.announce is not None and item.announce.hints
         outputs.append(
             RoundOutput(
                 tokens[i],
@@ -292,7 +238,6 @@ def read_round(buffers: RoundBuffers, blocks: int, requests: list[RoundRequest])
                 results["probs"][:, i].copy() if drawn else None,
                 None if item.announce is None else results["words"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
-                ranked_blocks(results["runners_up"][i], blocks) if hints else None,
             )
         )
     return outputs
@@ -334,12 +279,10 @@ def run_round(
     shape: RoundShape,
     buffers: RoundBuffers,
     attention: Backend | None = None,
-    first_ranked: Callable[[], None] | None = None,
 ) -> None:
     """Launches only, the same for all rounds of a shape. buffers.kept is given where settings.refresh_every > 1.
 
-    attention: what attends; the device's default if None. first_ranked: called once the first choice of a shape with
-    hints is launched, before later passes are; not in a graph.
+    attention: what attends; the device's default if None.
     """
     device = buffers.lengths.device
     attention = attention or default_backend(device)
@@ -374,14 +317,6 @@ def run_round(
     if buffers.kept is not None:
         assert evidence is not None
         buffers.kept.copy_(evidence)
-    if buffers.early is not None:
-        assert evidence is not None
-        # Later passes add to the evidence while this is read.
-        of_first = evidence.clone() if buffers.kept is None else buffers.kept
-        with buffers.early.aside():
-            _rank_first_choice(settings, buffers, of_first)
-        if first_ranked is not None:
-            first_ranked()
     lists = None
     if settings.read_share < 1:
         assert evidence is not None
@@ -427,13 +362,8 @@ def run_round(
     if shape.announces:
         assert evidence is not None
         scores = _predict(settings, buffers, evidence)
-        results["words"].copy_(_choose_words(buffers, scores))
-        if shape.hints:
-            assert buffers.held is not None
-            left = _outside(scores, results["words"] | buffers.held) * (buffers.limits[2] > 0)[:, None, None]
-            results["runners_up"].copy_(rank_over_all(left, settings.hint_blocks))
-    if buffers.early is not None:
-        buffers.early.join()
+        words = mark_top_k_over_all(scores, buffers.limits[2], default_backend(device))
+        results["words"].copy_(words)
 
 
 def _run_pass(
@@ -456,7 +386,7 @@ def _run_pass(
     """One pass; adds the weights of each sequence's last query to `evidence` [sequences, layers, heads, blocks]."""
     backend = default_backend(lengths.device)
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale, share = dim**-0.5, 1 / (settings.gamma + 1)
+    scale, share = decoder.attention_scale, 1 / (settings.gamma + 1)
     tables = buffers.block_tables
     work: Work | None = None
     if attention == "triton" and lists is None:
@@ -587,7 +517,7 @@ def _own_lists(
     )
     work = None
     if attention == "triton":
-        dim = decoder.cosines.shape[1] * 2
+        dim = decoder.head_dim
         work = plan_work(kv_heads, group, dim, max_queries, buffers.block_tables, lengths, PAGE_SIZE, blocks)
     return blocks, work
 
@@ -625,25 +555,6 @@ def _predict(settings: RoundSettings, buffers: RoundBuffers, evidence: Tensor) -
     first, last, _ = buffers.limits
     outside = (column < first[:, None]) | (column >= last[:, None])
     return scores.masked_fill(outside[:, None], 0)
-
-
-def _choose_words(buffers: RoundBuffers, scores: Tensor) -> Tensor:
-    """The heaviest blocks over all rows of an announcement, a bit each: [sequences, rows, words] int64."""
-    return mark_top_k_over_all(scores, buffers.limits[2], default_backend(scores.device))
-
-
-def _rank_first_choice(settings: RoundSettings, buffers: RoundBuffers, evidence: Tensor) -> None:
-    """What this evidence alone would choose and was not chosen of late. evidence: of first passes."""
-    assert buffers.early is not None and buffers.held is not None
-    scores = _predict(settings, buffers, evidence)
-    chosen = scores * _bits(_choose_words(buffers, scores), scores.shape[2])
-    keys = rank_over_all(_outside(chosen, buffers.held), 2 * settings.hint_blocks)
-    buffers.early.device["first_choice"].copy_(keys)
-
-
-def _outside(scores: Tensor, words: Tensor) -> Tensor:
-    """Scores, 0 where a bit is set. words: int64 [..., words]."""
-    return scores * (1 - _bits(words, scores.shape[-1]))
 
 
 def _bits(words: Tensor, n: int) -> Tensor:

@@ -2,14 +2,14 @@
 
 A step's tensors are copied into buffers of fixed shape and the graph of that shape is replayed; nothing else
 happens between kernels. Lengths, tables and lists are read on the device, so one graph serves all steps of a shape.
-Where FlashInfer attends, it is planned on the host before a graph is replayed; over lists it runs without a graph.
+FlashInfer may attend in prompts: it is planned on the host before each pass.
 Reads that are chosen layer by layer while the pass runs (the just-in-time rivals) go through ModelRunner.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,7 +21,6 @@ from engine.attention_backends import check_attention_backend
 from engine.batch import ReadMemory, SequenceInput, SparseRead
 from engine.decoder import Decoder, run_decoder
 from engine.draft_rounds import (
-    OnFirst,
     RoundBuffers,
     RoundOutput,
     RoundRequest,
@@ -29,7 +28,6 @@ from engine.draft_rounds import (
     RoundShape,
     blocks_of,
     bring_kept,
-    give_first_choices,
     lay_out_round,
     make_round_buffers,
     read_round,
@@ -46,7 +44,6 @@ from engine.steps import (
     lay_out_rows,
     lay_out_step,
     make_buffers,
-    plan_largest,
     plan_rows,
     rows_layout,
     run_step,
@@ -54,13 +51,7 @@ from engine.steps import (
 from engine.tier_reads import StagedReads
 from engine.tiered_kv import TieredKV, check_kept_layers
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
-from kernels.flashinfer_attention import (
-    Planned,
-    check_flashinfer,
-    make_captured,
-    make_planned,
-    make_workspace,
-)
+from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace
 from kernels.flashinfer_attention import run as run_flashinfer
 from kernels.paged_attention import MAX_ROWS, Work, paged_attention, pinned_tuning, plan_work
 
@@ -82,16 +73,6 @@ class _Captured(Generic[Buffers]):
     graph: torch.cuda.CUDAGraph | None  # None: run eagerly
 
 
-@dataclass
-class FlashInferPlans:
-    """Wrappers of FlashInfer's on one workspace: for passes without a graph, and in graphs by (sequences, queries)."""
-
-    workspace: Tensor
-    dense: Planned
-    listed: Planned
-    captured: dict[tuple[int, int], Planned] = field(default_factory=dict)
-
-
 class GraphRunner(Runner):
     """A Runner over the fused decoder. `fallback` runs what is chosen while the pass runs.
 
@@ -100,9 +81,8 @@ class GraphRunner(Runner):
     prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
     otherwise in a step than in a prompt.
 
-    attention_backend: None: the device's. "flashinfer": dense attention of prompts and steps, and of steps over
-    lists of pages made on the host, which run without a graph; what emits weights or uses group means stays with
-    Triton, and so do whole rounds and shared budgets. "torch" on a GPU needs enforce_eager.
+    attention_backend: None: the device's. "flashinfer": FlashInfer attends in prompts, Triton in steps and rounds.
+    "torch" on a GPU needs enforce_eager.
 
     Raises ValueError, NotImplementedError or RuntimeError for an attention backend that cannot attend here.
     """
@@ -140,22 +120,25 @@ class GraphRunner(Runner):
         self._pool = None if self.enforce_eager else torch.cuda.graph_pool_handle()
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, self.enforce_eager)
-        self._flashinfer: FlashInferPlans | None = None
-        # What attends where FlashInfer does not.
+        self._flashinfer: Planned | None = None  # attends in prompts, if it was chosen
         self._attention: Backend = default_backend(self.device)
         if attention_backend == "flashinfer":
             self._flashinfer = self._open_flashinfer()
         elif attention_backend is not None:
             self._attention = attention_backend
 
-    def _open_flashinfer(self) -> FlashInferPlans:
+    def _open_flashinfer(self) -> Planned:
         pages = self.kv.k_pages[0]
         check_flashinfer(pages.shape[3], pages.dtype, self.device)
-        workspace = make_workspace(self.device)
-        plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
-        # What FlashInfer compiles for this model, and what it lacks for that, shows now.
-        plan_largest(plans.dense, StepShape(1, 1, 1), self.decoder, self.kv)
-        return plans
+        planned = make_planned(make_workspace(self.device))
+        # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
+        one = {
+            "block_tables": np.zeros((1, 1), np.int32),
+            "lengths": np.ones(1, np.int32),
+            "query_starts": np.arange(2, dtype=np.int32),
+        }
+        plan_rows(planned, one, self.decoder, self.kv)
+        return planned
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -210,8 +193,6 @@ class GraphRunner(Runner):
         shape = self._shape(inputs)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs)
-        if captured.buffers.dense_plan is not None:
-            plan_rows(captured.buffers.dense_plan, captured.buffers.inputs.host, self.decoder, self.kv)
         self._run(captured, shape)
         return self._read(captured.buffers, shape, inputs, _fetch(captured.buffers))
 
@@ -306,30 +287,10 @@ class GraphRunner(Runner):
         if shape not in self._steps:
             memory = None if shape.decay is None else self._memory_of(shape)
             buffers = make_buffers(shape, self.kv.num_layers, self.kv.kv_heads, self.device, memory)
-            self._give_plans(buffers, shape)
-            if buffers.listed_plan is not None:  # it plans between launches
-                self._steps[shape] = _Captured(buffers, None)
-            else:
-                self._steps[shape] = self._capture(
-                    buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
-                )
+            self._steps[shape] = self._capture(
+                buffers, lambda: run_step(self.decoder, self.kv, shape, buffers, self._attention)
+            )
         return self._steps[shape]
-
-    def _give_plans(self, buffers: StepBuffers, shape: StepShape) -> None:
-        """Let FlashInfer attend in steps of this shape, if it was chosen and gives what they need."""
-        plans = self._flashinfer
-        weighs = shape.emitting or shape.read_weights or shape.decay is not None
-        if plans is None or weighs or shape.groups or shape.block_size not in (0, PAGE_SIZE):
-            return
-        if shape.width or self.enforce_eager:
-            buffers.dense_plan = plans.dense
-            buffers.listed_plan = plans.listed if shape.width else None
-            return
-        key = shape.sequences, shape.queries
-        if key not in plans.captured:
-            plans.captured[key] = make_captured(plans.workspace, *key, shape.sequences * shape.pages)
-        buffers.dense_plan = plans.captured[key]
-        plan_largest(buffers.dense_plan, shape, self.decoder, self.kv)
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
@@ -498,15 +459,13 @@ class GraphRunner(Runner):
         settings = self._round_settings
         if self.enforce_eager or settings is None:
             return
-        saying = [(False, False)]  # whether they announce, and whether with hints
-        if settings.projection is not None:
-            saying += [(True, False), (True, True)][: 1 + (settings.hint_blocks > 0)]
-        kinds = [(sampled, *says) for sampled in (False, True) for says in saying]
+        announcing = (False,) if settings.projection is None else (False, True)
+        kinds = list(itertools.product((False, True), announcing))
         sizes = range(power_of_two(sequences).bit_length())
         # The largest first: what all shapes share is made to fit it.
         counts = [(*kind, 1 << i) for kind in kinds for i in reversed(sizes)]
-        for sampled, announces, hints, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
-            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces, hints)
+        for sampled, announces, count in tqdm(counts, desc="capturing CUDA graphs of rounds"):
+            shape = RoundShape(count, ROUND_QUERIES, self.max_pages, sampled, announces)
             self._round_of(shape, settings)
 
     def _round_of(self, shape: RoundShape, settings: RoundSettings) -> _Captured[RoundBuffers]:
@@ -527,13 +486,8 @@ class GraphRunner(Runner):
         return self._kept[: shape.sequences]
 
     @torch.inference_mode()
-    def draft_rounds(
-        self, requests: list[RoundRequest], on_first: OnFirst | None = None
-    ) -> list[RoundOutput]:
-        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages.
-
-        on_first: for sessions with hints, called while their rounds run.
-        """
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
         behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
         if behind:  # they catch up first, so that one graph serves all rounds
             self.kv.begin([(item.kv, len(item.tokens) - 1) for item in behind])
@@ -547,21 +501,14 @@ class GraphRunner(Runner):
             places = [i for i, item in enumerate(requests) if (item.announce is not None) == announces]
             if places:
                 chosen = [requests[i] for i in places]
-                results = self._draft(chosen, announces, _at_places(on_first, places))
+                results = self._draft(chosen, announces)
                 outputs.update(zip(places, results, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(
-        self, requests: list[RoundRequest], announces: bool, on_first: OnFirst | None
-    ) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], announces: bool) -> list[RoundOutput]:
         settings = self._round_settings
         if settings is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
-        hints = any(item.announce is not None and item.announce.hints for item in requests)
-        if hints and settings.hint_blocks < 1:
-            raise ValueError(
-                f"a round with hints, and hint_blocks is {settings.hint_blocks}: prepare_rounds with at least 1"
-            )
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens) + settings.gamma)
         shape = RoundShape(
@@ -570,25 +517,17 @@ class GraphRunner(Runner):
             self.max_pages,
             any(item.temperature > 0 for item in requests),
             announces,
-            hints,
         )
-        blocks = blocks_of(shape, settings)
         captured = self._round_of(shape, settings)
         lay_out_round(captured.buffers, requests)
         bring_kept(captured.buffers, requests)
 
-        def give() -> None:
-            if on_first is not None and hints:
-                give_first_choices(captured.buffers, blocks, requests, on_first)
-
         if captured.graph is None:
-            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention, give)
-            take_kept(captured.buffers, settings, requests)
+            run_round(self.decoder, self.kv, settings, shape, captured.buffers, self._attention)
         else:
             captured.graph.replay()
-            take_kept(captured.buffers, settings, requests)
-            give()
-        return read_round(captured.buffers, blocks, requests)
+        take_kept(captured.buffers, settings, requests)
+        return read_round(captured.buffers, requests)
 
     # Prompts.
 
@@ -653,7 +592,7 @@ class GraphRunner(Runner):
             layer_slots = [kept_slots if layer in kept else slots for layer in range(self.kv.num_layers)]
         backend, dim = default_backend(self.device), self.kv.k_pages[0].shape[3]
         work: Work | None = None
-        planned = None if self._flashinfer is None else self._flashinfer.dense
+        planned = self._flashinfer
         if planned is not None:
             plan_rows(planned, host, self.decoder, self.kv)
         elif self._attention == "triton":
@@ -668,7 +607,7 @@ class GraphRunner(Runner):
             if planned is not None:
                 return run_flashinfer(planned, queries, *pages)
             table = kept_tables if layer in kept else block_tables
-            arguments = (queries, *pages, table, lengths, starts, dim**-0.5)
+            arguments = (queries, *pages, table, lengths, starts, self.decoder.attention_scale)
             return paged_attention(*arguments, backend=self._attention, max_queries=tiled, work=work)
 
         kv = self.kv.k_pages, self.kv.v_pages
@@ -690,8 +629,3 @@ class GraphRunner(Runner):
 def _fetch(buffers: StepBuffers) -> dict[str, np.ndarray]:
     """A step's results on the host, by name; waits for them if there are any."""
     return buffers.results.fetch() if buffers.results.host else {}
-
-
-def _at_places(on_first: OnFirst | None, places: list[int]) -> OnFirst | None:
-    """For some of the requests, told apart by their places among all."""
-    return None if on_first is None else lambda i, ranked: on_first(places[i], ranked)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine import attention
 from engine.attention_backends import check_attention_backend
-from engine.decoder import is_supported, read_decoder
+from engine.families import read_decoder, sliding_window, unbuilt_feature
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
 from engine.runner import ModelRunner, Runner
@@ -44,6 +44,12 @@ def read_shape(config: Any) -> ModelShape:
     if kinds != {"full_attention"}:
         raise NotImplementedError(
             f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built"
+        )
+    window = sliding_window(config)
+    if window is not None:
+        raise NotImplementedError(
+            f"{config.model_type}: a sliding window of {window} tokens; only attention to all tokens is built, with "
+            "--enforce-eager too"
         )
     heads = config.num_attention_heads
     return ModelShape(
@@ -239,17 +245,18 @@ def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape,
     """What runs on a GPU, and on a CPU where KV lies in tiers: the same way, without graphs."""
     config: Any = plain.model.config
     chosen = settings.attention_backend
+    feature = unbuilt_feature(config, plain.device.type == "cuda")
     if tiered and chosen == "flashinfer":
         raise NotImplementedError(
             "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
             "host_kv_memory out"
         )
-    if tiered and not is_supported(config):
+    if tiered and feature is not None:
         raise NotImplementedError(
             f"{settings.model}: KV in tiers is built for the fused decoder, which {config.model_type} does not run "
-            "through: leave host_kv_memory out"
+            f"through: it is not built for {feature}; leave host_kv_memory out"
         )
-    if not is_supported(config):
+    if feature is not None:
         if settings.enforce_eager and chosen in ("triton", "flashinfer"):
             raise NotImplementedError(
                 f"{settings.model}: {config.model_type} runs through transformers' own modules, whose attention is the "
@@ -258,8 +265,8 @@ def _open_graphs(plain: ModelRunner, settings: ModelSettings, shape: ModelShape,
         if settings.enforce_eager:
             return plain
         raise NotImplementedError(
-            f"{settings.model}: no CUDA graphs are built for {config.model_type}; pass --enforce-eager to run it "
-            "through transformers' own modules"
+            f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
+            "transformers' own modules"
         )
     context = _context(settings, shape)
     decoder = read_decoder(plain.model)

@@ -11,7 +11,7 @@ from engine.paged_kv import PagedKV
 from kernels.paged_attention import BlockLists
 
 if TYPE_CHECKING:
-    from engine.draft_rounds import OnFirst, RoundOutput, RoundRequest, RoundSettings
+    from engine.draft_rounds import RoundOutput, RoundRequest, RoundSettings
 
 
 @dataclass
@@ -66,13 +66,8 @@ class Runner:
         """Say how rounds are drafted, before the first `draft_rounds`."""
         raise NotImplementedError(f"{type(self).__name__} drafts step by step")
 
-    def draft_rounds(
-        self, requests: "list[RoundRequest]", on_first: "OnFirst | None" = None
-    ) -> "list[RoundOutput]":
-        """Draft a whole round of each; the lengths of their KV are left to the caller.
-
-        on_first: told, for sessions with hints, what their first pass would choose, while later ones run.
-        """
+    def draft_rounds(self, requests: "list[RoundRequest]") -> "list[RoundOutput]":
+        """Draft a whole round of each; the lengths of their KV are left to the caller."""
         raise NotImplementedError(f"{type(self).__name__} drafts step by step")
 
 

@@ -4,8 +4,7 @@ Each launch or copy costs the host tens of microseconds; a step has a dozen smal
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -55,45 +54,4 @@ class Staging:
         if self._sent is not None:
             self._host.copy_(self._device, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        return self.host
-
-
-class EarlyResults(Staging):
-    """What a pass gives before it ends, in a CUDA graph or without one: made and copied beside what is launched next.
-
-    While it is launched: `aside` for what writes `device`, then `join` before its end. Then `wait`, once each time that
-    it runs. On a CPU everything happens in its turn.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        super().__init__(layout, device)
-        cuda = device.type == "cuda"
-        self._beside = torch.cuda.Stream(device) if cuda else None
-        # External: in a graph an event that each replay records, and not only an order between the graph's streams.
-        self._left = torch.cuda.Event(external=True) if cuda else None
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is launched inside starts after what was launched before, and runs beside what is launched later.
-
-        It must read nothing that is written later; what it reads must be kept until `join`.
-        """
-        if self._beside is None or self._left is None:
-            yield
-            return
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            yield
-            self._host.copy_(self._device, non_blocking=True)
-            self._left.record()
-
-    def join(self) -> None:
-        """What is launched from now on comes after it; a graph must be joined before its capture ends."""
-        if self._beside is not None:
-            torch.cuda.current_stream().wait_stream(self._beside)
-
-    def wait(self) -> dict[str, np.ndarray]:
-        """What the pass that was launched last has left, as soon as it has: `host`, which the next one overwrites."""
-        if self._left is not None:
-            self._left.synchronize()
         return self.host

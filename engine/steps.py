@@ -20,15 +20,7 @@ from engine.tier_reads import Fetched, fetch_listed
 from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
-from kernels.flashinfer_attention import (
-    Planned,
-    Requests,
-    dense_requests,
-    listed_requests,
-    padded_requests,
-    plan,
-    run,
-)
+from kernels.flashinfer_attention import Planned, dense_requests, plan
 from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
@@ -118,9 +110,6 @@ class StepBuffers:
     # Of layers whose pages lie at their numbers, where others' do not.
     kept_slots: Tensor | None = None  # [rows] int64
     kept_tables: Tensor | None = None  # [sequences, pages] int32
-    # Where FlashInfer attends: in dense layers, planned before each step; over lists, planned layer by layer.
-    dense_plan: Planned | None = None
-    listed_plan: Planned | None = None
     logits: Tensor | None = None  # [rows, vocab]; of judged steps [sequences * queries, vocab]
     weights: list[Tensor | None] = field(default_factory=list)  # a layer each: emitted, or of what was read
 
@@ -213,8 +202,7 @@ def run_step(
 ) -> None:
     """One pass over what the buffers hold: launches only, the same for all steps of a shape.
 
-    attention: what attends where no FlashInfer is planned in the buffers; the device's default if None. With
-    buffers.listed_plan the pass plans on the host, and cannot be captured.
+    attention: what attends; the device's default if None.
     layer_pages: what the block tables are of; the KV's own pages if None.
     overlap: False: a tiered pass fetches a layer's pages only when the layer wants them (to compare with).
     """
@@ -222,7 +210,7 @@ def run_step(
     backend = default_backend(device)
     attention = attention or backend
     group, dim = decoder.heads // decoder.kv_heads, kv.k_pages[0].shape[3]
-    scale = dim**-0.5
+    scale = decoder.attention_scale
     sparse = [layer for layer in range(len(decoder.layers)) if layer not in shape.dense_layers]
     place = {layer: i for i, layer in enumerate(sparse)} if shape.width else {}
     tables, lengths = buffers.block_tables, buffers.lengths
@@ -242,9 +230,9 @@ def run_step(
         means = kv.means.over(buffers.group_tables, buffers.group_counts)
     if attention == "triton":
         tuning = pinned_tuning(dim) if shape.pinned else None
-        if buffers.dense_plan is None and len(place) < len(decoder.layers):
+        if len(place) < len(decoder.layers):
             dense_work = plan_work(*common, tuning=tuning)
-        if shape.width and buffers.listed_plan is None:
+        if shape.width:
             assert buffers.lists is not None and buffers.counts is not None
             found = None if fetched is None else fetched.slots
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, found)
@@ -266,8 +254,6 @@ def run_step(
         arguments = (queries, *pages, table, lengths, buffers.query_starts, scale)
         at = place.get(layer)
         if at is None:
-            if buffers.dense_plan is not None:
-                return run(buffers.dense_plan, *arguments[:3])
             if not shape.emitting:
                 return paged_attention(
                     *arguments, backend=attention, max_queries=shape.queries, work=dense_work
@@ -282,11 +268,6 @@ def run_step(
                 work=dense_work,
             )
             return out
-        if buffers.listed_plan is not None:
-            requests = _listed_requests(buffers, shape, at)
-            of_model = decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, scale, queries.dtype
-            plan(buffers.listed_plan, requests, *of_model)
-            return run(buffers.listed_plan, *arguments[:3])
         assert buffers.lists is not None and buffers.counts is not None
         places = None
         if fetched is not None:
@@ -351,46 +332,22 @@ def run_step(
         )
 
 
-# FlashInfer, planned from what was laid out on the host.
-
-
 def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, kv: PagedKV) -> None:
-    """Plan dense attention over sequences that were laid out by `lay_out_rows`."""
-    _plan_dense(planned, _host_layout(host), decoder, kv)
-
-
-def plan_largest(planned: Planned, shape: StepShape, decoder: Decoder, kv: PagedKV) -> None:
-    """Plan a step that fills a shape, which its graph is captured with: all rows, of tokens in the first pages."""
-    tables = torch.zeros(shape.sequences, shape.pages, dtype=torch.int32)
-    lengths = torch.full((shape.sequences,), shape.queries, dtype=torch.int32)
-    starts = torch.arange(shape.sequences + 1, dtype=torch.int32) * shape.queries
-    _plan_dense(planned, (tables, lengths, starts), decoder, kv)
-
-
-def _host_layout(host: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
-    tables, lengths, starts = (
-        torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts")
-    )
-    return tables, lengths, starts
-
-
-def _plan_dense(
-    planned: Planned, layout: tuple[Tensor, Tensor, Tensor], decoder: Decoder, kv: PagedKV
-) -> None:
+    """Plan FlashInfer's dense attention over sequences that were laid out by `lay_out_rows`."""
+    layout = (torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts"))
     pages = kv.k_pages[0]
     dim = pages.shape[3]
-    if planned.padded:
-        requests = padded_requests(*layout, PAGE_SIZE, planned.padded)
-    else:
-        requests = dense_requests(*layout, PAGE_SIZE)
-    plan(planned, requests, decoder.heads, decoder.kv_heads, dim, PAGE_SIZE, dim**-0.5, pages.dtype)
-
-
-def _listed_requests(buffers: StepBuffers, shape: StepShape, at: int) -> Requests:
-    """Of the sparse layer at place `at`."""
-    host = buffers.inputs.host
-    lists, counts = torch.from_numpy(host["lists"][at]), torch.from_numpy(host["counts"][at])
-    return listed_requests(*_host_layout(host), PAGE_SIZE, lists, counts, shape.block_size)
+    requests = dense_requests(*layout, PAGE_SIZE)
+    plan(
+        planned,
+        requests,
+        decoder.heads,
+        decoder.kv_heads,
+        dim,
+        PAGE_SIZE,
+        decoder.attention_scale,
+        pages.dtype,
+    )
 
 
 def _share_out(buffers: StepBuffers, budget: BudgetBuffers, kv_heads: int) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.batch import SequenceInput
-from engine.decoder import read_decoder
 from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import default_device, load_runner, load_tokenizer, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, SequenceKV

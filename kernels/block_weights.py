@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.flashinfer_attention import check_no_flashinfer
 from kernels.paged_attention import (
     BlockLists,
     Work,
@@ -39,7 +38,6 @@ def paged_attention_with_block_weights(
     sum to 1 over a sequence's blocks and are 0 beyond them; `width` blocks if given, which Triton needs, as it does
     max_queries.
     """
-    check_no_flashinfer("paged_attention_with_block_weights", backend)
     check_backend("paged_attention_with_block_weights", backend, ("torch", "triton"))
     if backend == "triton":
         if width is None:
@@ -96,7 +94,6 @@ def add_listed_weights(
 
     Arguments as for `paged_attention`; sums: [sequences, heads, n] float32, its last dimension contiguous.
     """
-    check_no_flashinfer("add_listed_weights", backend)
     check_backend("add_listed_weights", backend, ("torch", "triton"))
     arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks)
     if backend == "triton":

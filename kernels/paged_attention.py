@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
-from kernels.flashinfer_attention import attend_planning, check_no_flashinfer
 
 # The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
 MAX_VARIANCE_TERM = 2.0
@@ -131,21 +130,10 @@ def paged_attention(
     query_starts: [sequences + 1] int32, first query row of each sequence
     blocks: what is read; everything if None. means: what stands in for the rest; nothing if None
     max_queries: for Triton, no sequence has more queries. work: for Triton, of `plan_work`; made here if None
-    backend: "flashinfer" too, planned here from lengths and lists that are fetched to the host, which waits for the
-    device: for tests and eager steps (kernels.flashinfer_attention plans ahead, and says what lists it takes)
     Returns [tokens, heads, head_dim]; a query that may see nothing gets zeros.
     """
-    check_backend("paged_attention", backend, ("torch", "triton", "flashinfer"))
+    check_backend("paged_attention", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
-    if backend == "flashinfer":
-        if means is not None:
-            raise NotImplementedError(
-                "paged_attention: backend 'flashinfer' takes no group means; use 'triton' or 'torch'"
-            )
-        lists = () if blocks is None else (blocks.lists, blocks.counts, blocks.block_size)
-        return attend_planning(
-            queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, *lists
-        )
     if backend == "triton":
         _check_triton(queries, k_pages, max_queries)
         return _triton_paged_attention(
@@ -188,7 +176,6 @@ def paged_attention_with_read_weights(
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
     weights_out: where to put them, if given.
     """
-    check_no_flashinfer("paged_attention_with_read_weights", backend)
     check_backend("paged_attention_with_read_weights", backend, ("torch", "triton"))
     _check_arguments(queries, k_pages, blocks, means)
     if backend == "triton":

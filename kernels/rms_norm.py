@@ -7,16 +7,22 @@ from kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def add_rms_norm(
-    hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, backend: str = "torch"
+    hidden: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    backend: str = "torch",
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of hidden + residual (Zhang & Sennrich 2019), and that sum, in `hidden`'s dtype.
+    """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `hidden`'s dtype.
 
-    hidden, residual: [rows, size]; weight: [size]. Statistics in float32; the normalised row is rounded to the dtype
-    before it is scaled, as transformers does it.
+    hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. weight: [size].
+    Statistics are in float32; the normalised row is rounded to the dtype before it is multiplied by the weight, as
+    transformers does it.
     """
     check_backend("add_rms_norm", backend, ("torch", "triton"))
     if backend == "torch":
-        total = hidden if residual is None else hidden + residual
+        total = hidden if residual is None else add_scaled(hidden, residual, scale)
         wide = total.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(hidden.dtype), total
@@ -32,11 +38,17 @@ def add_rms_norm(
         hidden.stride(0),
         size,
         epsilon,
+        scale,
         ADD=residual is not None,
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,
     )
     return out, total
+
+
+def add_scaled(hidden: Tensor, residual: Tensor, scale: float) -> Tensor:
+    """Return residual + scale * hidden."""
+    return residual + hidden if scale == 1.0 else residual + scale * hidden
 
 
 @jit
@@ -49,6 +61,7 @@ def _add_rms_norm_kernel(
     stride: tl.constexpr,
     size: tl.constexpr,
     epsilon: tl.constexpr,
+    SCALE: tl.constexpr,
     ADD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -58,6 +71,8 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0)
     if ADD:
+        if SCALE != 1.0:
+            total = (total.to(tl.float32) * SCALE).to(total.dtype)
         total = total + tl.load(residual_ptr + row * size + at, mask=inside, other=0.0)
         tl.store(total_ptr + row * size + at, total, mask=inside)
     wide = total.to(tl.float32)

@@ -1,10 +1,15 @@
-"""Rotary position embedding (Su et al. 2021) of new queries and keys, and the write of new KV into its pages."""
+"""What happens to new queries, keys and values before attention: norms, rotary position embedding, the write to pages.
+
+The rotary embedding is that of Su et al. 2021. Some models norm each head's query and key before it (Qwen3), or turn
+only the first dimensions of a head (Phi-4-mini).
+"""
 
 import torch
 from torch import Tensor
 
 from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.kv_write import write_kv
+from kernels.rms_norm import add_rms_norm
 
 
 def rotate_and_write_kv(
@@ -17,27 +22,30 @@ def rotate_and_write_kv(
     v_pages: Tensor,
     heads: int,
     backend: str = "torch",
+    head_norms: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> Tensor:
-    """The rotated queries; keys, rotated, and values go to their slots in place.
+    """Return the rotated queries; write the rotated keys, and the values, to their slots in place.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values
-    cosines, sines: [positions, head_dim / 2] float32; dimension i turns with i + head_dim / 2
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], contiguous: queries, keys, values
+    cosines, sines: [positions, turned / 2] float32, contiguous; of the first `turned` dimensions of a head, dimension i
+    turns with i + turned / 2. The others stay as they are; tables of width 0 turn none.
     positions: [tokens] int32 or int64; slots: [tokens] int64, page * page_size + offset, negative: not written
     k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
-    Returns [tokens, heads, head_dim].
+    head_norms: [2, head_dim], the weights of an RMSNorm with `epsilon` of each head's query and of each head's key,
+    before they are rotated; None: no norm
+    Returns [tokens, heads, head_dim]. Triton takes head_dim that is a power of two.
     """
     check_backend("rotate_and_write_kv", backend, ("torch", "triton"))
+    if backend == "torch":
+        rotated, keys, values = _torch_rotate(
+            qkv, cosines, sines, positions, k_pages.shape, heads, head_norms, epsilon
+        )
+        kept = slots >= 0
+        write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept])
+        return rotated
     kv_heads, page_size, dim = k_pages.shape[1:]
     tokens = len(qkv)
-    if backend == "torch":
-        split = qkv.view(tokens, -1, dim)
-        # The table is rounded to the dtype first, as transformers does it.
-        cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
-        rotated = _rotate(split[:, : heads + kv_heads], cos, sin)
-        kept = slots >= 0
-        keys, values = rotated[kept, heads:], split[kept, heads + kv_heads :]
-        write_kv(k_pages, v_pages, slots[kept], keys, values)
-        return rotated[:, :heads].contiguous()
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
         qkv,
@@ -45,22 +53,50 @@ def rotate_and_write_kv(
         sines,
         positions,
         slots,
+        qkv if head_norms is None else head_norms,
         k_pages,
         v_pages,
         queries,
+        epsilon,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
-        HALF=dim // 2,
+        DIM=dim,
+        HALF=cosines.shape[1],
+        NORM=head_norms is not None,
         num_warps=1,
         **overlapping_launch(qkv.device),
     )
     return queries
 
 
+def _torch_rotate(
+    qkv: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Tensor,
+    pages_shape: torch.Size,
+    heads: int,
+    head_norms: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries [tokens, heads, head_dim]; rotated keys and values [tokens, kv_heads, head_dim]"""
+    kv_heads, _, dim = pages_shape[1:]
+    queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+    if head_norms is not None:
+        queries, keys = (
+            add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
+            for x, weight in zip((queries, keys), head_norms, strict=True)
+        )
+    # The table is rounded to the dtype first, as transformers does it.
+    cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
+    return _rotate(queries, cos, sin), _rotate(keys, cos, sin), values
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos + -second * sin, second * cos + first * sin], -1)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos + -second * sin, second * cos + first * sin, rest], -1)
 
 
 @jit
@@ -70,40 +106,49 @@ def _rotate_and_write_kv_kernel(
     sines_ptr,
     positions_ptr,
     slots_ptr,
+    norms_ptr,
     k_ptr,
     v_ptr,
     queries_ptr,
+    epsilon: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
     head = tl.program_id(1)
-    at = tl.arange(0, HALF)
-    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * (2 * HALF)
+    at = tl.arange(0, DIM)
+    partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
+    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * DIM
     follow(PDL)
-    first, second = tl.load(source + at), tl.load(source + HALF + at)
+    own = tl.load(source + at)
     slot = tl.load(slots_ptr + token)
     if head < HEADS + KV_HEADS:
-        position = tl.load(positions_ptr + token)
-        cos = tl.load(cosines_ptr + position * HALF + at).to(first.dtype)
-        sin = tl.load(sines_ptr + position * HALF + at).to(first.dtype)
-        # Each product is rounded, as in torch.
-        turned = (first * cos).to(first.dtype) - (second * sin).to(first.dtype)
-        second = (second * cos).to(first.dtype) + (first * sin).to(first.dtype)
-        first = turned
+        other = tl.load(source + partner)
+        if NORM:
+            wide = own.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
+            norm_ptr = norms_ptr + (head >= HEADS).to(tl.int32) * DIM
+            own = tl.load(norm_ptr + at) * (wide * scale).to(own.dtype)
+            other = tl.load(norm_ptr + partner) * (other.to(tl.float32) * scale).to(own.dtype)
+        if HALF > 0:
+            turned = at < 2 * HALF
+            row = tl.load(positions_ptr + token) * HALF + at % HALF
+            cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(own.dtype)
+            sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(own.dtype)
+            # Each product is rounded, as in torch.
+            across = (other * sin).to(own.dtype)
+            own = (own * cos).to(own.dtype) + tl.where(at < HALF, -across, across)
     if head < HEADS:
-        target = queries_ptr + (token * HEADS + head).to(tl.int64) * (2 * HALF)
-        tl.store(target + at, first)
-        tl.store(target + HALF + at, second)
+        tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
     elif slot >= 0:
         kv_head = (head - HEADS) % KV_HEADS
-        offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * (2 * HALF)
+        offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM
         if head < HEADS + KV_HEADS:
-            tl.store(k_ptr + offset + at, first)
-            tl.store(k_ptr + offset + HALF + at, second)
+            tl.store(k_ptr + offset + at, own)
         else:
-            tl.store(v_ptr + offset + at, first)
-            tl.store(v_ptr + offset + HALF + at, second)
+            tl.store(v_ptr + offset + at, own)

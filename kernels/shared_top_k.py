@@ -72,18 +72,6 @@ def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") 
     return marked
 
 
-def rank_over_all(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest positive scores of each group, the highest first; equal ones in any order. torch's, anywhere.
-
-    scores: [groups, rows, n] float32, not negative
-    Returns [groups, count] int32, row * n + entry, and -1 where no positive score is left.
-    """
-    flat = scores.flatten(1)
-    best = flat.topk(min(count, flat.shape[1]))
-    keys = best.indices.int().where(best.values > 0, -1)
-    return torch.nn.functional.pad(keys, (0, count - keys.shape[1]), value=-1)
-
-
 def _torch_top_k(scores: Tensor, counts: Tensor) -> Tensor:
     flat = scores.flatten(1)
     order = flat.argsort(dim=1, descending=True, stable=True)

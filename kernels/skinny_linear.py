@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, overlapping_launch, tl
+from kernels.backends import check_backend, jit, overlapping_launch, power_of_two, tl
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm
 
@@ -21,7 +21,9 @@ MAX_ROWS = 4  # beyond it, cuBLAS and separate kernels are faster
 
 @dataclass(frozen=True)
 class Tuning:
-    """columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp, eight a lane."""
+    """How the kernel is cut. columns: outputs of a program. depth: inputs that it takes at once; for speed 256 a warp,
+    eight a lane. Both are powers of two.
+    """
 
     columns: int
     depth: int
@@ -38,24 +40,26 @@ def skinny_linear(
     gated: bool = False,
     backend: str = "torch",
     tuning: Tuning | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """A linear layer of x, or of its RMSNorm, with a gated activation or a residual added.
+    """A linear layer of x, or of its RMSNorm, with a gated activation, or multiplied and a residual added.
 
     x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous
     weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs]
     norm: [inputs], the weight of an RMSNorm of x with `epsilon`; residual: [rows, outputs], added to the result
-    gated: silu(gate) * up of the two halves
+    gated: silu(gate) * up of the two halves; scale: what the layer's outputs, bias included, are multiplied by
     Returns [rows, outputs]. Triton adds in float32 and rounds once, where torch rounds after each part.
     """
     check_backend("skinny_linear", backend, ("torch", "triton"))
-    if gated and (bias is not None or residual is not None):
-        raise NotImplementedError("skinny_linear: a gated layer with a bias or a residual")
+    if gated and (bias is not None or residual is not None or scale != 1.0):
+        raise NotImplementedError("skinny_linear: a gated layer with a bias, a residual or a scale")
     if backend == "torch":
         if norm is not None:
             x, _ = add_rms_norm(x, None, norm, epsilon)
         out = F.linear(x, weight, bias)
         if gated:
             out = silu_and_multiply(out)
+        out = out if scale == 1.0 else scale * out
         return out if residual is None else residual + out
     if not is_skinny(x) or not x.is_contiguous():
         raise ValueError(
@@ -78,6 +82,7 @@ def skinny_linear(
         outputs,
         inputs,
         epsilon,
+        scale,
         ROWS=rows,
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
@@ -97,7 +102,7 @@ def is_skinny(x: Tensor) -> bool:
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bool) -> Tuning:
-    """Measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
+    """Return the fastest of those measured on an H200 with the layers of 1B and 8B models (docs/performance.md)."""
     warps = {1: 4, 2: 2}.get(rows, 1)  # the more rows, the fewer weights that registers hold
     if outputs > 65536:
         return Tuning(4, 256 * warps, warps)
@@ -105,7 +110,7 @@ def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, normed: bo
         return Tuning(2 if rows < 3 else 4, 256 * warps, warps)
     if inputs >= 8192:
         return Tuning(4, 2048, 8) if rows < 3 else Tuning(2, 1024, 4)
-    return Tuning(2 * rows if normed else 2, 1024, 4)
+    return Tuning(2 * power_of_two(rows) if normed else 2, 1024, 4)
 
 
 @jit
@@ -185,6 +190,7 @@ def _skinny_linear_kernel(
     outputs: tl.constexpr,
     inputs: tl.constexpr,
     epsilon: tl.constexpr,
+    SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -246,6 +252,8 @@ def _skinny_linear_kernel(
             out += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
         if GATED:
             out = out * tl.sigmoid(out) * up
+        if SCALE != 1.0:
+            out = out * SCALE
         if RESIDUAL:
             out += tl.load(residual_ptr + row * outputs + column, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * outputs + column, out.to(out_ptr.dtype.element_ty), mask=there)

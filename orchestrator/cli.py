@@ -493,7 +493,6 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument("--waves", type=int, default=0, help="parts that sessions are drafted in; 0: 2")
-    parser.add_argument("--refresh-every", type=int, default=1, help="rounds between dense first draft steps")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
         "--host-kv-memory",
@@ -507,7 +506,6 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="of the target's GPU for KV (default: what is left of it)",
     )
-    parser.add_argument("--hint-bytes", type=int, help="of the draft, there (default: its own)")
     parser.add_argument("--sparse-only", action="store_true", help="leave the dense rows out")
     parser.add_argument(
         "--gpus",
@@ -523,13 +521,7 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
 def _bench_serve(flags: argparse.Namespace) -> None:
     from benchmarks.serve import run_serve_benchmark
 
-    numbers = {"read-share": flags.read_share, "refresh-every": flags.refresh_every, "waves": flags.waves}
-    if flags.host_kv_memory is None:
-        if flags.hint_bytes:
-            raise ValueError("--hint-bytes is of KV whose home is the host: give --host-kv-memory")
-        numbers["hint-bytes"] = 0  # graphs for hints would be made in vain
-    elif flags.hint_bytes is not None:
-        numbers["hint-bytes"] = flags.hint_bytes
+    numbers = {"read-share": flags.read_share, "waves": flags.waves}
     drafting = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     memory = {"host-kv-memory": flags.host_kv_memory, "kv-memory": flags.kv_memory}
     if any(value is not None and value <= 0 for value in memory.values()):
@@ -596,15 +588,8 @@ def _bench_reads(flags: argparse.Namespace) -> None:
 
 def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    texts = parser.add_mutually_exclusive_group()
-    texts.add_argument(
+    parser.add_argument(
         "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
-    )
-    texts.add_argument(
-        "--hints",
-        nargs="+",
-        metavar="TEXT",
-        help="instead: what hints name of what is selected, over these files",
     )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_bench_codec)
@@ -612,11 +597,7 @@ def _add_bench_codec(parser: argparse.ArgumentParser) -> None:
 
 def _bench_codec(flags: argparse.Namespace) -> None:
     from benchmarks.codec import run_codec_benchmark
-    from benchmarks.hints import run_hint_benchmark
 
-    if flags.hints:
-        run_hint_benchmark(flags.hints, flags.json)
-        return
     run_codec_benchmark(flags.repeats, flags.json, flags.record)
 
 

@@ -218,8 +218,6 @@ def drafter_settings(settings: Settings) -> DrafterSettings:
         ahead=settings.ahead,
         waves=settings.draft_waves,
         read_share=settings.draft_read_share,
-        refresh_every=settings.draft_refresh,
-        hint_bytes=settings.hint_bytes if settings.host_kv_memory > 0 else 0,
         warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
         prefill_chunk=settings.prefill_chunk,
         max_context=settings.max_context,

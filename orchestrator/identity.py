@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from draft_service.drafter import Drafter, DrafterSettings, Peer
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
 from engine.paged_kv import PAGE_SIZE, pages_for

@@ -12,7 +12,6 @@ import yaml
 import models
 from engine.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 
-HINT_BYTES, LEAST_HINT = 2048, 24  # as draft_service.drafter has them
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
 
 
@@ -51,14 +50,6 @@ class Settings:
     )
     draft_read_share: float = _setting(
         1.0, "share of the KV that the later draft steps of a round read (GPU only)"
-    )
-    draft_refresh: int = _setting(
-        1,
-        "rounds from one dense first draft step to the next; above 1 with draft_read_share below 1 (GPU only)",
-    )
-    hint_bytes: int = _setting(
-        HINT_BYTES,
-        "of each hint that the draft sends before an announcement, where the target's KV lies in tiers; 0: none",
     )
     synthetic_acceptance: float = _setting(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
@@ -191,20 +182,6 @@ def _check(settings: Settings) -> None:
         (0 < settings.gpu_memory_utilization <= 1, "gpu_memory_utilization must lie in (0, 1]"),
         (0 < settings.draft_read_share <= 1, "draft_read_share must lie in (0, 1]"),
         (settings.draft_waves >= 0, "draft_waves must not be negative"),
-        (settings.draft_refresh >= 1, f"draft_refresh is {settings.draft_refresh}, it must be at least 1"),
-        (
-            settings.draft_refresh == 1 or settings.draft_read_share < 1,
-            f"draft_refresh is {settings.draft_refresh} and draft_read_share {settings.draft_read_share}: give a "
-            "draft_read_share below 1, or draft_refresh 1",
-        ),
-        (
-            settings.hint_bytes == 0 or settings.hint_bytes >= LEAST_HINT,
-            f"hint_bytes is {settings.hint_bytes}, it must be 0 or at least {LEAST_HINT}",
-        ),
-        (
-            settings.host_kv_memory > 0 or settings.hint_bytes in (0, HINT_BYTES),
-            "hint_bytes is of KV whose home is the host: give host_kv_memory",
-        ),
         (settings.kv_memory >= 0, "kv_memory must not be negative"),
         (settings.host_kv_memory >= 0, "host_kv_memory must not be negative"),
         (settings.prefill_chunk >= 2, "prefill_chunk must be at least 2"),

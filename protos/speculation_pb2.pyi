@@ -73,21 +73,19 @@ class DraftEvent(_message.Message):
     def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("at", "part", "assumed_token", "selection")
+    __slots__ = ("at", "assumed_token", "selection")
     AT_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SELECTION_FIELD_NUMBER: _ClassVar[int]
     at: At
-    part: int
     assumed_token: int
     selection: bytes
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., part: _Optional[int] = ..., assumed_token: _Optional[int] = ..., selection: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., assumed_token: _Optional[int] = ..., selection: _Optional[bytes] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("at", "announcements", "assumed_token", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds")
+    __slots__ = ("at", "announces", "assumed_token", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds")
     AT_FIELD_NUMBER: _ClassVar[int]
-    ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCES_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -95,14 +93,14 @@ class Proposal(_message.Message):
     SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     at: At
-    announcements: int
+    announces: bool
     assumed_token: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     support_counts: _containers.RepeatedScalarFieldContainer[int]
     support_ids: _containers.RepeatedScalarFieldContainer[int]
     support_probs: _containers.RepeatedScalarFieldContainer[float]
     draft_seconds: float
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., announcements: _Optional[int] = ..., assumed_token: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., support_counts: _Optional[_Iterable[int]] = ..., support_ids: _Optional[_Iterable[int]] = ..., support_probs: _Optional[_Iterable[float]] = ..., draft_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., announces: bool = ..., assumed_token: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., support_counts: _Optional[_Iterable[int]] = ..., support_ids: _Optional[_Iterable[int]] = ..., support_probs: _Optional[_Iterable[float]] = ..., draft_seconds: _Optional[float] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("at",)
@@ -161,20 +159,18 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("at", "tokens", "sampling", "max_length", "method", "hints")
+    __slots__ = ("at", "tokens", "sampling", "max_length", "method")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
-    HINTS_FIELD_NUMBER: _ClassVar[int]
     at: At
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     max_length: int
     method: str
-    hints: bool
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ..., hints: bool = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("at", "accepted", "tokens", "plain")

@@ -22,13 +22,11 @@ LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size
 class Announcing:
     """rows: rows of an announcement. choose: evidence, plan, rule, base, what was announced last round (bool
     [rows, blocks] or None) -> bool [rows, blocks], or [queries, rows, blocks] where each query has its own. expand:
-    row of each head [sparse layers, kv_heads]. scores: evidence, plan, base, what was announced last round -> float32
-    [rows, blocks], by which blocks rank; 0 where they are mandatory."""
+    row of each head [sparse layers, kv_heads]."""
 
     rows: Callable[[Plan], int]
     choose: Callable[[Tensor, Plan, Rule, int, Tensor | None], Tensor]
     expand: Callable[[Plan], Tensor]
-    scores: Callable[[Tensor, Plan, int, Tensor | None], Tensor]
 
 
 def announce(
@@ -58,17 +56,8 @@ def draft_heads(plan: Plan) -> list[tuple[int, int]]:
 
 def _choose_draft_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
     """STS, section 4.2: each draft head's own heaviest blocks."""
-    return share(_of_draft_heads(evidence, plan), plan, rule, base)
-
-
-def _of_draft_heads(evidence: Tensor, plan: Plan) -> Tensor:
-    """[queries, rows, blocks]"""
     layer, head = torch.tensor(draft_heads(plan), dtype=torch.long).view(-1, 2).T
-    return evidence[:, layer, head]
-
-
-def _score_draft_heads(evidence: Tensor, plan: Plan, base: int, last: Tensor | None) -> Tensor:
-    return _between(_of_draft_heads(evidence, plan).mean(0), *plan.middle(plan.num_blocks(base)))
+    return share(evidence[:, layer, head], plan, rule, base)
 
 
 def _expand_draft_heads(plan: Plan) -> Tensor:
@@ -85,11 +74,6 @@ def draft_layers(plan: Plan) -> list[int]:
 def _choose_draft_layers(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
     """SpecAttn, section 3.4: the nucleus of each draft layer's mean weights."""
     return share(evidence[:, draft_layers(plan)].mean(2), plan, rule, base)
-
-
-def _score_draft_layers(evidence: Tensor, plan: Plan, base: int, last: Tensor | None) -> Tensor:
-    scores = evidence[:, draft_layers(plan)].mean((0, 2))
-    return _between(scores, *plan.middle(plan.num_blocks(base)))
 
 
 def _expand_draft_layers(plan: Plan) -> Tensor:
@@ -162,15 +146,10 @@ def _expand_target_heads(plan: Plan) -> Tensor:
     return torch.arange(len(plan.sparse_layers) * plan.target_kv_heads).view(-1, plan.target_kv_heads)
 
 
-BY_DRAFT_HEAD = Announcing(
-    lambda plan: len(draft_heads(plan)), _choose_draft_heads, _expand_draft_heads, _score_draft_heads
-)
-BY_DRAFT_LAYER = Announcing(
-    lambda plan: len(draft_layers(plan)), _choose_draft_layers, _expand_draft_layers, _score_draft_layers
-)
+BY_DRAFT_HEAD = Announcing(lambda plan: len(draft_heads(plan)), _choose_draft_heads, _expand_draft_heads)
+BY_DRAFT_LAYER = Announcing(lambda plan: len(draft_layers(plan)), _choose_draft_layers, _expand_draft_layers)
 BY_TARGET_HEAD = Announcing(
     lambda plan: len(plan.sparse_layers) * plan.target_kv_heads,
     _choose_target_heads,
     _expand_target_heads,
-    _score_target_heads,
 )

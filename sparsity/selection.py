@@ -78,14 +78,6 @@ class BlockSelection:
                 words[:, -1] &= last_word_mask(num_blocks)
         return BlockSelection.from_words(self.num_heads, num_blocks, words)
 
-    def joined(self, other: "BlockSelection") -> "BlockSelection":
-        """Union, in the longer of the two contexts."""
-        if self.num_heads != other.num_heads:
-            raise ValueError(f"selections of {self.num_heads} and {other.num_heads} heads cannot be joined")
-        blocks = max(self.num_blocks, other.num_blocks)
-        words = self.resized(blocks).words | other.resized(blocks).words
-        return BlockSelection.from_words(self.num_heads, blocks, words)
-
 
 def row_words(num_blocks: int) -> int:
     """Words of a row."""

@@ -15,7 +15,6 @@ def round_settings(
     support: int,
     read_share: float = 1.0,
     refresh_every: int = 1,
-    hint_blocks: int = 0,
 ) -> RoundSettings:
     """The projection speaks for `ahead`, if the plan has it. Raises ValueError as RoundSettings does."""
     return RoundSettings(
@@ -28,24 +27,13 @@ def round_settings(
         projection=blend_matrix(plan).flatten(1) if "ahead" in methods_of(plan) else None,
         stickiness=plan.stickiness,
         refresh_every=refresh_every,
-        hint_blocks=hint_blocks,
     )
 
 
-def announcement_request(
-    plan: Plan,
-    base: int,
-    last: BlockSelection | None,
-    hints: bool = False,
-    held: BlockSelection | None = None,
-) -> AnnouncementRequest:
-    """What a round that builds on `base` tokens is to announce; last: the round before.
-
-    hints: with hints, which name nothing of `held`.
-    """
-    blocks = plan.num_blocks(base)
-    before, known = (None if chosen is None else chosen.resized(blocks).words for chosen in (last, held))
-    return AnnouncementRequest(*shared_limits(plan, base), before, hints, known)
+def announcement_request(plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
+    """What a round that builds on `base` tokens is to announce; last: the round before."""
+    before = None if last is None else last.resized(plan.num_blocks(base)).words
+    return AnnouncementRequest(*shared_limits(plan, base), before)
 
 
 def announced_selection(words: np.ndarray, plan: Plan, base: int) -> BlockSelection:

@@ -18,11 +18,10 @@ RoundKey = tuple[int, int]  # (epoch, round)
 
 @dataclass
 class Announced:
-    """What a draft announced for a round last, and in which part."""
+    """What a draft announced for a round."""
 
     selection: BlockSelection
     assumed_token: int
-    part: int
 
 
 @dataclass
@@ -52,7 +51,7 @@ class TargetSession:
     drafted: bool = False  # whether to wait for the draft's proposals
     proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
     announced: dict[RoundKey, Announced] = field(default_factory=dict)
-    # Of the last rounds judged by announcement, one more than a draft refers to: it may be a round ahead.
+    # Of the last rounds judged by announcement: a draft that goes ahead may not know yet of the last one's verdict.
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
@@ -82,18 +81,15 @@ class TargetSession:
 
     @property
     def known_selections(self) -> dict[RoundKey, BlockSelection]:
-        """What an announcement may refer to: of judged rounds, and of one that waits for its judgement, complete."""
-        return self.held | {k: a.selection for k, a in self.announced.items() if self._is_complete(k)}
-
-    def _is_complete(self, key: RoundKey) -> bool:
-        """Whether a round's proposal is here and the last announcement that it speaks of."""
-        proposal, announced = self.proposals.get(key), self.announced.get(key)
-        last_part = announced.part if announced else -1
-        return proposal is not None and last_part + 1 >= proposal.announcements
+        """What an announcement may refer to: of judged rounds, and of one that waits for its judgement."""
+        return self.held | {key: announced.selection for key, announced in self.announced.items()}
 
     def ready_proposal(self) -> Proposal | None:
-        """The proposal for the current round, if it and the last announcement it speaks of are here."""
-        return self.proposals[self.key] if self._is_complete(self.key) else None
+        """The proposal for the current round, if it and the announcement that it speaks of are here."""
+        proposal = self.proposals.get(self.key)
+        if proposal is None or (proposal.announces and self.key not in self.announced):
+            return None
+        return proposal
 
     def foreseen(self, round_: int) -> int | None:
         """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
@@ -110,7 +106,7 @@ class TargetSession:
         """
         if judged is not None and self.key in self.announced:
             self.held[self.key] = self.announced[self.key].selection
-            for key in list(self.held)[: -(MAX_REFERENCES + 1)]:
+            for key in list(self.held)[:-MAX_REFERENCES]:
                 del self.held[key]
         self.tokens += tokens
         self.round += 1

@@ -304,8 +304,9 @@ class Verifier:
 
     def _begin(self, session: TargetSession) -> None:
         assert session.draft is not None
-        announced_by = session.announced_by
-        begin = Begin(session.at, list(session.tokens), session.sampling, session.max_length, announced_by)
+        begin = Begin(
+            session.at, list(session.tokens), session.sampling, session.max_length, session.announced_by
+        )
         session.draft.send(begin)
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
@@ -365,8 +366,7 @@ class Verifier:
         if not self._is_current(peer, session, event):
             return
         key = (event.at.epoch, event.at.round)
-        earlier = session.announced.get(key)
-        if earlier is not None and event.part <= earlier.part:
+        if key in session.announced:
             self.counters["repeated_frames"] += 1
             return
         try:
@@ -378,7 +378,7 @@ class Verifier:
             self.counters["refused_frames"] += 1
             peer.send(Refusal(session.at, str(error)))
             return
-        session.announced[key] = Announced(selection, event.assumed_token, event.part)
+        session.announced[key] = Announced(selection, event.assumed_token)
         session.stats.announced_bytes += len(event.selection)
         self.counters["announced_bytes"] += len(event.selection)
 

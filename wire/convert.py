@@ -59,9 +59,9 @@ def draft_events_to_pb(events: Iterable[m.DraftEvent]) -> speculation.DraftFrame
 
 def _draft_event_to_pb(event: m.DraftEvent) -> speculation.DraftEvent:
     match event:
-        case m.Announcement(at, part, assumed_token, selection):
+        case m.Announcement(at, assumed_token, selection):
             announcement = speculation.Announcement(
-                at=at_to_pb(at), part=part, assumed_token=assumed_token, selection=selection
+                at=at_to_pb(at), assumed_token=assumed_token, selection=selection
             )
             return speculation.DraftEvent(announcement=announcement)
         case m.Proposal():
@@ -78,7 +78,7 @@ def _proposal_to_pb(proposal: m.Proposal) -> speculation.Proposal:
     supports = proposal.supports
     return speculation.Proposal(
         at=at_to_pb(proposal.at),
-        announcements=proposal.announcements,
+        announces=proposal.announces,
         assumed_token=proposal.assumed_token,
         tokens=proposal.tokens,
         support_counts=[len(support.ids) for support in supports],
@@ -110,7 +110,7 @@ def _proposal_from_pb(pb: speculation.Proposal) -> m.Proposal:
     if not math.isfinite(pb.draft_seconds):
         raise InvalidArgument("proposal: draft_seconds is not finite")
     at = at_from_pb(pb.at)
-    return m.Proposal(at, pb.announcements, pb.assumed_token, tokens, supports, pb.draft_seconds)
+    return m.Proposal(at, pb.announces, pb.assumed_token, tokens, supports, pb.draft_seconds)
 
 
 def _check_support(token: int, support: m.Support) -> None:
@@ -131,7 +131,7 @@ def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
     kind = pb.WhichOneof("event")
     if kind == "announcement":
         a = pb.announcement
-        return m.Announcement(at_from_pb(a.at), a.part, a.assumed_token, a.selection)
+        return m.Announcement(at_from_pb(a.at), a.assumed_token, a.selection)
     if kind == "proposal":
         return _proposal_from_pb(pb.proposal)
     if kind == "ready":
@@ -151,14 +151,13 @@ def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFr
 
 def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
     match event:
-        case m.Begin(at, tokens, sampling, max_length, method, hints):
+        case m.Begin(at, tokens, sampling, max_length, method):
             begin = speculation.Begin(
                 at=at_to_pb(at),
                 tokens=tokens,
                 sampling=sampling_to_pb(sampling),
                 max_length=max_length,
                 method=method,
-                hints=hints,
             )
             return speculation.TargetEvent(begin=begin)
         case m.Verdict(at, accepted, tokens, plain):
@@ -177,7 +176,7 @@ def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
     if kind == "begin":
         b = pb.begin
         sampling = sampling_from_pb(b.sampling)
-        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling, b.max_length, b.method, b.hints)
+        return m.Begin(at_from_pb(b.at), list(b.tokens), sampling, b.max_length, b.method)
     if kind == "verdict":
         v = pb.verdict
         return m.Verdict(at_from_pb(v.at), v.accepted, list(v.tokens), v.plain)

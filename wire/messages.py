@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class At(NamedTuple):
@@ -57,20 +57,17 @@ class Hello:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The last part of a round is its selection; parts before it are hints."""
-
     at: At
-    part: int
     assumed_token: int
     selection: bytes
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """`supports` has one entry a token, or none if the draft is greedy."""
+    """`supports` has one entry a token, or none if the draft is greedy. `announces`: its round has an announcement."""
 
     at: At
-    announcements: int
+    announces: bool
     assumed_token: int
     tokens: list[int]
     supports: list[Support] = field(default_factory=list)
@@ -100,7 +97,6 @@ class Begin:
     sampling: Sampling
     max_length: int
     method: str  # whose announcements are wanted; empty: none
-    hints: bool = False  # whether hints before them are of use
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Bytes of an announced block selection.
 
     byte     version (2)
-    byte     references used, at most 4
+    byte     references used, at most 2
     varint   heads, then blocks
     varints  (epoch, round) of each reference: selections that both sides hold, the newest first
     set      of the newest reference's blocks, those that are no longer selected  (if there is a reference)
-    set      of the other references' further blocks, those that are selected     (if there are two)
+    set      of the other reference's further blocks, those that are selected     (if there are two)
     set      of all blocks, those that are selected and in no reference
     8 bytes  checksum of the shape and the selection's words (see _checksum), little-endian
 
@@ -28,7 +28,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import numpy as np
 import zstandard
@@ -39,7 +39,7 @@ from wire.errors import InvalidArgument
 
 VERSION = 2
 MAX_PAIRS = 1 << 24  # heads * blocks, each row filled up to whole words; as bits 2 MiB
-MAX_REFERENCES = 4
+MAX_REFERENCES = 2  # the selection judged last, and the one under judgement
 _GAPS, _COMPRESSED, _WORDS = 1, 2, 4
 _SPARSE = 16  # sets of less than one in so many are sent as gaps
 _LEVEL = 1  # of zstd: higher ones search longer for repeats, and find few
@@ -62,7 +62,7 @@ def encode_selection(
 ) -> bytes:
     """`reference`, if any, is a selection that the receiver is known to hold under `name`.
 
-    earlier: others that it holds, the newest first. Up to MAX_REFERENCES of the same heads are used.
+    earlier: others that it holds, the newest first. Up to MAX_REFERENCES in all, of the same heads, are used.
     compact: in few bytes; otherwise in little time, and references are not used.
     """
     heads, blocks = selection.num_heads, selection.num_blocks
@@ -90,28 +90,6 @@ def encode_selection(
         rest ^= selected
     out.append(_encode_set(_set_bits(rest), len(rest) * WORD, compressor))
     return b"".join((*out, _checksum(heads, blocks, words)))
-
-
-def encode_blocks(heads: int, blocks: int, named: np.ndarray) -> bytes:
-    """A selection of few blocks without references, in time by their number: the bytes of `encode_selection`.
-
-    named: int32 [count, 2] of (head, block), in any order, none twice.
-    """
-    size = heads * row_words(blocks) * WORD
-    if size > MAX_PAIRS:
-        raise InvalidArgument(
-            f"a selection of {heads} heads over {blocks} blocks; at most {MAX_PAIRS} pairs can be sent"
-        )
-    head, block = named.T.astype(np.int64)
-    bits = np.sort(head * (row_words(blocks) * WORD) + block).astype(np.uint32)
-    place = bits // np.uint32(WORD)
-    starts = np.flatnonzero(np.diff(place, prepend=-1))
-    ones = np.uint64(1) << (bits % np.uint32(WORD)).astype(np.uint64)
-    words = np.bitwise_or.reduceat(ones, starts) if len(bits) else ones
-    out = [bytes([VERSION, 0]), _varint(heads), _varint(blocks)]
-    out.append(_encode_set(bits, size, zstandard.ZstdCompressor(level=_LEVEL)))
-    total = int(np.sum(words * _weights_at(place[starts].astype("<u8")), dtype=np.uint64))
-    return b"".join((*out, _checked_total(total, heads, blocks)))
 
 
 def decode_selection(
@@ -165,30 +143,21 @@ def _checked(source: "_Bytes", heads: int, blocks: int, words: np.ndarray) -> Bl
 
 
 def _classes(held: Sequence[BlockSelection], blocks: int) -> list[np.ndarray]:
-    """Flat words: the blocks of the newest selection, and those that are only in others."""
+    """Flat words: the blocks of the newest selection, and those that are only in the other one."""
     rows = [item.resized(blocks).words.ravel() for item in held]
-    others = [reduce(np.bitwise_or, rows[1:]) & ~rows[0]] if len(rows) > 1 else []
-    return rows[:1] + others
+    return rows[:1] + [row & ~rows[0] for row in rows[1:]]
 
 
 def _checksum(heads: int, blocks: int, words: np.ndarray) -> bytes:
     """A multilinear hash modulo 2^64: five times as fast as CRC-32."""
     total = int(np.sum(words * _weights(len(words)), dtype=np.uint64))
-    return _checked_total(total, heads, blocks)
-
-
-def _checked_total(total: int, heads: int, blocks: int) -> bytes:
     return struct.pack("<Q", (total + heads * _WEIGHT + blocks * _WEIGHT**2) % 2**64)
 
 
 @lru_cache(maxsize=8)
 def _weights(count: int) -> np.ndarray:
-    return _weights_at(np.arange(count, dtype="<u8"))
-
-
-def _weights_at(place: np.ndarray) -> np.ndarray:
     """Odd, so that no change of a single word goes unseen."""
-    return (place * np.uint64(_WEIGHT)) | np.uint64(1)
+    return (np.arange(count, dtype="<u8") * np.uint64(_WEIGHT)) | np.uint64(1)
 
 
 # Bits

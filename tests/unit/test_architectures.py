@@ -1,4 +1,7 @@
-"""The engine's logits equal eager transformers' for several architectures, over ragged batches and chunks."""
+"""The engine's logits equal eager transformers' for several architectures, over ragged batches and chunks.
+
+Through transformers' own modules and, where its description covers the architecture, through the fused decoder.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +11,13 @@ import torch
 import transformers
 
 from engine.batch import SequenceInput
+from engine.decoder import run_decoder
+from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
+from engine.graphs import GraphRunner
 from engine.loading import load_model, load_runner, read_shape
 from engine.paged_kv import SequenceKV
+from engine.runner import Runner
+from kernels.backends import Backend
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -19,29 +27,72 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def sizes(heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return SIZES | {"num_attention_heads": heads, "num_key_value_heads": kv_heads} | others
+
+
+# How many query heads share a KV head: 1, 2, 3, 4 or 7.
 CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=None),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=2),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
-    "phi3": lambda: transformers.Phi3Config(**SIZES, num_key_value_heads=4, pad_token_id=0),
-    "olmo2": lambda: transformers.Olmo2Config(**SIZES, num_key_value_heads=4),
+    "llama": lambda: transformers.LlamaConfig(**sizes(4, 2, head_dim=16)),
+    "llama, biases, tied": lambda: transformers.LlamaConfig(
+        **sizes(6, 2, hidden_size=48), attention_bias=True, tie_word_embeddings=True
+    ),
+    "mistral": lambda: transformers.MistralConfig(**sizes(4, 1), sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**sizes(7, 1, hidden_size=56)),
+    "qwen3": lambda: transformers.Qwen3Config(**sizes(6, 2, head_dim=8)),
+    "qwen3, groups of 7": lambda: transformers.Qwen3Config(**sizes(14, 2, head_dim=16)),
+    "phi3": lambda: transformers.Phi3Config(**sizes(4, 4), pad_token_id=0),
+    "phi3, partly rotary": lambda: transformers.Phi3Config(
+        **sizes(6, 2, hidden_size=96), pad_token_id=0, partial_rotary_factor=0.75
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **sizes(4, 1),
+        embedding_multiplier=12.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=4.0,
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**sizes(4, 4)),
+    "olmo2, groups of 4": lambda: transformers.Olmo2Config(**sizes(8, 2, hidden_size=64)),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **sizes(6, 2, hidden_size=48), no_rope_layer_interval=2, pad_token_id=0
+    ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
 }
+FUSED = [name for name in CONFIGS if name != "gpt_neox"]
 
 
 @pytest.fixture
 def folder(request: Any, tmp_path: Path) -> str:
     torch.manual_seed(0)
     config = CONFIGS[request.param]()
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # biases and norms are constants at first, which would hide them
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("folder", CONFIGS, indirect=True)
-def test_logits_equal_eager_transformers(folder: str) -> None:
+def test_logits_of_the_modules_equal_eager_transformers(folder: str) -> None:
+    check_logits(folder, load_runner(folder, torch.float32, "cpu", 512))
+
+
+@pytest.mark.parametrize("folder", FUSED, indirect=True)
+def test_logits_of_the_fused_decoder_equal_eager_transformers(folder: str) -> None:
+    plain = load_runner(folder, torch.float32, "cpu", 512)
+    check_logits(folder, GraphRunner(read_decoder(plain.model), plain, 256))
+
+
+def check_logits(folder: str, runner: Runner) -> None:
+    """Of prompts that are read in chunks, long ones and such as steps have, to a rounding of float32."""
     reference = load_model(folder, torch.float32, "cpu", "eager")
-    runner = load_runner(folder, torch.float32, "cpu", 512)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (1, 17, 40, 75)]
     sequences = [SequenceKV() for _ in prompts]
@@ -72,13 +123,85 @@ def test_attention_that_is_not_built_is_refused(config: Any, kind: str) -> None:
         read_shape(config())
 
 
+def test_a_sliding_window_is_refused_where_it_hides_tokens() -> None:
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=8)
+    with pytest.raises(NotImplementedError, match=r"a sliding window of 8 tokens.*--enforce-eager too"):
+        read_shape(config)
+    assert sliding_window(config) == 8
+    config.sliding_window = 256  # as long as the model's context
+    assert read_shape(config).num_layers == 2
+    unused = transformers.Qwen3Config(
+        **SIZES, num_key_value_heads=2, sliding_window=8, use_sliding_window=False
+    )
+    assert sliding_window(unused) is None
+
+
 def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path) -> None:
     """A model that asks attention for something by keyword must not be answered as if it had not."""
-    config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=8)
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=256)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     runner = load_runner(str(tmp_path), torch.float32, "cpu", 64)
     with pytest.raises(NotImplementedError, match="sliding_window"):
         runner.forward([SequenceInput(SequenceKV(), [1, 2, 3], "all")])
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (lambda: transformers.Qwen3MoeConfig(**sizes(4, 2), num_experts=4), "a mixture of experts"),
+        (lambda: transformers.MixtralConfig(**sizes(4, 2)), "a mixture of experts"),
+        (lambda: transformers.Gemma2Config(**sizes(4, 2)), "softcapping"),
+        (lambda: transformers.BloomConfig(hidden_size=32, n_head=4), "ALiBi"),
+        (lambda: transformers.MistralConfig(**sizes(4, 1), sliding_window=8), "a sliding window of 8 tokens"),
+        (lambda: transformers.GemmaConfig(**sizes(4, 2)), "the architecture gemma .*there is llama, mistral"),
+        (lambda: transformers.LlamaConfig(**sizes(4, 2), hidden_act="gelu"), "the activation gelu"),
+        (lambda: transformers.LlamaConfig(**sizes(4, 2), mlp_bias=True), "biases in the MLP"),
+        (lambda: transformers.LlamaConfig(**sizes(4, 2), rope_parameters=DYNAMIC), "of kind dynamic"),
+        (lambda: transformers.Phi3Config(**sizes(4, 2), pad_token_id=0, rope_parameters=LONG), "longrope"),
+    ],
+)
+def test_the_fused_decoder_names_what_it_does_not_do(config: Any, feature: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config())
+    with pytest.raises(NotImplementedError, match=rf"{feature}.*use --enforce-eager"):
+        read_decoder(model)
+
+
+def test_heads_that_no_kernel_takes_are_refused_on_a_gpu_alone() -> None:
+    config = transformers.Phi3Config(**sizes(4, 4, hidden_size=96 * 4), pad_token_id=0)
+    assert unbuilt_feature(config) is None
+    assert "heads of 96 dimensions" in str(unbuilt_feature(config, on_gpu=True))
+
+
+def test_every_family_is_tested() -> None:
+    assert {CONFIGS[name]().model_type for name in FUSED} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("folder", FUSED, indirect=True)
+@pytest.mark.parametrize("rows", [2, 6])  # by skinny layers, and by wide ones
+@torch.inference_mode()
+def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, rows: int) -> None:
+    """Interpreted where there is no GPU; attention, which has tests of its own, gives the queries."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = (
+        torch.bfloat16 if device == "cuda" else torch.float16
+    )  # the interpreter has no arithmetic of bfloat16
+    decoder = read_decoder(load_model(folder, dtype, device, "eager"))
+    token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
+    slots = torch.arange(1, rows + 1, device=device)
+
+    def run(backend: Backend) -> list[torch.Tensor]:
+        sizes = 2, 1, decoder.kv_heads, 16, decoder.head_dim  # of layers of pages
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
+        pages = list(keys), list(values)
+        logits = run_decoder(
+            decoder, token_ids, positions, slots, *pages, lambda _, queries: queries, backend
+        )
+        return [logits.float(), keys.float(), values.float()]
+
+    for one, other in zip(run("triton"), run("torch"), strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

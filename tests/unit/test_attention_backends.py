@@ -1,6 +1,6 @@
-"""Choosing what attends: flags, refusals, and the engine with FlashInfer against the engine without.
+"""Choosing what attends: flags, refusals, and the engine with FlashInfer in prompts against the engine without.
 
-Without a GPU and FlashInfer a stand-in computes in torch what FlashInfer is told, in passes without graphs.
+Without a GPU and FlashInfer a stand-in computes in torch what FlashInfer is told.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from torch import Tensor
 import models
 from engine.attention_backends import check_attention_backend
 from engine.batch import SequenceInput, SparseRead
-from engine.decoder import read_decoder
-from engine.graphs import FlashInferPlans, GraphRunner, _Captured
+from engine.families import read_decoder
+from engine.graphs import GraphRunner
 from engine.judging import Drafted
 from engine.loading import ModelSettings, load_runner, open_model
 from engine.paged_kv import SequenceKV
@@ -144,20 +144,17 @@ def folder(tmp_path: Path) -> str:
 class StandIn:
     """FlashInfer's wrapper as far as it is used, by torch: pages laid end to end, the mask aligned to the last key."""
 
-    def __init__(self, *_: Any, **keywords: Any) -> None:
-        self.captured = keywords.get("use_cuda_graph", False)
-        self.rows = 0
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.plans = self.runs = 0
 
     def plan(self, *arguments: Any, **keywords: Any) -> None:
-        uniform = keywords.get("uniform_q_len", 0)
-        assert not uniform or arguments[0].diff().eq(uniform).all()
-        self.rows = max(self.rows, int(arguments[0][-1]))
-        assert not self.captured or int(arguments[0].diff().max()) <= (uniform or self.rows)
+        self.plans += 1
         self.starts, self.page_starts, self.pages, self.last = (each.tolist() for each in arguments[:4])
         self.heads, self.kv_heads, _, self.page_size = arguments[4:]
         self.scale, self.causal = keywords["sm_scale"], keywords["causal"]
 
     def run(self, queries: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+        self.runs += 1
         assert self.causal and queries.shape[:2] == (self.starts[-1], self.heads)
         assert pages[0].shape[1:3] == (self.kv_heads, self.page_size)
         out = torch.zeros_like(queries) if out is None else out
@@ -237,7 +234,7 @@ def drive(runner: GraphRunner) -> list[SequenceOutput]:
     step([0, 1, 2], 5, drafted=True)
     step([0, 3], 5, read=True, drafted=True)
     step([1, 2], 2, block_size=16, emitting=1)
-    step([0, 1, 2], 5)  # after other plans
+    step([0, 1, 2], 5)
     return outputs
 
 
@@ -259,27 +256,18 @@ def runner_of(
     return GraphRunner(read_decoder(plain.model), plain, 400, eager, attention_backend=backend)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_the_engine_plans_and_runs(folder: str, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
-    """With a stand-in, on a CPU: the layers' pages, rows and lists reach FlashInfer as they should.
-
-    captured: with the plans that graphs are replayed after, though not with graphs.
-    """
+def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in, on a CPU: the pages and rows of prompts reach FlashInfer as they should, and no step does."""
     there = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandIn)
     monkeypatch.setattr(flashinfer_attention, "_flashinfer", lambda: there)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
     runner = runner_of(folder, torch.float32, "cpu", "torch")
-    monkeypatch.setattr(runner, "_capture", lambda buffers, _: _Captured(buffers, None))
-    runner.enforce_eager = not captured
-    workspace = torch.empty(0)
-    plans = FlashInferPlans(workspace, make_planned(workspace), make_planned(workspace))
-    runner._flashinfer = plans
+    runner._flashinfer = make_planned(torch.empty(0))
     compare(drive(runner), wanted, 1e-4)
-    assert plans.listed.wrapper.kv_heads == 1 and plans.listed.wrapper.heads == 4
-    assert plans.dense.wrapper.kv_heads == KV_HEADS
-    assert bool(plans.captured) == captured
-    assert {planned.padded for planned in plans.captured.values()} == ({0, 5} if captured else set())
+    wrapper = runner._flashinfer.wrapper
+    assert wrapper.kv_heads == KV_HEADS and wrapper.heads == 8
+    assert (wrapper.plans, wrapper.runs) == (2, 2 * LAYERS)  # the prompts, and the rest of two of them
 
 
 def test_the_engine_refuses_flashinfer_on_a_cpu(folder: str) -> None:
@@ -289,25 +277,11 @@ def test_the_engine_refuses_flashinfer_on_a_cpu(folder: str) -> None:
 
 @needs_flashinfer
 @pytest.mark.gpu
-@pytest.mark.parametrize("eager", [False, True])
-def test_the_engine_gives_what_triton_gives(folder: str, eager: bool) -> None:
-    """Captured steps and eager ones; lists run eagerly either way."""
+def test_the_engine_gives_what_triton_gives(folder: str) -> None:
     wanted = drive(runner_of(folder, torch.bfloat16, "cuda", None))
-    runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer", eager)
-    compare(drive(runner), wanted, 0.1)
-    assert runner._flashinfer is not None and bool(runner._flashinfer.captured) != eager
-    graphs = {shape: captured.graph for shape, captured in runner._steps.items()}
-    assert all((graph is None) == (eager or bool(shape.width)) for shape, graph in graphs.items())
-
-
-@needs_flashinfer
-@pytest.mark.gpu
-def test_captured_steps_are_ready_before_the_first_request(folder: str) -> None:
     runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer")
-    runner.warm_up([None], 5)
-    ready = set(runner._steps)
-    compare(drive(runner), drive(runner_of(folder, torch.bfloat16, "cuda", None)), 0.1)
-    assert {shape for shape in ready if shape.judged} == ready
+    compare(drive(runner), wanted, 0.1)
+    assert all(captured.graph is not None for captured in runner._steps.values())
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import codec, hints, selection_trace
+from benchmarks import codec, selection_trace
 from benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
 from models import PLAN
 from orchestrator.cli import main
@@ -137,20 +137,3 @@ def test_blends_are_weighed_by_their_heads_importance() -> None:
 def test_numbers_that_measure_nothing_are_refused() -> None:
     with pytest.raises(SystemExit, match="repeats must be 1 or more"):
         main(["bench", "codec", "--repeats", "0"])
-
-
-def test_hints_are_counted_by_hand() -> None:
-    """Six rounds of one row that each select two of eight blocks, then one that goes elsewhere."""
-    steady = torch.tensor([[9.0, 8.0, 3.0, 2.0, 1.0, 0.0, 0.0, 0.0]])
-    other = torch.tensor([[9.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0, 0.0]])
-    # The first query would go for the next but one.
-    wrong = torch.tensor([[9.0, 0.0, 0.0, 0.0, 0.0, 8.0, 0.0, 0.0]])
-    rounds = [hints.Scores(steady, steady)] * 5 + [hints.Scores(wrong, other)]
-    choices = hints.choose_rounds(rounds, 0.25, 1.0)
-    (row,) = hints.measure(choices[1:], 0.25, 1, [100])
-    assert row.fresh == 1  # block 3
-    assert (row.likely, row.first) == (3, 1)  # blocks 2, 3 and 4; block 5
-    assert (row.found_likely, row.found_first) == (1, 0)
-    assert row.wasted_likely == pytest.approx(2 / 3)
-    assert row.wasted_first == 1
-    assert "3 + 1" in hints.report({}, [row])

@@ -93,5 +93,3 @@ def test_the_services_are_measured_over_tiers(tmp_path: Path, capsys: pytest.Cap
 def test_a_memory_of_nothing_is_refused() -> None:
     with pytest.raises(SystemExit, match="must be positive; leave out what is not wanted"):
         main(["bench", "serve", "--kv-memory", "0"])
-    with pytest.raises(SystemExit, match="give --host-kv-memory"):
-        main(["bench", "serve", "--hint-bytes", "100"])

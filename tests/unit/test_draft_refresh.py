@@ -1,7 +1,6 @@
 """Rounds of the draft without a dense first pass: what they read, what they keep, and who decides."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import draft_service.__main__
 import engine.draft_rounds
 import models
 from draft_service.drafter import DrafterSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
-    OnFirst,
     RoundMemory,
     RoundOutput,
     RoundRequest,
@@ -31,8 +28,7 @@ from evaluation.run import Pair
 from sparsity.announce import shared_limits
 from sparsity.plan import load_plan
 from sparsity.whole_rounds import round_settings
-from tests.unit.test_draft_rounds import GREEDY, Side, begin, tokens
-from wire.messages import At, Proposal, Verdict
+from tests.unit.test_draft_rounds import tokens
 
 PLAN = load_plan(models.PLAN)
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
@@ -239,73 +235,12 @@ def test_a_mixed_batch_is_each_session_alone(runner: GraphRunner) -> None:
     assert [memory.rounds for memory in memories[0]] == [1, 0, 1]
 
 
-def refreshes(side: Side) -> list[bool]:
-    """Whether each round refreshes, from now on."""
-    seen: list[bool] = []
-    draft = side.drafter.runner.draft_rounds
-
-    def look(requests: list[RoundRequest], on_first: OnFirst | None = None) -> list[RoundOutput]:
-        seen.extend(request.refresh for request in requests)
-        return draft(requests, on_first)
-
-    side.drafter.runner.draft_rounds = look  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_sessions_refresh_every_so_many_rounds_and_after_begin(
-    loaded: GraphRunner, monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
-    monkeypatch.setattr(loaded, "draft_rounds", loaded.draft_rounds)  # undone after `refreshes`
-    side = Side(loaded, ahead=False, read_share=0.2, refresh_every=every)
-    seen = refreshes(side)
-    at = At("a", 0, 0, 300)
-    sent = side.run(begin("a", 300, "ahead", GREEDY))
-    for round_ in range(1, 6):
-        (proposal,) = [event for event in sent if isinstance(event, Proposal)]
-        base = proposal.at.base
-        at = At("a", round_, round_, base)
-        sent = side.run(Verdict(at, 1, [proposal.tokens[0], 7], plain=False))
-    assert seen == [i % every == 0 for i in range(6)]
-    again = replace(begin("a", 320, "ahead", GREEDY), at=At("a", 9, 9, 320))
-    side.run(again)
-    assert seen[6:] == [True]
-    side.drafter.detach(side.peer)
-    side.run()
-
-
-def test_a_session_knows_what_was_taken_back(loaded: GraphRunner) -> None:
-    side = Side(loaded, ahead=True, read_share=0.2, refresh_every=2)
-    sent = side.run(begin("a", 300, "ahead", GREEDY))
-    (session,) = side.peer.sessions.values()
-    assert (session.round_memory.length, session.round_memory.rounds) == (300, 1)
-    proposal = next(event for event in sent if isinstance(event, Proposal))
-    wrong = (proposal.tokens[0] + 1) % 4096
-    at = proposal.at
-    side.drafter.receive(side.peer, Verdict(At("a", 1, 1, at.base), 0, [wrong], plain=False))
-    side.drafter.plan_step()
-    assert session.kv.length == session.round_memory.length == 300
-    side.run()
-    assert session.round_memory.length == 301, "the next round refreshed"
-    side.drafter.detach(side.peer)
-    side.run()
-
-
-def test_an_interval_that_cannot_be_drafted_with_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interval_that_cannot_be_drafted_with_is_refused() -> None:
     for refused in ({"refresh_every": 0}, {"refresh_every": 2}, {"refresh_every": 2, "read_share": 1.0}):
         with pytest.raises(ValueError, match=f"refresh_every is {refused['refresh_every']}"):
-            DrafterSettings(**refused)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="refresh_every"):
             RoundSettings(4, 64, 16, **refused)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="read_share 1"):
-        DrafterSettings(refresh_every=2)
-    given = ["specahead", "--model", "m", "--plan", "p", "--target", "t:1", "--refresh-every", "2"]
-    monkeypatch.setattr("sys.argv", given)
-    with pytest.raises(SystemExit):
-        draft_service.__main__.main()
-    assert "refresh_every is 2 and read_share 1.0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"refresh_every is 2 and read_share 1\.0"):
+        RoundSettings(4, 64, 16, refresh_every=2)
 
 
 def test_a_round_without_anything_kept_is_refused() -> None:

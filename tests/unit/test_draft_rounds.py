@@ -3,17 +3,15 @@
 Without a GPU the runner's rounds run eagerly through the torch kernels; on a GPU they are captured.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import engine.draft_rounds
 import models
-from draft_service.drafter import LEAST_HINT, Drafter, DrafterSettings, Peer
-from engine.decoder import read_decoder
+from draft_service.drafter import Drafter, DrafterSettings, Peer
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
 from engine.runner import Runner
@@ -69,12 +67,10 @@ def comparable(events: list[DraftEvent], known: dict[str, dict[Any, Any]]) -> li
             blocks = PLAN.num_blocks(event.at.base)
             selection = decode_selection(event.selection, held, ROWS[event.at.session], blocks)
             held[(event.at.epoch, event.at.round)] = selection
-            out.append((event.at, "announcement", event.part, event.assumed_token, tuple(selection.keys)))
+            out.append((event.at, "announcement", event.assumed_token, tuple(selection.keys)))
         elif isinstance(event, Proposal):
             ids = tuple(tuple(s.ids.tolist()) for s in event.supports)
-            out.append(
-                (event.at, "proposal", event.announcements, event.assumed_token, tuple(event.tokens), ids)
-            )
+            out.append((event.at, "proposal", event.announces, event.assumed_token, tuple(event.tokens), ids))
         else:
             out.append((getattr(event, "at", None), type(event).__name__))
     return sorted(out, key=repr)
@@ -85,33 +81,29 @@ def assert_alike(one: list[Any], two: list[Any]) -> None:
     if DEVICE == "cpu":
         assert one == two
         return
-    assert [e[:4] for e in one] == [e[:4] for e in two]
+    assert [e[:3] for e in one] == [e[:3] for e in two]
     for a, b in zip(one, two, strict=True):
         if a[1] == "announcement":
-            common = set(a[4]) & set(b[4])
-            assert len(common) >= 0.9 * max(len(a[4]), len(b[4])) - 2
+            common = set(a[3]) & set(b[3])
+            assert len(common) >= 0.9 * max(len(a[3]), len(b[3])) - 2
         else:
             assert a == b
 
 
-def begin(
-    name: str, length: int, method: str, sampling: Sampling, max_length: int = 800, hints: bool = False
-) -> Begin:
-    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, method, hints)
+def begin(name: str, length: int, method: str, sampling: Sampling, max_length: int = 800) -> Begin:
+    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, method)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("hint_bytes", [0, 100, 4096])
-def test_whole_rounds_say_what_steps_say(ahead: bool, hint_bytes: int) -> None:
-    """Hints too, to the sessions whose targets have use for them."""
-    plain, whole = (Side(runner, ahead=ahead, hint_bytes=hint_bytes) for runner in runners())
+def test_whole_rounds_say_what_steps_say(ahead: bool) -> None:
+    plain, whole = (Side(runner, ahead=ahead) for runner in runners())
     opening = [
-        begin("a", 700, "ahead", GREEDY, hints=True),
+        begin("a", 700, "ahead", GREEDY),
         begin("b", 420, "ahead", SAMPLED),
-        begin("c", 180, "", GREEDY, hints=True),
-        begin("d", 740, "sts", GREEDY, hints=True),  # its choice is made step by step
+        begin("c", 180, "", GREEDY),
+        begin("d", 740, "sts", GREEDY),  # its choice is made step by step
     ]
-    said: set[tuple[str, int]] = set()
+    said: set[str] = set()
     known: list[dict[str, dict[Any, Any]]] = [{}, {}]
     events: list[Any] = list(opening)
     proposals: dict[tuple[str, int], Proposal] = {}
@@ -119,7 +111,7 @@ def test_whole_rounds_say_what_steps_say(ahead: bool, hint_bytes: int) -> None:
         sent = [side.run(*events) for side in (plain, whole)]
         assert_alike(comparable(sent[0], known[0]), comparable(sent[1], known[1]))
         proposals |= {(e.at.session, e.at.round): e for e in sent[0] if isinstance(e, Proposal)}
-        said |= {(e.at.session, e.part) for e in sent[1] if isinstance(e, Announcement)}
+        said |= {e.at.session for e in sent[1] if isinstance(e, Announcement)}
         events = []
         for name, session in plain.peer.sessions.items():
             proposal = proposals[name, session.judged]
@@ -137,91 +129,14 @@ def test_whole_rounds_say_what_steps_say(ahead: bool, hint_bytes: int) -> None:
         if turn == 0 and ahead:
             for side in (plain, whole):
                 assert {s.id for s in side.peer.sessions.values() if s.round == s.judged + 1} == set("abcd")
-    parts = (0, 1, 2) if hint_bytes else (0,)
-    assert said == {("b", 0), *((name, part) for name in "ad" for part in parts)}
-
-
-def test_a_first_pass_is_hinted_at_before_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And before anything else is said of the round."""
-    if DEVICE == "cuda":
-        pytest.skip("there all passes are launched at once, by a graph")
-    side = Side(runners()[1], ahead=False)
-    passes: list[int] = []
-    run_pass, send = engine.draft_rounds._run_pass, side.peer.send
-    monkeypatch.setattr(
-        engine.draft_rounds, "_run_pass", lambda *args: (passes.append(len(side.sent)), run_pass(*args))[1]
-    )
-    side.run(begin("a", 700, "ahead", GREEDY, hints=True))
-    assert send == side.peer.send
-    # When each pass begins: Ready is said, then after the first the hint.
-    assert passes == [1, 2, 2, 2, 2]
-    hint, selection = (e for e in side.sent if isinstance(e, Announcement))
-    assert (hint.part, selection.part) == (1, 2)
-    assert isinstance(side.sent[1], Announcement)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="there are no graphs to compare with")
-def test_captured_rounds_hint_at_what_eager_ones_do() -> None:
-    """Each replay at its own first pass, which a stale copy would not give."""
-    loaded = [load_runner(str(models.DRAFT), torch.float32, DEVICE, 8192) for _ in range(2)]
-    captured, eager = (
-        Side(GraphRunner(read_decoder(runner.model), runner, 900, enforce_eager=graphs), ahead=True)
-        for runner, graphs in zip(loaded, (False, True), strict=True)
-    )
-    known: list[dict[str, dict[Any, Any]]] = [{}, {}]
-    events: list[Any] = [begin("a", 700, "ahead", GREEDY, hints=True), begin("b", 420, "ahead", GREEDY)]
-    parts = []
-    for turn in range(6):
-        sent = [side.run(*events) for side in (captured, eager)]
-        assert_alike(comparable(sent[0], known[0]), comparable(sent[1], known[1]))
-        parts += [e.part for e in sent[0] if isinstance(e, Announcement) and e.at.session == "a"]
-        (proposal,) = [e for e in sent[0] if isinstance(e, Proposal) and e.at[::2] == ("a", turn)]
-        place = At("a", proposal.at.epoch + 1, turn + 1, proposal.at.base)
-        events = [Verdict(place, 1, [proposal.tokens[0], (proposal.tokens[1] + 1) % 4096], plain=False)]
-    assert parts.count(1) >= 4
-
-
-def test_hints_of_the_model_thread_are_handed_over() -> None:
-    """The drafter's own loop sends them."""
-    side = Side(runners()[1], ahead=False)
-    waiting: list[Callable[[], None]] = []
-    side.drafter._call_soon = waiting.append
-    side.drafter.receive(side.peer, begin("a", 700, "ahead", GREEDY, hints=True))
-    while (planned := side.drafter.plan_step()) is not None:
-        result = side.drafter.execute(planned)
-        assert not any(isinstance(event, Announcement) for event in side.sent)
-        for call in waiting:
-            call()
-        assert [e.part for e in side.sent if isinstance(e, Announcement)] == [1] * len(waiting)
-        handed, waiting[:] = len(waiting), []
-        side.drafter.finish_step(planned, result)
-    assert handed == 1
-
-
-def test_rounds_with_hints_need_room_for_them() -> None:
-    side = Side(runners()[1], hint_bytes=0)
-    side.drafter.receive(side.peer, begin("a", 300, "ahead", GREEDY))
-    while (planned := side.drafter.plan_step()) is not None and not planned.requests:
-        side.drafter.finish_step(planned, side.drafter.execute(planned))
-    assert planned is not None
-    (request,) = planned.requests
-    assert request.announce is not None
-    wrong = replace(request, announce=replace(request.announce, hints=True))
-    with pytest.raises(ValueError, match="hint_blocks is 0"):
-        side.drafter.runner.draft_rounds([wrong])
-
-
-@pytest.mark.parametrize("number", [-1, LEAST_HINT - 1])
-def test_so_few_hint_bytes_are_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=f"hint_bytes is {number}, expected {LEAST_HINT} at least"):
-        DrafterSettings(hint_bytes=number)
+    assert said == set("abd")
 
 
 def test_the_last_round_of_a_session_is_short() -> None:
     plain, whole = (Side(runner) for runner in runners())
     sent = [side.run(begin("a", 300, "ahead", GREEDY, 303)) for side in (plain, whole)]
     # A whole round weighs all its γ + 1 queries, also where it proposes fewer tokens.
-    one, two = ([e[:4] for e in comparable(events, {})] for events in sent)
+    one, two = ([e[:3] for e in comparable(events, {})] for events in sent)
     assert one == two
     (proposal,) = [event for event in sent[1] if isinstance(event, Proposal) and event.at.round == 0]
     assert len(proposal.tokens) == 2
@@ -234,8 +149,8 @@ def test_later_steps_may_read_what_the_first_weighed_most() -> None:
     # Lists split the work otherwise than dense reads, and nearly equal scores may change places.
     one, two = ({e[1]: e for e in comparable(events, {})} for events in (dense, all_listed))
     assert one["proposal"] == two["proposal"]
-    common = set(one["announcement"][4]) & set(two["announcement"][4])
-    assert len(common) >= 0.98 * len(one["announcement"][4])
+    common = set(one["announcement"][3]) & set(two["announcement"][3])
+    assert len(common) >= 0.98 * len(one["announcement"][3])
     count = {type(event).__name__: event for event in few}
     assert set(count) == {"Announcement", "Proposal", "Ready"}
     assert len(count["Proposal"].tokens) == 4  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from engine.batch import SequenceInput, SparseRead
-from engine.decoder import is_supported, read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted, judge_rounds
 from engine.loading import load_runner
@@ -45,6 +45,9 @@ CONFIGS: dict[str, Any] = {
     "llama3 rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA_3_ROPE),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, attention_multiplier=0.1, residual_multiplier=0.3),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
 }
 
 
@@ -244,17 +247,6 @@ def test_a_deterministic_runner_gives_the_same_whatever_runs_beside(folder: str)
     alone = logits(first, 1, 0)
     many = logits(first, 5, 11)
     assert same(alone[:VOCAB], many[:VOCAB])
-
-
-def test_which_models_have_a_fused_decoder() -> None:
-    assert is_supported(CONFIGS["llama"]())
-    assert not is_supported(transformers.Qwen3Config(**SIZES))
-    assert not is_supported(transformers.LlamaConfig(**SIZES, attention_bias=True))
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert not is_supported(transformers.LlamaConfig(**SIZES, rope_parameters=dynamic))
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES, head_dim=16))
-    with pytest.raises(NotImplementedError, match="qwen3"):
-        read_decoder(model)
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

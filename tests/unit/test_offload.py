@@ -12,8 +12,8 @@ from torch import Tensor
 
 import models
 from engine.batch import SequenceInput, SequenceKeys, SparseRead
-from engine.decoder import read_decoder
 from engine.draft_rounds import RoundSettings
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted
 from engine.loading import load_model, make_runner

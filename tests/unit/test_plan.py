@@ -304,14 +304,6 @@ def test_resizing_keeps_blocks_and_drops_those_beyond() -> None:
     assert selection.resized(0).lists() == [[], []]
 
 
-def test_joining_is_the_union_in_the_longer_context() -> None:
-    joined = BlockSelection.from_lists([[0, 4], []], 5).joined(BlockSelection.from_lists([[1, 4], [7]], 8))
-    assert joined.num_blocks == 8
-    assert joined.lists() == [[0, 1, 4], [7]]
-    with pytest.raises(ValueError, match="cannot be joined"):
-        joined.joined(BlockSelection.from_lists([[1]], 8))
-
-
 # The head map
 
 

@@ -202,9 +202,8 @@ def test_references_make_it_smaller() -> None:
     """Each further one too, where what is selected now was selected lately."""
     rounds = [random_selection(64, 2000, 0.1, seed, 0.1) for seed in range(6)]
     held = list(zip(NAMES, rounds, strict=False))
-    sizes = [len(encode(rounds[5], held[:count])) for count in (0, 1, 2, 4)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[3] < 0.7 * sizes[0]
+    sizes = [len(encode(rounds[5], held[:count])) for count in (0, 1, 2)]
+    assert sizes[2] < 0.7 * sizes[1] < 0.7 * sizes[0]
 
 
 def test_no_more_references_are_named_than_are_taken() -> None:
@@ -419,8 +418,8 @@ def test_a_selection_that_no_one_would_accept_is_not_sent() -> None:
 @given(st.integers(0, 4), st.integers(0, 200), st.integers(0, 200), st.integers(0, 2**32 - 1))
 def test_selections_are_what_their_matrices_are(heads: int, blocks: int, other: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    a, b = rng.random((heads, blocks)) < 0.3, rng.random((heads, other)) < 0.3
-    selection, second = BlockSelection.from_matrix(a), BlockSelection.from_matrix(b)
+    a = rng.random((heads, blocks)) < 0.3
+    selection = BlockSelection.from_matrix(a)
     assert np.array_equal(selection.matrix(), a)
     assert selection.keys.tolist() == np.flatnonzero(a).tolist()
     assert selection.keys.dtype == np.int64
@@ -431,7 +430,3 @@ def test_selections_are_what_their_matrices_are(heads: int, blocks: int, other: 
     resized[:, :blocks] = a[:, :other]
     assert np.array_equal(selection.resized(other).matrix(), resized)
     assert is_valid(selection.resized(other), heads)
-    wide = np.zeros((heads, max(blocks, other)), dtype=bool)
-    wide[:, :blocks] |= a
-    wide[:, :other] |= b
-    assert np.array_equal(selection.joined(second).matrix(), wide)

@@ -6,7 +6,7 @@ import torch
 
 import models
 from engine.batch import SequenceInput
-from engine.decoder import read_decoder
+from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
 from engine.paged_kv import SequenceKV

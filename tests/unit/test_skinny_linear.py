@@ -42,6 +42,8 @@ def test_plain_with_bias_and_with_residual(
     check(skinny_linear(x, weight, bias, backend=backend, tuning=tuning), exact + bias.double())
     out = skinny_linear(x, weight, residual=residual, backend=backend, tuning=tuning)
     check(out, exact + residual.double())
+    out = skinny_linear(x, weight, bias, residual=residual, backend=backend, tuning=tuning, scale=0.3)
+    check(out, 0.3 * (exact + bias.double()) + residual.double())
 
 
 @pytest.mark.parametrize("depth", [32, 256])

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.staging import EarlyResults, Staging
+from engine.staging import Staging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = {
@@ -39,34 +39,3 @@ def test_nothing_to_stage() -> None:
     staging.begin()
     staging.send()
     assert staging.fetch() == {}
-
-
-def test_early_results_are_there_before_the_rest_of_each_pass() -> None:
-    """In a graph, where there are graphs: of this replay, while it still runs."""
-    early = EarlyResults({"doubled": ((3,), torch.int64)}, DEVICE)
-    source = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    rest = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-
-    def work() -> None:
-        with early.aside():
-            early.device["doubled"].copy_(2 * source)
-        if DEVICE.type == "cuda":
-            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
-        rest.copy_(3 * source)
-        early.join()
-
-    run = work
-    if DEVICE.type == "cuda":
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        run = graph.replay
-    for turn in range(1, 4):
-        source.fill_(turn)
-        run()
-        assert early.wait()["doubled"].tolist() == [2 * turn] * 3
-        if DEVICE.type == "cuda":
-            assert not torch.cuda.current_stream().query(), "the rest of the pass has not ended"
-        assert rest.tolist() == [3 * turn] * 3

@@ -1,0 +1,129 @@
+"""Every number of rows and of query heads a KV head that a pass may have: Triton (on a GPU, or interpreted) and torch.
+
+1 to 16 rows, and groups of 1 to 8 query heads a KV head (Qwen2.5 has 7, Llama-3.2-3B and SmolLM2 have 3).
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.decoder import Decoder, DecoderLayer, run_decoder
+from kernels.backends import Backend
+from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
+from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights
+from kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, KV_HEADS, DIM = 16, 1, 16
+HIDDEN, INNER, VOCAB = 16, 24, 20
+SCALE = DIM**-0.5
+# Each number of rows and each group at least once.
+SHAPES = [*((rows, 9 - rows) for rows in range(1, 9)), *((rows, 1) for rows in range(9, 17))]
+shapes = pytest.mark.parametrize(("rows", "group"), SHAPES)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def decoder_of(group: int) -> Decoder:
+    """Return one layer of random float16 weights (the interpreter multiplies no bfloat16), with biases."""
+    heads, dtype = KV_HEADS * group, torch.float16
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        return random(outputs, inputs, dtype=dtype) / inputs**0.5
+
+    def norm() -> Tensor:
+        return 1 + random(HIDDEN, dtype=dtype) / 4
+
+    layer = DecoderLayer(
+        input_norm=norm(),
+        qkv=weight((heads + 2 * KV_HEADS) * DIM, HIDDEN),
+        qkv_bias=random((heads + 2 * KV_HEADS) * DIM, dtype=dtype),
+        out=weight(HIDDEN, heads * DIM),
+        post_norm=norm(),
+        gate_up=weight(2 * INNER, HIDDEN),
+        down=weight(HIDDEN, INNER),
+    )
+    angles = torch.rand(64, DIM // 2, device=DEVICE) * 6
+    table = angles.cos(), angles.sin()
+    return Decoder(
+        random(VOCAB, HIDDEN, dtype=dtype),
+        [layer],
+        norm(),
+        weight(VOCAB, HIDDEN),
+        *table,
+        heads,
+        KV_HEADS,
+        1e-5,
+    )
+
+
+@pytest.mark.parametrize(("rows", "group"), [*SHAPES, (10, 7)])  # the last fills more than a tile of 64
+def test_a_pass(rows: int, group: int) -> None:
+    """Norms, linear layers, rotation, KV writes, attention and activation of a decoder, one row of them not written."""
+    decoder, pages = decoder_of(group), random(3, KV_HEADS, PAGE, DIM, dtype=torch.float16)
+    ids = torch.randint(VOCAB, (rows,), device=DEVICE)
+    before = 21  # tokens with KV before the pass
+    positions = before + torch.arange(rows, device=DEVICE)
+    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32, device=DEVICE)
+    slots = tables[0, positions // PAGE].long() * PAGE + positions % PAGE
+    slots[rows // 2] = -1
+    lengths = torch.tensor([before + rows], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+
+    def run(backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+        k_pages, v_pages = pages.clone(), pages.flip(0).clone()
+
+        def attend(_: int, queries: Tensor) -> Tensor:
+            arguments = (queries, k_pages, v_pages, tables, lengths, starts, SCALE)
+            return paged_attention(*arguments, backend=backend, max_queries=rows)
+
+        logits = run_decoder(decoder, ids, positions, slots, [k_pages], [v_pages], attend, backend)
+        return logits, k_pages, v_pages
+
+    for ours, wanted in zip(run("triton"), run("torch"), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=0.06, rtol=0.03)
+
+
+@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize(("inputs", "outputs"), [(96, 24), (8192, 4)])
+def test_linear_layers_with_the_tuning_of_their_shape(rows: int, inputs: int, outputs: int) -> None:
+    x, weight = random(rows, inputs, dtype=torch.bfloat16), random(outputs, inputs, dtype=torch.bfloat16)
+    weight, norm = weight / inputs**0.5, 1 + x[0] / 4
+    assert is_skinny(x) == (rows <= MAX_ROWS)
+    if not is_skinny(x):
+        with pytest.raises(ValueError, match=f"got .{rows}, {inputs}"):
+            skinny_linear(x, weight, backend="triton")
+        return
+    residual = random(rows, outputs, dtype=torch.bfloat16)
+    for options in ({}, {"residual": residual}, {"norm": norm}, {"norm": norm, "gated": True}):
+        ours, wanted = (skinny_linear(x, weight, backend=name, **options) for name in ("triton", "torch"))  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, wanted, atol=0.03, rtol=0.02)
+
+
+@shapes
+def test_attention_that_gives_weights(rows: int, group: int) -> None:
+    """Dense with weights of blocks, over lists with weights of what was read, and their addition."""
+    heads, blocks = KV_HEADS * group, 4
+    queries = random(rows, heads, DIM)
+    pool = random(blocks, KV_HEADS, PAGE, DIM), random(blocks, KV_HEADS, PAGE, DIM)
+    tables = torch.randperm(blocks, device=DEVICE).int()[None]
+    lengths = torch.tensor([blocks * PAGE - 3], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    lists = torch.tensor([[[1, 3, 9]]], dtype=torch.int32, device=DEVICE)
+    counts = torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
+    listed = BlockLists(lists, counts, PAGE)
+    arguments = (queries, *pool, tables, lengths, starts, SCALE)
+
+    def run(backend: Backend) -> tuple[Tensor, ...]:
+        of_kernel = {"backend": backend, "max_queries": rows}
+        sums = torch.ones(1, heads, blocks, device=DEVICE)
+        dense = paged_attention_with_block_weights(*arguments, PAGE, 1, **of_kernel, width=blocks)  # type: ignore[arg-type]
+        sparse = paged_attention_with_read_weights(*arguments, listed, **of_kernel)  # type: ignore[arg-type]
+        added = add_listed_weights(*arguments, listed, sums, 0.25, **of_kernel)  # type: ignore[arg-type]
+        return *dense, *sparse, added, sums
+
+    for ours, wanted in zip(run("triton"), run("torch"), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=3e-5, rtol=1e-4)

@@ -1,0 +1,72 @@
+"""Norms and rotation of queries and keys, and their write: Triton against torch, and torch against formulas."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.rotary import rotate_and_write_kv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter has no arithmetic of bfloat16.
+SIXTEEN_BIT = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+TOKENS, DIM, PAGE = 5, 32, 4
+
+
+def given(heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bool) -> tuple[Any, ...]:
+    """Arguments but the pages; one token is not written."""
+    random = torch.Generator().manual_seed(heads + turned)
+    qkv = torch.randn(TOKENS, (heads + 2 * kv_heads) * DIM, generator=random)
+    angles = 6 * torch.rand(9, turned // 2, generator=random)
+    positions = torch.tensor([3, 0, 8, 8, 1])
+    slots = torch.tensor([7, 2, -1, 0, 5])
+    norms = 1 + 0.3 * torch.randn(2, DIM, generator=random)
+    tensors = qkv.to(dtype), angles.cos(), angles.sin(), positions, slots
+    return *(tensor.to(DEVICE) for tensor in tensors), norms.to(DEVICE, dtype) if normed else None
+
+
+def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, norms = arguments
+    pages = [torch.zeros(2, kv_heads, PAGE, DIM, dtype=tensors[0].dtype, device=DEVICE) for _ in range(2)]
+    queries = rotate_and_write_kv(*tensors, *pages, heads, backend, norms, 1e-5)
+    return queries, *pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SIXTEEN_BIT])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "turned"), [(2, 2, 32), (3, 1, 24), (8, 2, 8), (7, 1, 0), (1, 1, 32)]
+)
+def test_triton_gives_what_torch_gives(
+    heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bool
+) -> None:
+    pytest.importorskip("triton")
+    arguments = given(heads, kv_heads, turned, dtype, normed)
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps} if normed else {}
+    for one, other in zip(
+        run(arguments, heads, kv_heads, "triton"), run(arguments, heads, kv_heads, "torch"), strict=True
+    ):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("turned", [32, 24, 0])
+def test_torch_gives_what_the_formulas_say(turned: int) -> None:
+    """x turned by an angle is x * e^(i * angle), of pairs of dimensions as complex numbers."""
+    heads, kv_heads, half = 3, 1, turned // 2
+    arguments = given(heads, kv_heads, turned, torch.float32, normed=True)
+    qkv, cosines, sines, positions, slots, norms = (tensor.cpu() for tensor in arguments)
+    x = qkv.view(TOKENS, heads + 2 * kv_heads, DIM).clone()
+    for head in range(heads + kv_heads):
+        rows = x[:, head]
+        rows = norms[int(head >= heads)] * rows / (rows.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        pairs = torch.complex(rows[:, :half], rows[:, half:turned])
+        pairs = pairs * torch.complex(cosines[positions], sines[positions])
+        x[:, head] = torch.cat([pairs.real, pairs.imag, rows[:, turned:]], 1)
+    queries, keys, values = (out.cpu() for out in run(arguments, heads, kv_heads, "torch"))
+    torch.testing.assert_close(queries, x[:, :heads])
+    for pages, wanted in ((keys, x[:, heads : heads + kv_heads]), (values, x[:, heads + kv_heads :])):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                torch.testing.assert_close(pages[slot // PAGE, :, slot % PAGE], wanted[token])
+        assert pages.count_nonzero() == (TOKENS - 1) * kv_heads * DIM
