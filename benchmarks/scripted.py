@@ -13,7 +13,7 @@ import torch
 from draft_service import service as draft_service
 from draft_service.drafter import DrafterSettings
 from engine.batch import SequenceInput
-from engine.paged_kv import PagedKV
+from engine.kv.paged import PagedKV
 from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan
 from target_service import service as target_service

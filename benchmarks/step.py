@@ -11,7 +11,8 @@ from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds,
 from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
 from engine.decoder import Decoder
 from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE
 from engine.steps import StepBuffers, StepShape, make_buffers, run_step
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)

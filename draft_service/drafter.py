@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.session import DraftSession, common_prefix
 from engine.batch import SequenceInput
 from engine.draft_rounds import RoundOutput, RoundRequest
-from engine.paged_kv import pages_for
+from engine.kv.pages import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
 from engine.step_loop import share_prefill

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.judging import Drafted
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from kernels.paged_attention import BlockLists, GroupMeans, gather_pages
 
 Logits = Literal["none", "last", "all"]
@@ -145,7 +146,7 @@ class Batch:
     order: list[int]  # order[i]: which input stands at place i
 
 
-def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device, begun: bool = False) -> Batch:
+def build_batch(inputs: list[SequenceInput], kv: KVCache, device: torch.device, begun: bool = False) -> Batch:
     """Allocate pages for the inputs' tokens and lay them out. Raises OutOfPages before changing a length.
 
     begun: the pages are there already.
@@ -163,8 +164,8 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device, 
     if any(item.read is not None and item.read.budget is not None for item in inputs):
         raise NotImplementedError("budgets that are shared out on the device run in GraphRunner")
     if not begun:
-        kv.begin([(item.kv, len(item.tokens)) for item in inputs])
-    if kv.lies_apart or not all(kv.is_resident(item.kv) for item in inputs):
+        kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+    if kv.kept_layers or not all(kv.is_resident(item.kv) for item in inputs):
         raise NotImplementedError(
             "KV in tiers, once it has left the GPU or where some layers stay there, is read by GraphRunner; methods "
             "that choose while the target runs are not built for it: choose another, or leave --host-kv-memory out"
@@ -179,7 +180,7 @@ def build_batch(inputs: list[SequenceInput], kv: PagedKV, device: torch.device, 
         item = inputs[i]
         start, end = item.kv.length, item.kv.length + len(item.tokens)
         at = np.arange(start, end)
-        pages = kv.frames(item.kv)[start // PAGE_SIZE :].astype(np.int64)
+        pages = kv.gpu_pages(item.kv)[start // PAGE_SIZE :].astype(np.int64)
         positions.append(at)
         slots.append(pages[at // PAGE_SIZE - start // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
         first = len(tokens)
@@ -215,11 +216,11 @@ def _kind(item: SequenceInput) -> tuple[int, ...]:
     return (2, read.block_size, read.group_means, read.emit, *dense)
 
 
-def _build_part(group: list[tuple[SequenceInput, int]], kv: PagedKV, device: torch.device) -> BatchPart:
+def _build_part(group: list[tuple[SequenceInput, int]], kv: KVCache, device: torch.device) -> BatchPart:
     items = [item for item, _ in group]
     tables = np.zeros((len(items), max(len(item.kv.pages) for item in items)), dtype=np.int32)
     for row, item in enumerate(items):
-        tables[row, : len(item.kv.pages)] = kv.frames(item.kv)
+        tables[row, : len(item.kv.pages)] = kv.gpu_pages(item.kv)
     counts = np.array([len(item.tokens) for item in items], dtype=np.int32)
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     lengths = np.array([item.kv.length for item in items], dtype=np.int32) + counts

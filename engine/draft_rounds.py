@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder, run_decoder
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.staging import Staging
 from engine.steps import lay_out_rows, rows_layout
 from kernels.backends import Backend, default_backend
@@ -274,7 +275,7 @@ def blocks_of(shape: RoundShape, settings: RoundSettings) -> int:
 
 def run_round(
     decoder: Decoder,
-    kv: PagedKV,
+    kv: KVCache,
     settings: RoundSettings,
     shape: RoundShape,
     buffers: RoundBuffers,
@@ -368,7 +369,7 @@ def run_round(
 
 def _run_pass(
     decoder: Decoder,
-    kv: PagedKV,
+    kv: KVCache,
     settings: RoundSettings,
     shape: RoundShape,
     buffers: RoundBuffers,

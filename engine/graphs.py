@@ -35,7 +35,7 @@ from engine.draft_rounds import (
     take_kept,
 )
 from engine.judging import Drafted, support_of
-from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.runner import ModelRunner, Runner, SequenceOutput
 from engine.sampling import Sampling
 from engine.steps import (
@@ -48,8 +48,6 @@ from engine.steps import (
     rows_layout,
     run_step,
 )
-from engine.tier_reads import StagedReads
-from engine.tiered_kv import TieredKV, check_kept_layers
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
 from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace
 from kernels.flashinfer_attention import run as run_flashinfer
@@ -143,7 +141,7 @@ class GraphRunner(Runner):
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs: list[SequenceOutput | None] = [None] * len(inputs)
-        self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         groups: dict[object, list[int]] = {}
         for i, item in enumerate(inputs):
             groups.setdefault(self._kind(item), []).append(i)
@@ -221,7 +219,7 @@ class GraphRunner(Runner):
     def _step_over_tiers(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """By fetching what is listed, at once if it fits, else in halves; or by bringing whole sequences together."""
         shape = self._shape(inputs)
-        if self._can_fetch(shape):
+        if shape.width > 0 and self.kv.can_fetch(shape.dense_layers, shape.block_size):
             outputs = self._step_fetching(replace(shape, tiered=True), inputs)
             if outputs is not None:
                 return outputs
@@ -234,35 +232,25 @@ class GraphRunner(Runner):
             for output in self._step_staged(self._shape(part), part)
         ]
 
-    def _can_fetch(self, shape: StepShape) -> bool:
-        """Whether a step lists all that it reads of the layers in tiers, in whole pages."""
-        kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
-        return shape.width > 0 and shape.dense_layers == kept and shape.block_size % PAGE_SIZE == 0
-
     def _step_fetching(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
         """None if the GPU has no room for all that is listed: then nothing was done that another step does not redo."""
-        assert isinstance(self.kv, TieredKV)
         captured = self._step_of(shape)
         self._lay_out(captured.buffers, shape, inputs, [item.kv.table() for item in inputs])
         self._run(captured, shape)
-        counters, results = self.kv.counters, _fetch(captured.buffers)
-        counters.fetched_pages += int(results["fetched"][0])
-        counters.refused_pages += int(results["refused"][0])
-        if results["refused"][0]:
+        results = _fetch(captured.buffers)
+        if not self.kv.count_fetched(results, shape.block_size // PAGE_SIZE):
             return None
-        cold = int(results["cold"].sum())
-        counters.hit_pages += (int(results["listed"][0]) - cold) * (shape.block_size // PAGE_SIZE)
         return self._read(captured.buffers, shape, inputs, results)
 
     def _step_staged(self, shape: StepShape, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Without a graph: what comes from where is looked up as the layers run."""
-        assert isinstance(self.kv, TieredKV)
         if shape not in self._staged:
             memory = None if shape.decay is None else self._memory_of(shape)
             of_model = self.kv.num_layers, self.kv.kv_heads, self.device
             self._staged[shape] = make_buffers(shape, *of_model, memory)
         buffers = self._staged[shape]
-        staged = StagedReads(self.kv, [item.kv for item in inputs])
+        staged = self.kv.stage([item.kv for item in inputs])
+        assert staged is not None
         self._lay_out(buffers, shape, inputs, staged.tables)
         run_step(self.decoder, self.kv, shape, buffers, self._attention, staged.layer)
         outputs = self._read(buffers, shape, inputs, _fetch(buffers))
@@ -272,16 +260,8 @@ class GraphRunner(Runner):
 
     def _parts_to_stage(self, inputs: list[SequenceInput]) -> list[list[SequenceInput]]:
         """Neighbours whose pages fit into the staging buffers together."""
-        assert isinstance(self.kv, TieredKV)
-        parts: list[list[SequenceInput]] = []
-        room = 0
-        for item in inputs:
-            if len(item.kv.pages) > room:
-                parts.append([])
-                room = self.kv.staged_pages
-            parts[-1].append(item)
-            room -= len(item.kv.pages)
-        return parts
+        parts = self.kv.staging_parts([item.kv for item in inputs])
+        return [[inputs[i] for i in part] for part in parts]
 
     def _step_of(self, shape: StepShape) -> _Captured[StepBuffers]:
         if shape not in self._steps:
@@ -305,7 +285,7 @@ class GraphRunner(Runner):
                 item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)
                 shape = self._shape([item] * count)
                 self._step_of(shape)
-                if isinstance(self.kv, TieredKV) and self._can_fetch(shape):
+                if shape.width > 0 and self.kv.can_fetch(shape.dense_layers, shape.block_size):
                     self._step_of(replace(shape, tiered=True))
 
     # What is remembered of sequences, each at its place.
@@ -342,7 +322,7 @@ class GraphRunner(Runner):
             queries=next(n for n in sizes if n >= longest),
             pages=self.max_pages,
             pinned=self.deterministic,
-            apart=isinstance(self.kv, TieredKV) and bool(self.kv.kept_layers),
+            apart=bool(self.kv.kept_layers),
         )
         if first.emitting:
             return replace(shape, block_size=first.block_size, emitting=first.emitting)
@@ -355,8 +335,7 @@ class GraphRunner(Runner):
         dense = tuple(layer for layer, entry in enumerate(read.lists or []) if entry is None)
         if read.budget is not None:
             dense = read.budget.dense_layers
-        if isinstance(self.kv, TieredKV):
-            check_kept_layers(self.kv, dense)
+        self.kv.check_dense_layers(dense)
         shape = replace(shape, block_size=read.block_size, dense_layers=dense)
         if read.group_means:
             assert self.kv.means is not None
@@ -408,8 +387,8 @@ class GraphRunner(Runner):
                 for output, *verdict in zip(outputs, results["accepted"], results["following"], strict=False):
                     output.verdict = verdict[0], verdict[1]
             if shape.tiered:
-                for output, cold in zip(outputs, results["cold"], strict=False):
-                    output.tokens_fetched = cold * shape.block_size
+                for output, missed in zip(outputs, results["missed"], strict=False):
+                    output.tokens_fetched = missed * shape.block_size
         row = 0
         for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
             first, row = row, row + len(item.tokens)
@@ -443,7 +422,7 @@ class GraphRunner(Runner):
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""
-        if isinstance(self.kv, TieredKV):
+        if self.kv.offloads:
             raise NotImplementedError("rounds are drafted over KV that lies on one device: no tiers")
         if settings.projection is not None:
             settings = replace(settings, projection=settings.projection.to(self.device))
@@ -490,7 +469,7 @@ class GraphRunner(Runner):
         """A whole round of each, those that announce and those that do not apart. Raises OutOfPages."""
         behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
         if behind:  # they catch up first, so that one graph serves all rounds
-            self.kv.begin([(item.kv, len(item.tokens) - 1) for item in behind])
+            self.kv.begin_pass([(item.kv, len(item.tokens) - 1) for item in behind])
             self._read_prompts([SequenceInput(item.kv, item.tokens[:-1]) for item in behind])
         requests = [
             replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > ROUND_QUERIES else item
@@ -550,24 +529,23 @@ class GraphRunner(Runner):
 
         rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
         """
-        frames = [self.kv.frames(item.kv) for item in inputs]
-        staged: StagedReads | None = None
+        gpu_pages = [self.kv.gpu_pages(item.kv) for item in inputs]
+        staged = None
         if not all(self.kv.is_resident(item.kv) for item in inputs):
-            assert isinstance(self.kv, TieredKV)
             parts = self._parts_to_stage(inputs)
             if len(parts) > 1:
                 return [output for part in parts for output in self._read_prompts(part, rows)]
-            staged = StagedReads(self.kv, [item.kv for item in inputs])
+            staged = self.kv.stage([item.kv for item in inputs])
         longest = max(rows, *(len(item.tokens) for item in inputs))
         tiled = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
         pages = max(len(item.kv.pages) for item in inputs)
-        kept = self.kv.kept_layers if isinstance(self.kv, TieredKV) else ()
+        kept = self.kv.kept_layers
         host = {
             name: np.zeros(shape, np.int64 if dtype == torch.int64 else np.int32)
             for name, (shape, dtype) in rows_layout(len(inputs), longest, pages, bool(kept)).items()
         }
         tables = None if staged is None else staged.tables
-        lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
+        lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
         count = int(host["query_starts"][-1])
         wanted = np.zeros(count, bool)
         run = rows or count

@@ -15,9 +15,11 @@ from engine import attention
 from engine.attention_backends import check_attention_backend
 from engine.families import read_decoder, sliding_window, unbuilt_feature
 from engine.graphs import MAX_OVERHANG, GraphRunner
-from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
+from engine.kv.cache import KVCache
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.kv.tiered import TieredKV
 from engine.runner import ModelRunner, Runner
-from engine.tiered_kv import TieredKV
 from kernels.backends import AttentionBackend
 from kernels.flashinfer_attention import check_flashinfer
 
@@ -115,7 +117,7 @@ def make_runner(
     pages = pages_for(kv_tokens)
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
     of_weights = parameter.dtype, parameter.device
-    kv: PagedKV
+    kv: KVCache
     if host_kv_tokens:
         at_home = host_kv_tokens // PAGE_SIZE
         rooms = min(pages, at_home), at_home, longest
@@ -181,7 +183,7 @@ class ModelSettings:
     step_queries: tokens of a sequence that most steps run, γ + 1. deterministic: on a GPU, tokens do not depend on
     what runs beside a sequence nor on whether it was drafted (engine.graphs.GraphRunner). attention_backend: one of
     engine.attention_backends.ATTENTION_BACKENDS. host_kv_memory: GiB of KV of all sessions in host memory, of which the
-    room above is what lies on the device at once (engine.tiered_kv); 0: all KV lies on the device. dense_layers: that
+    room above is what lies on the device at once (engine.kv.tiered); 0: all KV lies on the device. dense_layers: that
     sparse sessions read wholly, whose KV then stays on the device. group_size: tokens of a group whose means are kept
     there, counted where there is a home on the host; 0: none.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import SequenceInput, SparseRead, build_batch
-from engine.paged_kv import PagedKV
+from engine.kv.cache import KVCache
 from kernels.paged_attention import BlockLists
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Runner:
     nothing that runs beside it.
     """
 
-    kv: PagedKV
+    kv: KVCache
     vocab_size: int
     shares_budgets = False
     drafts_rounds = False
@@ -74,7 +74,7 @@ class Runner:
 class ModelRunner(Runner):
     """A transformers causal LM loaded with the `specahead` attention (engine.loading) over paged KV."""
 
-    def __init__(self, model: nn.Module, kv: PagedKV, vocab_size: int) -> None:
+    def __init__(self, model: nn.Module, kv: KVCache, vocab_size: int) -> None:
         self.model = model
         self.kv = kv
         self.vocab_size = vocab_size

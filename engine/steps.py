@@ -14,10 +14,10 @@ from torch import Tensor
 from engine.batch import SequenceInput
 from engine.decoder import Decoder, run_decoder
 from engine.judging import judge, lay_out_verdicts, verdict_layout
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.kv.cache import KVCache
+from engine.kv.fetch import FetchPlan
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.staging import Layout, Staging
-from engine.tier_reads import Fetched, fetch_listed
-from engine.tiered_kv import TieredKV
 from kernels.backends import Backend, default_backend
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.flashinfer_attention import Planned, dense_requests, plan
@@ -45,8 +45,8 @@ class StepShape:
     groups: group means of a sequence, at most; 0: none stand in. dense_layers: that have no lists. judged: whether
     the pass ends in verdicts, each sequence having drafted all its tokens but the first; support: entries of a
     distribution that they were drawn from, at most; 0: all are greedy. pinned: splits of attention do not depend on
-    the batch. apart: some layers' pages lie at their numbers, others in frames (TieredKV.kept_layers). tiered: block
-    tables name pages of a TieredKV; what is listed, in every layer that lies in tiers, is fetched first.
+    the batch. apart: some layers' pages lie at their numbers, others in GPU pages (KVCache.kept_layers). tiered: block
+    tables name pages of a backing store; what is listed, in every layer that lies in tiers, is fetched first.
     """
 
     sequences: int
@@ -160,8 +160,8 @@ def make_buffers(
     tiers: Layout = {}
     if shape.tiered:
         tiers = {"round": ((1,), torch.int32)}
-        results |= dict.fromkeys(("listed", "fetched", "refused"), ((1,), torch.int32))
-        results["cold"] = (count,), torch.int32
+        results |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
+        results["missed"] = (count,), torch.int32
     if shape.judged:
         judged_rows = {"judged_rows": ((count * shape.queries,), torch.int64)}
         verdicts = verdict_layout(count, shape.queries - 1, shape.support)
@@ -193,7 +193,7 @@ def make_buffers(
 
 def run_step(
     decoder: Decoder,
-    kv: PagedKV,
+    kv: KVCache,
     shape: StepShape,
     buffers: StepBuffers,
     attention: Backend | None = None,
@@ -216,12 +216,12 @@ def run_step(
     tables, lengths = buffers.block_tables, buffers.lengths
     if buffers.budget is not None:
         _share_out(buffers, buffers.budget, decoder.kv_heads)
-    fetched: Fetched | None = None
+    fetched: FetchPlan | None = None
     if shape.tiered:
-        assert isinstance(kv, TieredKV) and buffers.round is not None
+        assert buffers.round is not None
         assert buffers.lists is not None and buffers.counts is not None
         listed = buffers.lists, buffers.counts, shape.block_size
-        fetched = fetch_listed(kv, *listed, tables, buffers.round, overlap)
+        fetched = kv.fetch_plan(*listed, tables, buffers.round, overlap)
     common = (decoder.kv_heads, group, dim, shape.queries, tables, lengths, PAGE_SIZE)
     dense_work = sparse_work = None
     means: list[GroupMeans] | None = None
@@ -234,10 +234,10 @@ def run_step(
             dense_work = plan_work(*common, tuning=tuning)
         if shape.width:
             assert buffers.lists is not None and buffers.counts is not None
-            found = None if fetched is None else fetched.slots
+            found = None if fetched is None else fetched.lines
             blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, found)
             sparse_work = plan_work(*common, blocks, None if means is None else means[0], tuning)
-    kept = kv.kept_layers if isinstance(kv, TieredKV) else ()
+    kept = kv.kept_layers
     kept_tables, kept_slots = buffers.kept_tables, buffers.kept_slots
     slots: Tensor | list[Tensor] = buffers.slots
     if kept_slots is not None:
@@ -272,7 +272,7 @@ def run_step(
         places = None
         if fetched is not None:
             fetched.wait(at)
-            places = fetched.slots[at]
+            places = fetched.lines[at]
         blocks = BlockLists(buffers.lists[at], buffers.counts[at], shape.block_size, places)
         work = None if sparse_work is None else sparse_work.layer(at)
         stand_ins = None if means is None else means[layer]
@@ -305,9 +305,9 @@ def run_step(
     if fetched is not None:
         assert buffers.counts is not None
         results["listed"].copy_(buffers.counts.sum())
-        results["refused"].copy_(fetched.refused)
+        results["overflow"].copy_(fetched.overflow)
         results["fetched"].copy_(fetched.transfers.counts.sum())
-        results["cold"].copy_(fetched.cold)
+        results["missed"].copy_(fetched.missed)
     if shape.judged:
         by_sequence = logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -319,7 +319,7 @@ def run_step(
         results["blocks_read"].copy_(buffers.counts.sum((0, 2)))
         places = buffers.budget.places
         if fetched is not None:  # a void pass will run again
-            places = places.masked_fill(fetched.refused > 0, -1)
+            places = places.masked_fill(fetched.overflow > 0, -1)
         remember_weights(
             buffers.budget.memory,
             places,
@@ -332,7 +332,7 @@ def run_step(
         )
 
 
-def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, kv: PagedKV) -> None:
+def plan_rows(planned: Planned, host: dict[str, np.ndarray], decoder: Decoder, kv: KVCache) -> None:
     """Plan FlashInfer's dense attention over sequences that were laid out by `lay_out_rows`."""
     layout = (torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts"))
     pages = kv.k_pages[0]
@@ -374,7 +374,7 @@ def lay_out_step(
     shape: StepShape,
     inputs: list[SequenceInput],
     places: list[int],
-    kv: PagedKV,
+    kv: KVCache,
     tables: list[np.ndarray] | None = None,
 ) -> None:
     """Bring a step's inputs to the device. places: where each sequence's memory is, where budgets are shared out.
@@ -383,10 +383,9 @@ def lay_out_step(
     """
     buffers.inputs.begin()
     host = buffers.inputs.host
-    frames = [kv.frames(item.kv) for item in inputs]
-    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], frames, tables)
+    gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
+    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
     if shape.tiered:
-        assert isinstance(kv, TieredKV)
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
             host["block_tables"][i, len(item.kv.pages) :] = -1
@@ -408,13 +407,13 @@ def lay_out_step(
 def lay_out_rows(
     host: dict[str, np.ndarray],
     items: list[tuple[SequenceKV, list[int]]],
-    frames: list[np.ndarray] | None = None,
+    gpu_pages: list[np.ndarray] | None = None,
     tables: list[np.ndarray] | None = None,
 ) -> None:
     """Sequences and the tokens that each is to run next, into arrays of `rows_layout`; rows behind them are empty.
 
-    frames: where in the KV tensors the pages of each sequence lie; None: at their numbers. tables: the block tables;
-    None: `frames`.
+    gpu_pages: where in the KV tensors the pages of each sequence lie; None: at their numbers. tables: the block tables;
+    None: `gpu_pages`.
     """
     host["slots"][:] = -1
     host["lengths"][:] = 0
@@ -423,7 +422,7 @@ def lay_out_rows(
     row = 0
     for i, (kv, tokens) in enumerate(items):
         at = np.arange(kv.length, kv.length + len(tokens))
-        pages = kv.table() if frames is None else frames[i]
+        pages = kv.table() if gpu_pages is None else gpu_pages[i]
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
         host["slots"][here] = pages[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE

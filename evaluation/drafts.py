@@ -22,8 +22,8 @@ from engine.batch import SequenceInput
 from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading import default_device, load_runner, load_tokenizer, resolve_dtype
-from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.report import align, markdown_table

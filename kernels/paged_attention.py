@@ -77,7 +77,7 @@ class Tuning:
     segment: int = 0
 
 
-# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.tiered_kv), each
+# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.kv.tiered), each
 # in the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its
 # time. The same everywhere: what a step gives does not depend on where its KV comes from.
 LEFT_FREE = 16

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from engine.batch import SequenceInput, SparseRead
 from engine.judging import Drafted, judge_others
-from engine.paged_kv import PAGE_SIZE, pages_for
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.runner import Runner, SequenceOutput
 from engine.sampling import USE_ACCEPT, uniforms
 from engine.step_loop import share_prefill
-from engine.tiered_kv import TieredKV
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
@@ -128,8 +128,7 @@ class Verifier:
             runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in self._methods):
             runner.kv.keep_group_means(plan.group_size)
-        if isinstance(runner.kv, TieredKV):
-            _check_frames(runner.kv, settings)
+        _check_writable(runner.kv, settings)
 
     def warm_up(self) -> None:
         """Make the runner ready for the steps of plain, exact and, where it shares budgets out, sparse sessions."""
@@ -145,13 +144,13 @@ class Verifier:
     def totals(self) -> dict[str, float]:
         """Counters since the start, those of KV tiers included."""
         kv = self.runner.kv
-        return {**self.counters, **(kv.totals if isinstance(kv, TieredKV) else {})}
+        return {**self.counters, **kv.totals}
 
     @property
     def gauges(self) -> dict[str, float]:
         kv = self.runner.kv
         return {
-            **(kv.gauges if isinstance(kv, TieredKV) else {}),
+            **kv.gauges,
             "sessions": len(self._sessions),
             "queued_sessions": len(self._queue),
             "kv_pages_held": self.runner.kv.pool.held,
@@ -185,7 +184,7 @@ class Verifier:
             raise InvalidArgument(
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
-        if METHODS[name].just_in_time is not None and isinstance(self.runner.kv, TieredKV):
+        if METHODS[name].just_in_time is not None and self.runner.kv.offloads:
             raise InvalidArgument(
                 f"session {request.session}: {name} chooses while the target runs, which is not built for KV in tiers: "
                 "choose another, or leave --host-kv-memory out"
@@ -215,7 +214,7 @@ class Verifier:
             )
         if len(self._queue) >= settings.max_queued:
             raise ResourceExhausted(f"{len(self._queue)} sessions are queued already; try again later")
-        if isinstance(self.runner.kv, TieredKV):
+        if self.runner.kv.offloads:
             leaving = sum(self._need(closed.max_length) for closed in self._closed)
             queued = sum(self._need(session.max_length) for session in self._queue)
             taken = self._reserved + queued - leaving
@@ -564,16 +563,13 @@ class Verifier:
         self.runner.kv.index_prefix(session.kv, session.tokens)
 
 
-def _check_frames(kv: TieredKV, settings: VerifierSettings) -> None:
-    """What is being written must lie on the GPU, whatever else does. Raises ValueError."""
+def _check_writable(kv: KVCache, settings: VerifierSettings) -> None:
+    """Raise ValueError unless all that a step writes has room on the GPU at once, whatever else has."""
     a_session = pages_for(settings.gamma + 1) + 2
-    least = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
-    if kv.num_frames < least:
-        raise ValueError(
-            f"{kv.num_frames} KV pages of {PAGE_SIZE} fit on the GPU; {settings.max_sessions} sessions, and "
-            f"{settings.prefill_chunk} prompt tokens a step, write up to {least} at once: raise kv_memory, or lower "
-            "max_sessions or prefill_chunk"
-        )
+    pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
+    kv.check_writable(
+        pages, f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
+    )
 
 
 def cut_at_end(

@@ -14,8 +14,8 @@ from engine.batch import SequenceInput
 from engine.decoder import run_decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.graphs import GraphRunner
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, load_runner, read_shape
-from engine.paged_kv import SequenceKV
 from engine.runner import Runner
 from kernels.backends import Backend
 

@@ -21,8 +21,8 @@ from engine.batch import SequenceInput, SparseRead
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
 from engine.loading import ModelSettings, load_runner, open_model
-from engine.paged_kv import SequenceKV
 from engine.runner import SequenceOutput
 from engine.sampling import Sampling
 from kernels import flashinfer_attention

@@ -21,7 +21,7 @@ from engine.draft_rounds import (
     make_round_buffers,
 )
 from engine.graphs import GraphRunner
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from evaluation.drafts import load_pair
 from evaluation.rounds import prefill
 from evaluation.run import Pair

@@ -15,8 +15,8 @@ import torch
 
 import models
 from engine.batch import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
-from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
 from evaluation import cases, drafts, plots, quality, report
 from evaluation.cases import Case

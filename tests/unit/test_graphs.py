@@ -15,8 +15,8 @@ from engine.batch import SequenceInput, SparseRead
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted, judge_rounds
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
-from engine.paged_kv import SequenceKV
 from engine.runner import SequenceOutput
 from engine.sampling import Sampling, Support
 from kernels.selection import compact

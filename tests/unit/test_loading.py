@@ -9,6 +9,8 @@ import torch
 import engine.loading
 import models
 from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.kv.pages import pages_for
+from engine.kv.tiered import TieredKV
 from engine.loading import (
     DEFAULT_KV_TOKENS,
     ModelSettings,
@@ -19,8 +21,6 @@ from engine.loading import (
     room_at_home,
     room_for_kv,
 )
-from engine.paged_kv import pages_for
-from engine.tiered_kv import TieredKV
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
@@ -103,8 +103,8 @@ def test_a_model_is_opened_over_tiers() -> None:
     runner = open_model(tiered(800)).runner
     assert isinstance(runner, GraphRunner)
     assert isinstance(runner.kv, TieredKV)
-    assert (runner.kv.num_frames, runner.kv.pool.num_pages) == (20, 50)
-    assert runner.kv.staged_pages == pages_for(640 + MAX_OVERHANG)
+    assert (runner.kv.resident.count, runner.kv.pool.num_pages) == (20, 50)
+    assert runner.kv.memory.staged_pages == pages_for(640 + MAX_OVERHANG)
     assert not isinstance(open_model(replace(tiered(800), host_kv_memory=0.0)).runner.kv, TieredKV)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import SequenceKeys
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from sparsity import announce, in_advance, just_in_time
 from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
 from sparsity.choice import choose, choose_over_all, mandatory, share

@@ -16,10 +16,12 @@ from engine.draft_rounds import RoundSettings
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted
+from engine.kv.counters import TierCounters
+from engine.kv.paged import PagedKV
+from engine.kv.pages import OutOfPages, SequenceKV
+from engine.kv.tiered import TieredKV
 from engine.loading import load_model, make_runner
-from engine.paged_kv import OutOfPages, PagedKV, SequenceKV
 from engine.sampling import Sampling
-from engine.tiered_kv import TierCounters, TieredKV
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, load_plan
 from sparsity.reader import Reader
@@ -197,9 +199,9 @@ def with_plan(**changes: Any) -> Case:
 def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: int) -> None:
     """From frames for everything on; group means are made from pages that are only at home, too."""
     got = check(model, plain, frames, Case())
-    assert got.tiered.spilled == (frames < 80)
+    assert got.tiered.offload_active == (frames < 80)
     assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
-    assert (got.tiered.counters.refused_pages, got.stages) == (0, 0)
+    assert (got.tiered.counters.overflow_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
 
 
@@ -245,7 +247,7 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, 
     got = check(model, plain, frames, case, method != "dense" or PARTS_ARE_EXACT)
     sparse = frames < 80 and method != "dense"
     assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, frames < 80 and not sparse)
-    assert len(got.tiered.k_home) == len(got.tiered.k_pages) - 2
+    assert len(got.tiered.memory.stored) == len(got.tiered.k_pages) - 2
 
 
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
@@ -258,14 +260,14 @@ def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
 def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any) -> None:
     """Without staging: what was refused together has run apart."""
     got = check(model, plain, 36, replace(with_plan(budget=0.6), method="streaming"), exactly=False)
-    assert got.tiered.counters.refused_pages > 0
+    assert got.tiered.counters.overflow_pages > 0
     assert got.stages == 0
 
 
 def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, plain: Any) -> None:
     case = replace(with_plan(budget=0.6), method="streaming", chunk=64)
     got = check(model, plain, 20, case, exactly=False)
-    assert got.tiered.counters.refused_pages > 0
+    assert got.tiered.counters.overflow_pages > 0
     assert got.stages > 0
 
 
@@ -274,7 +276,7 @@ def test_the_least_frames_that_work(model: Any, plain: Any, method: str) -> None
     """Two pages of each of three sequences are written at once."""
     case = Case(method=method, chunk=32)
     check(model, plain, 6, case, exactly=False)
-    with pytest.raises(OutOfPages, match="6 frames wanted, 5 of 5 can be given"):
+    with pytest.raises(OutOfPages, match="6 GPU pages wanted, 5 of 5 can be given"):
         run(model, 5, case)
 
 
@@ -339,7 +341,7 @@ def test_a_selector_beside_a_step_does_not_commit_the_step(model: Any) -> None:
         (output,) = side.runner.forward([SequenceInput(first, tokens(5, 4), "all")])
         logits.append(output.logits)
         if isinstance(side.kv, TieredKV):
-            assert side.kv.spilled
+            assert side.kv.offload_active
             side.kv.check_integrity()
     assert torch.equal(*logits)
 

@@ -8,8 +8,8 @@ import models
 from engine.batch import SequenceInput
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
-from engine.paged_kv import SequenceKV
 from sparsity.methods import METHODS
 from sparsity.plan import load_plan
 from sparsity.reader import Reader
