@@ -12,7 +12,7 @@ import torch
 
 from draft_service import service as draft_service
 from draft_service.drafter import DrafterSettings
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.kv.paged import PagedKV
 from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan

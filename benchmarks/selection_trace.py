@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import models
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import load_runner, load_tokenizer, model_hash
 from engine.runner import Runner

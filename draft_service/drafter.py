@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from engine.draft_rounds import RoundOutput, RoundRequest
+from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from torch import Tensor
 
 from draft_service.session import DraftSession, common_prefix
-from engine.batch import SequenceInput
-from engine.draft_rounds import RoundOutput, RoundRequest
+from engine.inputs import SequenceInput
 from engine.kv.pages import pages_for
 from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, limit_support, uniforms
@@ -25,7 +26,6 @@ from sparsity.announce import BY_TARGET_HEAD, announce
 from sparsity.methods import Method
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
-from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from wire.messages import (
     Announcement,
     Begin,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import Backend
+from kernels.backends import Backend, default_backend
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
@@ -78,6 +78,26 @@ class Decoder:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+
+    can_capture = True  # in CUDA graphs
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | list[Tensor],
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+        attend: Attend,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one pass by `run_decoder`, whose arguments and result these are."""
+        backend = default_backend(token_ids.device)
+        return run_decoder(self, token_ids, positions, slots, k_pages, v_pages, attend, backend, logits_rows)
 
     @property
     def head_dim(self) -> int:

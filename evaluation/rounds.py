@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.runner import Runner
 from evaluation.cases import Case

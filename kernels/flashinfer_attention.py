@@ -7,6 +7,7 @@ weights of blocks nor takes group means: steps that need those, and all steps in
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,6 +104,25 @@ def make_workspace(device: torch.device) -> Tensor:
 def make_planned(workspace: Tensor) -> Planned:
     """Return a wrapper for batches of any shape. Launches captured in a CUDA graph stay as they were planned."""
     return Planned(_flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2"))
+
+
+def plan_rows(
+    planned: Planned,
+    block_tables: np.ndarray,
+    lengths: np.ndarray,
+    query_starts: np.ndarray,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    scale: float,
+    dtype: torch.dtype,
+    page_size: int = 16,
+) -> None:
+    """Plan dense attention over sequences that are laid out on the host; arguments as for `dense_requests`."""
+    layout = (torch.from_numpy(array) for array in (block_tables, lengths, query_starts))
+    plan(
+        planned, dense_requests(*layout, page_size), kv_heads * group, kv_heads, dim, page_size, scale, dtype
+    )
 
 
 def plan(

@@ -1,32 +1,57 @@
-"""The draft's side of the methods that announce: from the draft's attention weights to what it says.
-
-Evidence is the draft's block weights [queries, draft_layers, draft_heads, blocks] of a round's queries so far.
-A row of an announcement is what the method says it is; both sides derive the rows from the plan.
+"""The methods by which a draft announces: which rows an announcement has, how they follow from the draft's heads, and
+how many blocks are chosen. Both sides derive the rows from the plan.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparsity.choice import choose_over_all, share
+from engine.announcing import Announcer, choose_blocks, predict_weights
 from sparsity.plan import Plan, Rule
-from sparsity.selection import BlockSelection
+from sparsity.selection import BlockSelection, row_words
 
 LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size to the scores
 
 
 @dataclass(frozen=True)
 class Announcing:
-    """rows: rows of an announcement. choose: evidence, plan, rule, base, what was announced last round (bool
-    [rows, blocks] or None) -> bool [rows, blocks], or [queries, rows, blocks] where each query has its own. expand:
-    row of each head [sparse layers, kv_heads]."""
+    """What a method announces, by the plan.
 
-    rows: Callable[[Plan], int]
-    choose: Callable[[Tensor, Plan, Rule, int, Tensor | None], Tensor]
+    projection: plan -> [rows, draft_layers * draft_heads] float32. expand: plan -> [sparse layers, kv_heads] int64,
+    the row that each target head listens to. over_all: whether one budget is shared by all rows.
+    """
+
+    projection: Callable[[Plan], Tensor]
     expand: Callable[[Plan], Tensor]
+    over_all: bool = False
+
+    def rows(self, plan: Plan) -> int:
+        """Return how many rows an announcement has."""
+        return int(self.expand(plan).max()) + 1 if plan.sparse_layers else 0
+
+    def announcer(self, plan: Plan, rule: Rule) -> Announcer:
+        """Return how the engine announces by this method."""
+        projection = self.projection(plan)
+        if self.over_all:
+            return Announcer(projection, "over_all", stickiness=plan.stickiness)
+        return Announcer(projection, "nucleus" if rule == "top_p" else "by_row", plan.mass)
+
+    def limits(self, plan: Plan, rule: Rule, base: int) -> tuple[int, int, int]:
+        """Return the first block, the last block + 1 and how many blocks a round on `base` tokens chooses from.
+
+        A nucleus is taken of a whole row, mandatory blocks included; other choices leave room for these.
+        """
+        blocks = plan.num_blocks(base)
+        if self.over_all:
+            return shared_limits(plan, base)
+        if rule == "top_p":
+            return 0, blocks, 0
+        first, last = plan.middle(blocks)
+        return first, last, max(0, plan.budget_blocks(blocks) - (blocks - (last - first)))
 
 
 def announce(
@@ -36,28 +61,34 @@ def announce(
     rule: Rule,
     base: int,
     last: BlockSelection | None = None,
-) -> list[BlockSelection]:
-    """One selection, or one for each query where plan.sharing is per_query. Blocks are those of `base` tokens.
+) -> BlockSelection:
+    """Return what one round announces, as a draft's round chooses it, by the torch references.
 
-    last: what was announced for the round before, if it is known.
+    evidence: [draft_layers, draft_heads, blocks or more], the draft's weights on the blocks of `base` tokens. last:
+    what was announced for the round before, if it is known.
     """
     blocks = plan.num_blocks(base)
-    before = None if last is None else torch.from_numpy(last.resized(blocks).matrix())
-    chosen = method.choose(evidence[..., :blocks].cpu(), plan, rule, base, before)
-    return [
-        BlockSelection.from_matrix(rows.numpy()) for rows in (chosen if chosen.dim() == 3 else chosen[None])
-    ]
+    announcer = method.announcer(plan, rule)
+    before = torch.zeros(1, len(announcer.projection), row_words(blocks), dtype=torch.int64)
+    if last is not None:
+        before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64))
+    limits = torch.tensor(method.limits(plan, rule, base), dtype=torch.int32)[:, None]
+    scores = predict_weights(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
+    words = choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
+    return BlockSelection.from_words(len(words), blocks, words)
 
 
 def draft_heads(plan: Plan) -> list[tuple[int, int]]:
-    """The draft heads that sparse layers listen to (STS), in the order of an announcement's rows."""
+    """Return the draft heads that sparse layers listen to (STS), in the order of an announcement's rows."""
     return sorted({pair for layer in plan.sparse_layers for pair in plan.head_map[layer]})
 
 
-def _choose_draft_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
-    """STS, section 4.2: each draft head's own heaviest blocks."""
-    layer, head = torch.tensor(draft_heads(plan), dtype=torch.long).view(-1, 2).T
-    return share(evidence[:, layer, head], plan, rule, base)
+def _project_draft_heads(plan: Plan) -> Tensor:
+    """STS, section 4.2: a row is one draft head."""
+    matrix = torch.zeros(len(draft_heads(plan)), plan.draft_layers, plan.draft_heads)
+    for row, (layer, head) in enumerate(draft_heads(plan)):
+        matrix[row, layer, head] = 1
+    return matrix.flatten(1)
 
 
 def _expand_draft_heads(plan: Plan) -> Tensor:
@@ -67,13 +98,16 @@ def _expand_draft_heads(plan: Plan) -> Tensor:
 
 
 def draft_layers(plan: Plan) -> list[int]:
-    """The draft layers that sparse layers listen to (SpecAttn)."""
+    """Return the draft layers that sparse layers listen to (SpecAttn), in the order of an announcement's rows."""
     return sorted({plan.layer_map[layer] for layer in plan.sparse_layers})
 
 
-def _choose_draft_layers(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
-    """SpecAttn, section 3.4: the nucleus of each draft layer's mean weights."""
-    return share(evidence[:, draft_layers(plan)].mean(2), plan, rule, base)
+def _project_draft_layers(plan: Plan) -> Tensor:
+    """SpecAttn, section 3.4: a row is the mean of a draft layer's heads."""
+    matrix = torch.zeros(len(draft_layers(plan)), plan.draft_layers, plan.draft_heads)
+    for row, layer in enumerate(draft_layers(plan)):
+        matrix[row, layer] = 1 / plan.draft_heads
+    return matrix.flatten(1)
 
 
 def _expand_draft_layers(plan: Plan) -> Tensor:
@@ -82,44 +116,28 @@ def _expand_draft_layers(plan: Plan) -> Tensor:
     return index[:, None].expand(-1, plan.target_kv_heads)
 
 
-def _choose_target_heads(evidence: Tensor, plan: Plan, rule: Rule, base: int, last: Tensor | None) -> Tensor:
-    """`ahead`: blends of draft heads predict each target head's weights; one budget over all of them.
-
-    What was announced last round counts somewhat more (plan.stickiness): a choice between near equals that stays as
-    it was is cheaper to announce and to fetch.
-    """
-    if rule != "top_k" or plan.sharing not in ("pooled", "first"):
-        raise NotImplementedError(
-            f"'ahead' shares one top_k budget by pooled or first, not {rule} by {plan.sharing}"
-        )
-    *_, count = shared_limits(plan, base)
-    return choose_over_all(_score_target_heads(evidence, plan, base, last), count)
+def _blend_draft_heads(plan: Plan) -> Tensor:
+    """`ahead`: a row is a target head, predicted by a blend of draft heads, times that head's importance."""
+    heads = [(layer, head) for layer in plan.sparse_layers for head in range(plan.target_kv_heads)]
+    matrix = torch.zeros(len(heads), plan.draft_layers, plan.draft_heads)
+    for row, (layer, head) in enumerate(heads):
+        for draft_layer, draft_head, weight in plan.blends[layer * plan.target_kv_heads + head]:
+            matrix[row, draft_layer, draft_head] = weight * plan.head_importance[layer][head]
+    return matrix.flatten(1)
 
 
-def _score_target_heads(evidence: Tensor, plan: Plan, base: int, last: Tensor | None) -> Tensor:
-    weights = evidence.mean(0) if plan.sharing == "pooled" else evidence[0]
-    predicted = torch.einsum("tlh,lhb->tb", blend_matrix(plan), weights.float())
-    if last is not None:
-        predicted *= 1 + (plan.stickiness - 1) * last
-    first, end, _ = shared_limits(plan, base)
-    return _between(predicted, first, end)
-
-
-def _between(scores: Tensor, first: int, end: int) -> Tensor:
-    """0 outside blocks first … end - 1."""
-    block = torch.arange(scores.shape[1])
-    return scores.masked_fill((block < first) | (block >= end), 0)
+def _expand_target_heads(plan: Plan) -> Tensor:
+    return torch.arange(len(plan.sparse_layers) * plan.target_kv_heads).view(-1, plan.target_kv_heads)
 
 
 def shared_limits(plan: Plan, base: int) -> tuple[int, int, int]:
-    """Between which blocks (first, last + 1) an announcement of `ahead` chooses, and how many over all rows."""
-    blocks = plan.num_blocks(base)
-    first, end = plan.middle(blocks, LEAST_WINDOW)
-    return first, end, math.floor(plan.announced_share * shared_room(plan, base, blocks))
+    """Return between which blocks (first, last + 1) `ahead` chooses, and how many blocks over all rows."""
+    first, end = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
+    return first, end, math.floor(plan.announced_share * shared_room(plan, base, plan.num_blocks(base)))
 
 
 def shared_room(plan: Plan, base: int, blocks: int) -> int:
-    """Blocks over all sparse layers and heads that the budget leaves after mandatory blocks and summaries."""
+    """Return how many blocks, over all sparse heads, the budget leaves beside mandatory ones and summaries."""
     first, last = plan.middle(plan.num_blocks(base), LEAST_WINDOW)
     heads = len(plan.sparse_layers) * plan.target_kv_heads
     summaries = summary_tokens(plan, base) / plan.block_size
@@ -127,29 +145,11 @@ def shared_room(plan: Plan, base: int, blocks: int) -> int:
 
 
 def summary_tokens(plan: Plan, base: int) -> float:
-    """What reading all group means of a head costs, in tokens of KV: three vectors a group, a token has two."""
+    """Return what reading all group means of a head costs in tokens of KV: a group has three vectors, a token two."""
     stood_in = plan.group_size > 0 and plan.budget < 1
     return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
 
 
-def blend_matrix(plan: Plan) -> Tensor:
-    """[sparse heads, draft_layers, draft_heads] float32, each row times its head's importance."""
-    heads = [(layer, head) for layer in plan.sparse_layers for head in range(plan.target_kv_heads)]
-    matrix = torch.zeros(len(heads), plan.draft_layers, plan.draft_heads)
-    for row, (layer, head) in enumerate(heads):
-        for draft_layer, draft_head, weight in plan.blends[layer * plan.target_kv_heads + head]:
-            matrix[row, draft_layer, draft_head] = weight * plan.head_importance[layer][head]
-    return matrix
-
-
-def _expand_target_heads(plan: Plan) -> Tensor:
-    return torch.arange(len(plan.sparse_layers) * plan.target_kv_heads).view(-1, plan.target_kv_heads)
-
-
-BY_DRAFT_HEAD = Announcing(lambda plan: len(draft_heads(plan)), _choose_draft_heads, _expand_draft_heads)
-BY_DRAFT_LAYER = Announcing(lambda plan: len(draft_layers(plan)), _choose_draft_layers, _expand_draft_layers)
-BY_TARGET_HEAD = Announcing(
-    lambda plan: len(plan.sparse_layers) * plan.target_kv_heads,
-    _choose_target_heads,
-    _expand_target_heads,
-)
+BY_DRAFT_HEAD = Announcing(_project_draft_heads, _expand_draft_heads)
+BY_DRAFT_LAYER = Announcing(_project_draft_layers, _expand_draft_layers)
+BY_TARGET_HEAD = Announcing(_blend_draft_heads, _expand_target_heads, over_all=True)

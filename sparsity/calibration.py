@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading import (
     default_device,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsity.announce import LEAST_WINDOW, shared_room
-from sparsity.choice import choose, choose_over_all, mandatory, shares_of
+from sparsity.choice import choose, mandatory, shares_of
 from sparsity.plan import Plan, Rule
 
 
@@ -58,21 +57,3 @@ def pillar(view: RoundView) -> Tensor:
     flat = None if shares is None else shares.flatten()
     chosen = choose(view.memory.flatten(0, 1), view.plan, view.rule, view.base, flat)
     return chosen.view(view.memory.shape)
-
-
-def ahead(view: RoundView) -> Tensor:
-    """What the draft announced, and with the rest of the budget the target's own heaviest blocks.
-
-    One budget over all layers and heads. What the draft insists on is read even if it was light last round: the
-    target asks for a hidden fact only when it comes to it, and the draft sees that first.
-    """
-    assert view.announced is not None
-    if view.plan.budget == 1:
-        return torch.ones_like(view.announced)
-    if view.memory is None:
-        return view.announced
-    always = mandatory(view.plan, view.base, view.blocks, LEAST_WINDOW)
-    importance = torch.tensor([view.plan.head_importance[layer] for layer in view.plan.sparse_layers])
-    own = (view.memory * importance[..., None]).masked_fill(always | view.announced, 0)
-    room = shared_room(view.plan, view.base, view.blocks) - int((view.announced & ~always).sum())
-    return view.announced | choose_over_all(own, room)

@@ -7,7 +7,7 @@ of them it has. The order of a pass:
     begin_pass        pages for the tokens to come, and GPU pages to write them to
     gpu_pages         where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
     can_fetch         otherwise: whether a step fetches what it lists (fetch_plan); else sequences are staged
-    count_fetched     after a step that fetched: its counters, and whether everything found room
+    count_step        after a step that fetched: its counters, and whether everything found room
 """
 
 from abc import ABC, abstractmethod
@@ -77,6 +77,10 @@ class KVCache(ABC):
     def is_resident(self, sequence: SequenceKV) -> bool:
         """Whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
 
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
+        return self.k_pages[layer], self.v_pages[layer]
+
     @abstractmethod
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Make the means of groups from their pages, int32 [groups, pages of a group], at `slots` of the pool."""
@@ -84,8 +88,11 @@ class KVCache(ABC):
     # Reading sequences that are not resident.
 
     @abstractmethod
-    def can_fetch(self, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        """Whether a step over lists of such blocks, in all layers but these, can fetch what is not on the GPU."""
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+        """Whether a step can fetch what it lists and is not on the GPU.
+
+        width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
+        """
 
     @abstractmethod
     def next_round(self) -> int:
@@ -107,7 +114,7 @@ class KVCache(ABC):
         """
 
     @abstractmethod
-    def count_fetched(self, results: Mapping[str, np.ndarray], pages_per_block: int) -> bool:
+    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         """Count what a step fetched; returns whether all that it listed found room. If not, the step is void.
 
         results: `listed`, `fetched`, `overflow` [1] and `missed` [sequences] int32 (engine.kv.fetch.FetchPlan).

@@ -46,7 +46,7 @@ class PagedKV(KVCache):
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         make_means(self.k_pages, self.v_pages, pages, slots, pool)
 
-    def can_fetch(self, dense_layers: tuple[int, ...], block_size: int) -> bool:
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
         return False
 
     def next_round(self) -> int:
@@ -63,7 +63,7 @@ class PagedKV(KVCache):
     ) -> FetchPlan | None:
         return None
 
-    def count_fetched(self, results: Mapping[str, np.ndarray], pages_per_block: int) -> bool:
+    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         return True
 
     def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:

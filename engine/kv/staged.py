@@ -64,8 +64,8 @@ class StagedReads:
         bring_hits(memory, index, index % 2, self._lines.pop(index))
         return memory.staging[index % 2]
 
-    def account(self) -> list[int]:
-        """Count what the pass has brought; returns how many (layer, KV head, token) triples of each sequence came."""
+    def count_fetched(self) -> list[int]:
+        """After the pass: count and return how many (layer, KV head, token) triples of each sequence came."""
         missed = self._missed.tolist()
         self._counters.staged_pages += sum(missed)
         return [pages * PAGE_SIZE for pages in missed]

@@ -111,7 +111,7 @@ class TieredKV(KVCache):
         self._last_work: list[SequenceKV] = []
 
     def _make_memory(self, layers: list[int], stored: list[Pages], staged: int, gpu_pages: int) -> TierMemory:
-        on_gpu = [(self.k_pages[layer], self.v_pages[layer]) for layer in layers]
+        on_gpu = [self.layer_pages(layer) for layer in layers]
         like, device = self.k_pages[0], self.device
         shape = (staged, *like.shape[1:])
         staging = [
@@ -290,8 +290,8 @@ class TieredKV(KVCache):
 
     # Reading what is not resident.
 
-    def can_fetch(self, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        return dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+        return width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
 
     def next_round(self) -> int:
         self._round += 1
@@ -308,18 +308,18 @@ class TieredKV(KVCache):
     ) -> FetchPlan | None:
         return fetch_listed(self.memory, lists, counts, block_size, page_tables, round, overlap)
 
-    def count_fetched(self, results: Mapping[str, np.ndarray], pages_per_block: int) -> bool:
+    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
         self.counters.fetched_pages += int(results["fetched"][0])
         self.counters.overflow_pages += overflow
         if overflow:
             return False
         hits = int(results["listed"][0]) - int(results["missed"].sum())
-        self.counters.hit_pages += hits * pages_per_block
+        self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
         return True
 
     def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
-        kept = {layer: (self.k_pages[layer], self.v_pages[layer]) for layer in self.kept_layers}
+        kept = {layer: self.layer_pages(layer) for layer in self.kept_layers}
         return StagedReads(self.memory, kept, sequences, self.counters)
 
     def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import models
-from engine.batch import SequenceInput
+from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
 from engine.runner import ModelRunner

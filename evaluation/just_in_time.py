@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from engine.batch import SequenceKeys
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.batch import SequenceKeys
 from engine.kv.pages import PAGE_SIZE
 from kernels.block_weights import pool_blocks
 from kernels.paged_attention import pack_heads

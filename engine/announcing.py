@@ -1,0 +1,85 @@
+"""What a draft's round announces: each block's weight is predicted for every row, and blocks are chosen by it.
+
+Every method that announces is a linear map from the draft's heads to the rows of an announcement, and a rule that
+chooses blocks. The same functions run inside a round's CUDA graph and, by the torch references, on a CPU.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.backends import Backend
+from kernels.selection import select_nucleus, select_top_k
+from kernels.shared_top_k import WORD, mark_top_k_over_all
+
+# over_all: one budget for all rows at once. by_row: so many blocks of each row. nucleus: a share of each row's weight.
+Choice = Literal["over_all", "by_row", "nucleus"]
+
+
+@dataclass(frozen=True)
+class Announcer:
+    """How one method announces.
+
+    projection: [rows, layers * heads] float32, from the draft's heads to the rows of an announcement. mass: the share
+    of a row's weight that a nucleus holds. stickiness: a block that was announced last round counts this many times.
+    """
+
+    projection: Tensor
+    choice: Choice
+    mass: float = 1.0
+    stickiness: float = 1.0
+
+    def to(self, device: torch.device) -> "Announcer":
+        return replace(self, projection=self.projection.to(device))
+
+
+def predict_weights(announcer: Announcer, evidence: Tensor, before: Tensor, limits: Tensor) -> Tensor:
+    """Predict the weight of each block in each row, 0 outside the limits: [sequences, rows, blocks] float32.
+
+    evidence: [sequences, layers, heads, blocks] float32, the draft's weights on blocks. before: [sequences, rows,
+    words] int64, a bit for each block that was announced last round. limits: [3, sequences] int32: blocks are chosen
+    from the first number up to, but not including, the second one; the third is how many.
+    """
+    blocks = evidence.shape[3]
+    scores = torch.matmul(announcer.projection, evidence.flatten(1, 2))
+    if announcer.stickiness != 1:
+        scores = scores * (1 + (announcer.stickiness - 1) * unpack_bits(before, blocks))
+    column = torch.arange(blocks, device=evidence.device)
+    first, last, _ = limits
+    outside = (column < first[:, None]) | (column >= last[:, None])
+    return scores.masked_fill(outside[:, None], 0)
+
+
+def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend: Backend) -> Tensor:
+    """Choose blocks by `predict_weights`: [sequences, rows, words] int64, a bit for each block."""
+    if announcer.choice == "over_all":
+        return mark_top_k_over_all(scores, limits[2], backend)
+    sequences, rows, blocks = scores.shape
+    first, last, count = (each[:, None].expand(-1, rows).flatten().contiguous() for each in limits)
+    flat = scores.flatten(0, 1)
+    if announcer.choice == "nucleus":
+        lists, counts = select_nucleus(flat, last, announcer.mass, backend=backend, width=blocks)
+    else:
+        # Blocks without weight are chosen, too, where the budget reaches to them, but never one below `first`.
+        inside = torch.arange(blocks, device=flat.device) >= first[:, None]
+        raised = flat.clamp(min=torch.finfo(torch.float32).tiny).where(inside, 0.0)
+        lists, counts = select_top_k(raised, last, count, backend, blocks)
+    return _bits_of_lists(lists, counts, blocks).view(sequences, rows, -1)
+
+
+def _bits_of_lists(lists: Tensor, counts: Tensor, blocks: int) -> Tensor:
+    """Lists [rows, width] int32, of which `counts` [rows] entries are valid, as bits: [rows, words] int64."""
+    words = -(-blocks // WORD)
+    valid = torch.arange(lists.shape[1], device=lists.device) < counts[:, None]
+    chosen = torch.zeros(len(lists), words * WORD + 1, dtype=torch.int64, device=lists.device)
+    chosen.scatter_(1, lists.long().where(valid, words * WORD), 1)
+    bits = chosen[:, :-1].view(len(lists), words, WORD)
+    return (bits << torch.arange(WORD, device=lists.device)).sum(2)
+
+
+def unpack_bits(words: Tensor, blocks: int) -> Tensor:
+    """int64 [..., words] as 0 or 1, int64 [..., blocks]."""
+    column = torch.arange(blocks, device=words.device)
+    return (words[..., column // WORD] >> (column % WORD)) & 1

@@ -1,0 +1,123 @@
+"""What a runner is given and what it gives back, a sequence each. Knows no tensors of a batch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
+
+Logits = Literal["none", "last", "all"]
+# Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
+LayerLists = list[tuple[Tensor, Tensor] | None]
+
+
+@dataclass
+class ReadMemory:
+    """The weights that each block of one sequence got when it was last read, faded since. The runner keeps them.
+
+    importance: [rows] float32, a factor of each row's weights; rows are (sparse layer, KV head). decay: the factor by
+    which weights fade in a pass. index: the sequence's index among the memories that the runner keeps, None before its
+    first pass.
+    """
+
+    importance: Tensor
+    decay: float
+    index: int | None = None
+
+
+@dataclass
+class SharedBudget:
+    """Blocks that are read in any case, and `room` for more of them over all layers and heads at once.
+
+    bitmap: uint64 [rows, words], a bit a block, lowest first: read in any case, as are blocks before `first` and from
+    `last` on. The other blocks are those that `memory` holds the highest weights for.
+    """
+
+    bitmap: np.ndarray
+    first: int
+    last: int
+    room: int
+    memory: ReadMemory
+    dense_layers: tuple[int, ...]
+
+
+@dataclass
+class SparseRead:
+    """What a sequence's queries read: lists that are known before the pass, or a budget that the pass shares out.
+
+    group_means: let means stand in for what is not read (KVCache.means). emit_weights: return what weight each listed
+    block got. report_blocks: return which blocks were read.
+    """
+
+    block_size: int
+    lists: LayerLists | None = None
+    budget: SharedBudget | None = None
+    group_means: bool = False
+    emit_weights: bool = False
+    report_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.lists is None) == (self.budget is None):
+            raise ValueError("a sparse read has either lists or a budget")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers that are read wholly."""
+        if self.budget is not None:
+            return self.budget.dense_layers
+        return tuple(layer for layer, entry in enumerate(self.lists or []) if entry is None)
+
+
+@dataclass
+class SequenceInput:
+    """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
+
+    read: None reads everything. emitting: how many of the last queries also give their weights over blocks of
+    `block_size` tokens (dense reads only). drafted: of `tokens` all but the first, to be judged; then logits must be
+    "all", and the output is a verdict instead of them.
+    """
+
+    kv: SequenceKV
+    tokens: list[int]
+    logits: Logits = "none"
+    read: SparseRead | None = None
+    block_size: int = 0
+    emitting: int = 0
+    drafted: Drafted | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for an input that no pass can run."""
+        if not self.tokens:
+            raise ValueError("every sequence of a batch needs at least one token")
+        if self.emitting and (
+            self.read is not None or self.block_size < 1 or self.emitting > len(self.tokens)
+        ):
+            raise ValueError(
+                f"{self.emitting} of {len(self.tokens)} queries to emit over blocks of {self.block_size}: expected a "
+                "dense input, no more than its queries, and a block size"
+            )
+
+
+@dataclass
+class SequenceOutput:
+    """What one sequence of a pass gives.
+
+    logits: [rows, vocab] float32 for the rows asked for, or None. block_weights: [layers, emitting, heads, blocks]
+    float32 of the last queries, or None. read_weights: [layers, kv_heads, blocks] float32 on the CPU, what each block
+    that was read got: the sum over a KV head's query heads of the mean over the queries; 0 for what was not read and in
+    dense layers; None if not asked for. blocks_read: over all sparse layers and heads, where a budget was shared out.
+    blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for. tokens_fetched: (layer, KV
+    head, token) triples that came from the backing store. verdict: tokens accepted and the next token, where the input
+    was drafted and the runner judges; then there are no logits.
+    """
+
+    logits: Tensor | None = None
+    block_weights: Tensor | None = None
+    read_weights: Tensor | None = None
+    blocks_read: int | None = None
+    blocks: Tensor | None = None
+    tokens_fetched: int = 0
+    verdict: tuple[int, int] | None = None

@@ -1,0 +1,193 @@
+"""How the layers of one pass attend, and what weights they leave: the one place that chooses an attention kernel.
+
+A pass makes one `LayerAttention` and calls it once a layer. What all layers share is made once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kernels.backends import Backend
+from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
+from kernels.flashinfer_attention import Planned, run
+from kernels.paged_attention import (
+    BlockLists,
+    GroupMeans,
+    Tuning,
+    Work,
+    paged_attention,
+    paged_attention_with_read_weights,
+    plan_work,
+)
+
+# The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
+LayerPages = Callable[[int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a model. group: query heads of a KV head; dim: of a head; scale: of the scores."""
+
+    kv: int
+    group: int
+    dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The sequences of a pass, as attention takes them.
+
+    starts: [sequences + 1] int32, the first query row of each. lengths: [sequences] int32, tokens with KV, those of
+    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+    most: int
+
+
+@dataclass(frozen=True)
+class ListedReads:
+    """The block lists of the layers that do not read everything.
+
+    blocks: lists with a leading dimension for these layers. index: the index of each of them there. work: what Triton
+    derives from the lists (`plan_work`). means: what stands in for the rest, a layer of the model each. wait: called
+    with its index before a listed layer's pages are read.
+    """
+
+    blocks: BlockLists
+    index: dict[int, int]
+    work: Work | None = None
+    means: list[GroupMeans] | None = None
+    wait: Callable[[int], None] | None = None
+
+    def of_layer(self, at: int) -> BlockLists:
+        """Return the lists of the listed layer with index `at`."""
+        lines = None if self.blocks.slots is None else self.blocks.slots[at]
+        return BlockLists(self.blocks.lists[at], self.blocks.counts[at], self.blocks.block_size, lines)
+
+
+@dataclass
+class BlockWeights:
+    """Asks dense layers for the weights of the last `emitting` queries on blocks.
+
+    by_layer: filled by the pass, [sequences, emitting, heads, width] float32 a layer.
+    """
+
+    block_size: int
+    emitting: int
+    width: int
+    by_layer: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class ReadWeights:
+    """Asks listed layers for the weight of each listed block: `out` [listed layers, sequences, kv_heads, width]."""
+
+    out: Tensor
+
+
+@dataclass
+class Evidence:
+    """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
+
+    sums: Tensor
+    share: float
+    block_size: int
+
+
+@dataclass
+class LayerAttention:
+    """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
+
+    pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
+    weights: what the pass leaves of softmax weights, if anything. prompt: FlashInfer's plan, where it attends.
+    """
+
+    heads: Heads
+    rows: Rows
+    pages: LayerPages
+    backend: Backend
+    listed: ListedReads | None = None
+    weights: BlockWeights | ReadWeights | Evidence | None = None
+    tables_of: Callable[[int], Tensor] | None = None
+    prompt: Planned | None = None
+    dense_work: Work | None = None
+
+    def __call__(self, layer: int, queries: Tensor) -> Tensor:
+        at = None if self.listed is None else self.listed.index.get(layer)
+        return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
+
+    def _arguments(self, layer: int, queries: Tensor) -> tuple:
+        rows = self.rows
+        tables = rows.tables if self.tables_of is None else self.tables_of(layer)
+        return (queries, *self.pages(layer), tables, rows.lengths, rows.starts, self.heads.scale)
+
+    def _dense(self, layer: int, queries: Tensor) -> Tensor:
+        arguments, weights = self._arguments(layer, queries), self.weights
+        how = {"backend": self.backend, "max_queries": self.rows.most, "work": self.dense_work}
+        if isinstance(weights, BlockWeights):
+            out, given = paged_attention_with_block_weights(
+                *arguments, weights.block_size, weights.emitting, width=weights.width, **how
+            )
+            weights.by_layer.append(given)
+            return out
+        if isinstance(weights, Evidence):
+            width = weights.sums.shape[3]
+            out, given = paged_attention_with_block_weights(
+                *arguments, weights.block_size, 1, width=width, **how
+            )
+            weights.sums[:, layer].add_(given[:, 0], alpha=weights.share)
+            return out
+        if self.prompt is not None:
+            return run(self.prompt, *arguments[:3])
+        return paged_attention(*arguments, **how)
+
+    def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:
+        assert self.listed is not None
+        if self.listed.wait is not None:
+            self.listed.wait(at)
+        arguments, weights = self._arguments(layer, queries), self.weights
+        blocks = self.listed.of_layer(at)
+        work = None if self.listed.work is None else self.listed.work.layer(at)
+        means = None if self.listed.means is None else self.listed.means[layer]
+        how = {"backend": self.backend, "max_queries": self.rows.most, "work": work}
+        if isinstance(weights, Evidence):
+            return add_listed_weights(*arguments, blocks, weights.sums[:, layer], weights.share, **how)
+        if isinstance(weights, ReadWeights):
+            out, _ = paged_attention_with_read_weights(
+                *arguments, blocks, means, weights_out=weights.out[at], **how
+            )
+            return out
+        return paged_attention(*arguments, blocks, means, **how)
+
+
+def plan_dense(
+    heads: Heads, rows: Rows, page_size: int, backend: Backend, tuning: Tuning | None = None
+) -> Work | None:
+    """Make what Triton derives from lengths, once for all dense layers of a pass; None for other backends."""
+    if backend != "triton":
+        return None
+    return plan_work(
+        heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size, tuning=tuning
+    )
+
+
+def plan_listed(
+    heads: Heads,
+    rows: Rows,
+    page_size: int,
+    backend: Backend,
+    blocks: BlockLists,
+    means: list[GroupMeans] | None = None,
+    tuning: Tuning | None = None,
+) -> Work | None:
+    """Make what Triton derives from lists, once for all listed layers of a pass; None for other backends."""
+    if backend != "triton":
+        return None
+    first = None if means is None else means[0]
+    arguments = heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size
+    return plan_work(*arguments, blocks, first, tuning)

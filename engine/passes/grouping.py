@@ -1,0 +1,114 @@
+"""Which inputs run in one pass, and in what shape: of a captured step, or of the exact size."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from engine.inputs import SequenceInput
+from engine.judging import support_of
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
+from engine.passes.shape import PassShape
+from kernels.backends import power_of_two
+from kernels.paged_attention import MAX_ROWS
+
+SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take another graph
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes of captured steps.
+
+    pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
+    most; a sequence with more reads a prompt. pinned_sequences: of every step, where results must not depend on the
+    batch; 0: a power of two.
+    """
+
+    pages: int
+    step_queries: int
+    queries: int
+    pinned_sequences: int = 0
+
+    @property
+    def pinned(self) -> bool:
+        return self.pinned_sequences > 0
+
+    def is_prompt(self, item: SequenceInput) -> bool:
+        """Whether an input runs in a pass of its exact size."""
+        # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
+        # difference.
+        plain = item.drafted is None and not item.emitting and item.read is None
+        return len(item.tokens) > self.queries or (self.pinned and plain)
+
+
+def kind_of(item: SequenceInput, limits: Limits) -> Hashable:
+    """Return the same value for inputs that run in one pass."""
+    read = item.read
+    kind: tuple[Hashable, ...] = (
+        limits.is_prompt(item),
+        item.drafted is not None,
+        item.block_size,
+        item.emitting,
+    )
+    if read is None:
+        return kind
+    kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
+    if read.budget is None:
+        return kind
+    memory = read.budget.memory
+    return (*kind, memory.decay, memory.importance.numpy().tobytes())
+
+
+def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits) -> PassShape:
+    """Return the shape of the captured step that inputs of one kind run in."""
+    longest = max(len(item.tokens) for item in inputs)
+    sizes = (1, limits.step_queries, limits.queries)[limits.pinned :]
+    sequences = limits.pinned_sequences or power_of_two(len(inputs))
+    queries = next(n for n in sizes if n >= longest)
+    shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=limits.pinned)
+    shape = _complete(shape, inputs, kv)
+    if shape.support:
+        shape = replace(shape, support=max(SUPPORT, power_of_two(shape.support)))
+    return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
+
+
+def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits, rows: int = 0) -> PassShape:
+    """Return the shape of a pass that has room for these inputs of one kind and for nothing more.
+
+    rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
+    """
+    longest = max(rows, *(len(item.tokens) for item in inputs))
+    if kv.device.type == "cuda" and longest > limits.queries:
+        longest = max(longest, MAX_ROWS)  # so that tiles of queries have one size, whatever the chunks
+    pages = max(len(item.kv.pages) for item in inputs)
+    if kv.device.type == "cuda" and inputs[0].read is not None:
+        pages = limits.pages  # kernels take what is remembered of whole contexts
+    count = rows or sum(len(item.tokens) for item in inputs)
+    return _complete(PassShape(len(inputs), count, longest, pages, pinned=rows > 0), inputs, kv)
+
+
+def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> PassShape:
+    """Return the shape with how these inputs of one kind attend and what they give."""
+    first, read = inputs[0], inputs[0].read
+    shape = replace(shape, kept=bool(kv.kept_layers))
+    if first.emitting:
+        return replace(shape, block_size=first.block_size, emitting=first.emitting)
+    if first.drafted is not None:
+        support = support_of([item.drafted for item in inputs if item.drafted is not None])
+        shape = replace(shape, judged=True, support=support)
+    if read is None:
+        return shape
+    kv.check_dense_layers(read.dense_layers)
+    shape = replace(shape, block_size=read.block_size, dense_layers=read.dense_layers)
+    if read.group_means:
+        assert kv.means is not None
+        shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
+    if read.budget is not None:
+        return replace(shape, width=shape.blocks, read_weights=True, decay=read.budget.memory.decay)
+    width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
+    return replace(shape, width=max(1, width), read_weights=read.emit_weights)
+
+
+def _lists(inputs: list[SequenceInput]) -> list:
+    """Return all block lists that inputs of one kind bring."""
+    reads = [item.read.lists for item in inputs if item.read is not None and item.read.lists is not None]
+    return [entry for lists in reads for entry in lists if entry is not None]

@@ -1,0 +1,169 @@
+"""The buffers of a draft round: what goes in from the host, and what comes back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.pages import PAGE_SIZE
+from engine.passes.buffers import rows_layout
+from engine.passes.layout import lay_out_rows
+from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.staging import Staging
+from kernels.shared_top_k import WORD
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """All that the launches of a round are specialised for.
+
+    sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
+    most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
+    announces nothing.
+    """
+
+    sequences: int
+    queries: int
+    pages: int
+    sampled: bool
+    method: str
+
+    def blocks(self, settings: RoundSettings) -> int:
+        """Return how many blocks a sequence has, at most."""
+        return -(-self.pages * PAGE_SIZE // settings.block_size)
+
+
+@dataclass
+class RoundBuffers:
+    """The inputs of a shape on the device, all parts of `inputs`, and what a round leaves in `results`.
+
+    results: tokens [γ + 1, sequences] int32; ids, probs [γ + 1, sequences, support] int32 and float32 where some are
+    sampled; bitmaps [sequences, rows, words] int64 where rounds announce; blocks_read [sequences] int64 where passes
+    read lists. token_ids, positions, slots: [rows] int64. query_starts: [sequences + 1] int32. lengths: [sequences]
+    int32, pending tokens included. block_tables: [sequences, pages] int32. temperature, top_p: [sequences] float32.
+    uniforms: [γ + 1, sequences] float64. limits: [3, sequences] int32 (AnnouncementRequest). before: [sequences, rows,
+    words] int64. known: [sequences] int32, tokens that `kept` is of; 0: this round refreshes. kept: [sequences, layers,
+    heads, blocks] float32, RoundMemory's weights, then this round's.
+    """
+
+    inputs: Staging
+    results: Staging
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    block_tables: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+    limits: Tensor
+    before: Tensor | None = None
+    known: Tensor | None = None
+    kept: Tensor | None = None
+
+
+def make_round_buffers(
+    shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device
+) -> RoundBuffers:
+    """Make the buffers of a shape, filled as for a round without sessions; `kept` is left to the caller."""
+    count, passes = shape.sequences, settings.gamma + 1
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        **rows_layout(count, count * shape.queries, shape.pages),
+        "temperature": ((count,), torch.float32),
+        "top_p": ((count,), torch.float32),
+        "uniforms": ((passes, count), torch.float64),
+        "limits": ((3, count), torch.int32),
+    }
+    results: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"tokens": ((passes, count), torch.int32)}
+    if shape.sampled:
+        support = min(settings.support, vocab)
+        results["ids"] = (passes, count, support), torch.int32
+        results["probs"] = (passes, count, support), torch.float32
+    if shape.method:
+        rows = len(settings.announcers[shape.method].projection)
+        words = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
+        layout["before"] = results["bitmaps"] = words
+    if settings.read_share < 1:
+        results["blocks_read"] = (count,), torch.int64
+    if settings.refresh_every > 1:
+        layout["known"] = (count,), torch.int32
+    inputs = Staging(layout, device)
+    buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device)
+    lay_out_rows(inputs.host, [])
+    inputs.send()
+    return buffers
+
+
+def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+    """Bring the inputs of a round to the device."""
+    buffers.inputs.begin()
+    host = buffers.inputs.host
+    lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
+    host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    if "known" in host:
+        host["known"][:] = 0
+    for i, item in enumerate(requests):
+        host["temperature"][i], host["top_p"][i] = item.temperature, item.top_p
+        host["uniforms"][:, i] = item.uniforms
+        if "known" in host and not item.refresh:
+            assert item.memory is not None
+            host["known"][i] = item.memory.length
+        if item.announce is not None:
+            host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
+            _lay_out_bitmap(host["before"][i], item.announce.before)
+    buffers.inputs.send()
+
+
+def _lay_out_bitmap(row: np.ndarray, bitmap: np.ndarray | None) -> None:
+    """row: int64 [rows, words or more]"""
+    used = 0 if bitmap is None else bitmap.shape[1]
+    row[:, used:] = 0
+    if bitmap is not None:
+        row[:, :used] = bitmap.view(np.int64)
+
+
+def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+    """Wait for a round and return its results, in the order of the requests."""
+    results = buffers.results.fetch()
+    tokens = results["tokens"].T.tolist()
+    outputs = []
+    for i, item in enumerate(requests):
+        drawn = item.temperature > 0
+        outputs.append(
+            RoundOutput(
+                tokens[i],
+                results["ids"][:, i].copy() if drawn else None,
+                results["probs"][:, i].copy() if drawn else None,
+                None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
+                int(results["blocks_read"][i]) if "blocks_read" in results else None,
+            )
+        )
+    return outputs
+
+
+def bring_kept(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+    """Before a round: bring what sessions that do not refresh remember."""
+    if buffers.kept is None:
+        return
+    for i, item in enumerate(requests):
+        if not item.refresh:
+            assert item.memory is not None and item.memory.weights is not None
+            weights = item.memory.weights
+            blocks = min(weights.shape[2], buffers.kept.shape[3])
+            buffers.kept[i, :, :, :blocks].copy_(weights[:, :, :blocks])
+
+
+def take_kept(buffers: RoundBuffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
+    """After it, before the lengths of their KV move: take what sessions that refreshed remember from now on."""
+    if buffers.kept is None:
+        return
+    for i, item in enumerate(requests):
+        memory = item.memory
+        if memory is not None and item.refresh:
+            memory.length, memory.rounds = item.kv.length + len(item.tokens), 0
+            blocks = -(-memory.length // settings.block_size)
+            memory.weights = buffers.kept[i, :, :, :blocks].clone()
+        elif memory is not None:
+            memory.rounds += 1

@@ -1,0 +1,233 @@
+"""The launches of a draft's round, the same for all rounds of a shape."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.announcing import choose_blocks, predict_weights
+from engine.decoder import Decoder
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
+from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_dense, plan_listed
+from engine.modules import ModulesDecoder
+from engine.passes.launches import heads_of
+from engine.rounds.buffers import RoundBuffers, RoundShape
+from engine.rounds.requests import RoundSettings
+from kernels.backends import Backend, default_backend
+from kernels.paged_attention import BlockLists
+from kernels.selection import select_top_k
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What all passes of a round share. evidence: [sequences, layers, heads, blocks] float32, if any pass needs it."""
+
+    decoder: Decoder | ModulesDecoder
+    kv: KVCache
+    settings: RoundSettings
+    shape: RoundShape
+    buffers: RoundBuffers
+    attention: Backend
+    evidence: Tensor | None
+
+    @property
+    def heads(self) -> Heads:
+        return heads_of(self.decoder, self.kv)
+
+    def evidence_of_pass(self) -> Evidence | None:
+        """Return where a pass adds the weights of its last queries."""
+        if self.evidence is None:
+            return None
+        return Evidence(self.evidence, 1 / (self.settings.gamma + 1), self.settings.block_size)
+
+
+def run_round(
+    decoder: Decoder | ModulesDecoder,
+    kv: KVCache,
+    settings: RoundSettings,
+    shape: RoundShape,
+    buffers: RoundBuffers,
+    attention: Backend,
+) -> None:
+    """Draft the round that the buffers hold. buffers.kept is given where settings.refresh_every > 1."""
+    evidence = None
+    if shape.method or settings.read_share < 1:
+        sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
+        evidence = torch.zeros(sizes, device=buffers.lengths.device)
+    round_ = _Round(decoder, kv, settings, shape, buffers, attention, evidence)
+    first = _lists_of_first_pass(round_) if settings.refresh_every > 1 else None
+    logits = _run_first_pass(round_, first)
+    if buffers.kept is not None and evidence is not None:
+        buffers.kept.copy_(evidence)
+    later = None
+    if settings.read_share < 1:
+        assert evidence is not None
+        later = _own_lists(round_, evidence)
+        buffers.results.device["blocks_read"].copy_(_count_blocks(round_, first, later))
+    tokens, ids, probs = [], [], []
+    for index in range(settings.gamma + 1):
+        token, support = _sample(logits, round_, index)
+        tokens.append(token)
+        if support is not None:
+            ids.append(support[0])
+            probs.append(support[1])
+        if index < settings.gamma:
+            logits = _run_later_pass(round_, token, index, later)
+    results = buffers.results.device
+    results["tokens"].copy_(torch.stack(tokens))
+    if ids:
+        results["ids"].copy_(torch.stack(ids))
+        results["probs"].copy_(torch.stack(probs))
+    if shape.method:
+        results["bitmaps"].copy_(_announce(round_))
+
+
+def _announce(round_: _Round) -> Tensor:
+    """Choose the blocks to announce: [sequences, rows, words] int64."""
+    assert round_.evidence is not None and round_.buffers.before is not None
+    announcer, limits = round_.settings.announcers[round_.shape.method], round_.buffers.limits
+    scores = predict_weights(announcer, round_.evidence, round_.buffers.before, limits)
+    return choose_blocks(announcer, scores, limits, default_backend(scores.device))
+
+
+# The passes.
+
+
+def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
+    """Run the pending tokens; return the logits of each sequence's last one: [sequences, vocab]."""
+    buffers = round_.buffers
+    rows = Rows(buffers.query_starts, buffers.lengths, buffers.block_tables, round_.shape.queries)
+    ends = (buffers.query_starts[1:].long() - 1).clamp(min=0)
+    return _run_pass(
+        round_,
+        rows,
+        (buffers.token_ids, buffers.positions, buffers.slots),
+        lists,
+        round_.evidence_of_pass(),
+        ends,
+    )
+
+
+def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedReads | None) -> Tensor:
+    """Run the token drafted last, with `index` tokens of the round before it; return logits [sequences, vocab]."""
+    buffers, sequences = round_.buffers, round_.shape.sequences
+    present = buffers.lengths > 0
+    position = buffers.lengths.long() + index
+    page = buffers.block_tables.gather(1, (position // PAGE_SIZE)[:, None]).long()[:, 0]
+    slot = (page * PAGE_SIZE + position % PAGE_SIZE).where(present, -1)
+    lengths = (buffers.lengths + index + 1).where(present, 0)
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
+    evidence = round_.evidence_of_pass() if round_.shape.method else None
+    rows = Rows(starts, lengths, buffers.block_tables, 1)
+    return _run_pass(round_, rows, (token, position.where(present, 0), slot), lists, evidence, None)
+
+
+def _run_pass(
+    round_: _Round,
+    rows: Rows,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    lists: ListedReads | None,
+    evidence: Evidence | None,
+    logits_rows: Tensor | None,
+) -> Tensor:
+    """tokens: ids, positions and slots, [rows] int64 each"""
+    heads, kv = round_.heads, round_.kv
+    work = plan_dense(heads, rows, PAGE_SIZE, round_.attention) if lists is None else None
+    pages = kv.layer_pages
+    attend = LayerAttention(heads, rows, pages, round_.attention, lists, evidence, dense_work=work)
+    return round_.decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
+
+
+# What passes read that are not dense.
+
+
+def _lists_of_first_pass(round_: _Round) -> ListedReads:
+    """Return what the first pass reads; the evidence takes the kept weights of the blocks that it does not read."""
+    buffers, evidence, kv_heads = round_.buffers, round_.evidence, round_.kv.kv_heads
+    assert buffers.kept is not None and buffers.known is not None and evidence is not None
+    known = buffers.known // round_.settings.block_size
+    column = torch.arange(evidence.shape[3], device=evidence.device)
+    # What lies beyond may be of tokens that were taken back, or of another session.
+    kept = buffers.kept.masked_fill((column >= known[:, None])[:, None, None], 0)
+    lists = _own_lists(round_, kept, known, round_.shape.queries)
+    unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
+    evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
+    return lists
+
+
+def _listed(blocks: BlockLists) -> Tensor:
+    """Lists as bools [layers, sequences, kv_heads, blocks]; entries beyond a list's count may be anything."""
+    valid = torch.arange(blocks.lists.shape[-1], device=blocks.lists.device) < blocks.counts[..., None]
+    times = torch.zeros_like(blocks.lists)
+    times.scatter_add_(-1, blocks.lists.where(valid, 0).long(), valid.to(times.dtype))
+    return times > 0
+
+
+def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads) -> Tensor:
+    """Count the blocks read over a round's passes, layers and KV heads: [sequences] int64."""
+    if first is None:
+        present = -(-round_.buffers.lengths.long() // round_.settings.block_size)
+        read = present * round_.decoder.num_layers * round_.kv.kv_heads
+    else:
+        read = first.blocks.counts.sum((0, 2))
+    return read + round_.settings.gamma * later.blocks.counts.sum((0, 2))
+
+
+def _own_lists(
+    round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1
+) -> ListedReads:
+    """Return what passes read: of each KV head the blocks that were weighed most, sinks, window, new ones.
+
+    known: [sequences] int32, the blocks from there on were not weighed and are all read; None: all were weighed.
+    max_queries: of a sequence in such a pass.
+    """
+    settings, lengths, kv_heads = round_.settings, round_.buffers.lengths, round_.kv.kv_heads
+    sequences, layers, _, n = evidence.shape
+    scores = evidence.unflatten(2, (kv_heads, -1)).sum(3).transpose(0, 1)  # [layers, sequences, kv_heads, n]
+    ends = -((-lengths - settings.gamma) // settings.block_size)  # blocks once the round has run
+    recent = -(-lengths // settings.block_size) - settings.window_blocks
+    if known is not None:
+        recent = torch.minimum(recent, known)
+    column = torch.arange(n, device=evidence.device)
+    always = (column < settings.sink_blocks) | (column >= recent[:, None])
+    valid = ends.where(lengths > 0, 0)
+    forced = (always & (column < valid[:, None])).sum(1)
+    weights = scores.masked_fill(always[:, None], torch.inf).reshape(-1, n)
+
+    def of_heads(values: Tensor) -> Tensor:
+        return values.int()[None, :, None].expand(layers, -1, kv_heads).flatten()
+
+    count = torch.maximum((valid * settings.read_share).int(), forced)
+    backend = default_backend(evidence.device)
+    lists, counts = select_top_k(weights, of_heads(valid), of_heads(count), backend, n)
+    shape = layers, sequences, kv_heads
+    blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
+    rows = Rows(round_.buffers.query_starts, lengths, round_.buffers.block_tables, max_queries)
+    work = plan_listed(round_.heads, rows, PAGE_SIZE, round_.attention, blocks)
+    return ListedReads(blocks, {layer: layer for layer in range(layers)}, work)
+
+
+# Sampling.
+
+
+def _sample(logits: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Draw tokens [sequences], and return ids and probabilities [sequences, support] of what they were drawn from."""
+    buffers, settings = round_.buffers, round_.settings
+    best = logits.argmax(-1)
+    if not round_.shape.sampled:
+        return best, None
+    greedy = buffers.temperature == 0
+    heat = buffers.temperature.where(~greedy, 1.0)[:, None]
+    # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
+    top, ids = (logits.float() / heat).softmax(-1).topk(min(settings.support, logits.shape[-1]))
+    before = top.double().cumsum(-1) - top
+    kept = (before < buffers.top_p[:, None]) | (torch.arange(top.shape[1], device=top.device) == 0)
+    top = top.where(kept, 0.0)
+    top = top / top.sum(-1, keepdim=True)
+    cumulative = top.double().cumsum(-1)
+    reached = cumulative <= buffers.uniforms[index][:, None] * cumulative[:, -1:]
+    last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty row may be anything
+    at = torch.minimum(reached.sum(-1), last)
+    drawn = ids.gather(1, at[:, None])[:, 0]
+    return best.where(greedy, drawn), (ids, top)
