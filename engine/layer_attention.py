@@ -122,10 +122,13 @@ class LayerAttention:
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _arguments(self, layer: int, queries: Tensor) -> tuple:
+    def _arguments(
+        self, layer: int, queries: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
-        return (queries, *self.pages(layer), tables, rows.lengths, rows.starts, self.heads.scale)
+        keys, values = self.pages(layer)
+        return queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         arguments, weights = self._arguments(layer, queries), self.weights
