@@ -12,12 +12,13 @@ from functools import partial
 
 import numpy as np
 import torch
+from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
-from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.decoder import Decoder
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -26,7 +27,6 @@ from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.kv.tiered import TieredKV
 from engine.sampling import Sampling
-from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from kernels.backends import power_of_two
 from kernels.shared_budget import WORD
 

@@ -76,7 +76,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
         transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now)
         if number >= SETTLED:
             fetched += int(transfers.counts.sum())
-            unplaced += int(transfers.unplaced.sum())
+            unplaced += int(transfers.overflow.sum())
             selected += int(counts.sum())
     return fetched, unplaced, selected
 
