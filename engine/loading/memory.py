@@ -4,8 +4,8 @@ import sys
 
 import torch
 
+from config import ModelSettings
 from engine.kv.pages import PAGE_SIZE
-from engine.loading.settings import ModelSettings
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
 

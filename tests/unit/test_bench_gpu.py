@@ -10,7 +10,7 @@ import transformers
 from benchmarks import serve
 from benchmarks.gpu_timing import Head, Row, report, require_gpu
 from benchmarks.shapes import SHAPES, Shape, read_shape_of
-from orchestrator.cli import main
+from cli.main import main
 
 
 def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:

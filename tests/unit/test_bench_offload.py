@@ -27,10 +27,10 @@ from benchmarks.offload_steps import (
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import SHAPES, random_decoder
+from cli.main import main
 from engine.decoder import Decoder
 from engine.kv.pages import SequenceKV
 from engine.kv.tiered import TieredKV
-from orchestrator.cli import main
 from sparsity.selection import BlockSelection
 
 CPU = torch.device("cpu")

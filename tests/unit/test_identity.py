@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import models
+from cli.main import main
+from config import TargetSettings
 from engine.kv.backing_store import BackingStore
 from engine.loading import load_model
-from orchestrator.cli import main
-from orchestrator.identity import MIXES, Requests, _first_difference, _open_target
+from evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from sparsity.plan import load_plan
-from target_service.verifier import Verifier, VerifierSettings
+from target_service.verifier import Verifier
 
 SIZES = ["--context", "300", "--generated", "8", "--hot", "0.6"]
 
@@ -50,7 +51,7 @@ def test_fewer_frames_are_refused() -> None:
     model = load_model(str(models.TARGET), torch.float32, "cpu")
     for frames in (requests.least_frames("both"), requests.least_frames("both") - 1):
         runner = _open_target(model, requests, "both", frames)
-        settings = VerifierSettings(4, 64, max_sessions=4, max_context=requests.longest)
+        settings = TargetSettings(gamma=4, prefill_chunk=64, max_sessions=4, max_context=requests.longest)
         if frames == requests.least_frames("both"):
             Verifier(runner, load_plan(models.PLAN), settings)
             continue

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import models
+from config import ModelSettings
 from engine.kv.pages import pages_for
 from engine.kv.tiered import TieredKV
 from engine.loading import (
     DEFAULT_KV_TOKENS,
-    ModelSettings,
     ModelShape,
     backing_store_tokens,
     load_model,
@@ -24,7 +24,7 @@ from engine.model_runner import MAX_OVERHANG
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
-SETTINGS = ModelSettings(str(models.DRAFT), "cpu", max_context=1000, max_sessions=4)
+SETTINGS = ModelSettings(model=str(models.DRAFT), device="cpu", max_context=1000, max_sessions=4)
 
 
 def room(settings: ModelSettings) -> int:
@@ -79,7 +79,7 @@ TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
 
 def tiered(tokens: int, **changes: Any) -> ModelSettings:
     """The bundled target with a backing store for so many tokens."""
-    settings = ModelSettings(str(models.TARGET), "cpu", max_context=640, kv_tokens=320)
+    settings = ModelSettings(model=str(models.TARGET), device="cpu", max_context=640, kv_tokens=320)
     return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
 
 

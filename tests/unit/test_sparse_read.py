@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from torch import Tensor
 
-from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from engine.kv.pages import SequenceKV
 from engine.loading import load_runner, output_projections
 from engine.runner import ModelRunner, SequenceOutput

@@ -8,10 +8,10 @@ import torch
 import transformers
 
 import models
+from config import ModelSettings
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import (
-    ModelSettings,
     OpenedModel,
     count_token_ids,
     load_model,

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from torch import nn
 from tqdm import tqdm
 
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.kv.pages import PAGE_SIZE, pages_for
@@ -25,7 +27,8 @@ from engine.sampling import Sampling
 from evaluation.cases import tokens_of
 from evaluation.report import align
 from sparsity.plan import Plan
-from target_service.verifier import DraftPeer, Verifier, VerifierSettings
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
 from wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 
 Event = TypeVar("Event")
@@ -160,7 +163,7 @@ def _generate(
     verifier = Verifier(
         _open_target(target, requests, mix, frames),
         plan,
-        VerifierSettings(
+        TargetSettings(
             gamma=requests.gamma,
             prefill_chunk=requests.chunk,
             draft_timeout=math.inf,
@@ -169,9 +172,7 @@ def _generate(
         ),
     )
     room = requests.pages(mix) * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
-    settings = DrafterSettings(
-        gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest
-    )
+    settings = DraftSettings(gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest)
     drafter = Drafter(make_runner(draft, room), plan, settings)
     tokens: dict[str, list[int]] = {}
 
@@ -211,7 +212,7 @@ def _take_turns(
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
-    target_end, draft_end = DraftPeer("draft", to_draft.append), Peer("target", to_target.append)
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
     verifier.attach_draft(target_end)
     drafter.attach(draft_end)
     for opening in openings:
