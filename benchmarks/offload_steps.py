@@ -17,15 +17,18 @@ from torch import Tensor
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
-from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.decoder import Decoder
 from engine.host_memory import host_zeros
+from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.launches import run_pass
+from engine.passes.layout import lay_out_pass
+from engine.passes.shape import PassShape
 from engine.sampling import Sampling
-from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
-from kernels.backends import power_of_two
+from kernels.backends import default_backend, power_of_two
 from kernels.shared_budget import WORD
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
@@ -42,7 +45,7 @@ class Case:
     """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
 
     first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
-    power of two, as GraphRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
+    power of two, as ModelRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
     many places each sequence gets the same logits whatever runs beside it.
     """
 
@@ -168,17 +171,18 @@ def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
         kv.means.k_variance[layer, sequence.groups] = 1.0
 
 
-def step_shape(case: Case, tiered: bool) -> StepShape:
-    """As GraphRunner has it for verification with a shared budget."""
-    return StepShape(
-        *(case.places or power_of_two(case.batch), case.queries, case.pages_each, PAGE_SIZE),
+def step_shape(case: Case, fetches: bool) -> PassShape:
+    """Return the shape that ModelRunner has for verification with a shared budget."""
+    sequences = case.places or power_of_two(case.batch)
+    return PassShape(
+        *(sequences, sequences * case.queries, case.queries, case.pages_each, PAGE_SIZE),
         width=case.pages_each,
         groups=case.context // GROUP,
         read_weights=True,
         decay=DECAY,
         judged=True,
         pinned=case.pinned,
-        tiered=tiered,
+        fetches=fetches,
     )
 
 
@@ -205,20 +209,22 @@ class Step:
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, isinstance(kv, TieredKV))
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
-        self.buffers: StepBuffers = make_buffers(shape, kv.num_layers, kv.kv_heads, device, memory)
+        self.buffers: PassBuffers = make_buffers(shape, kv, device, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
-        tables = [sequence.table() for sequence in sequences] if shape.tiered else None
-        lay_out_step(self.buffers, shape, inputs, list(range(case.batch)), kv, tables)
+        tables = [sequence.table() for sequence in sequences] if shape.fetches else None
+        lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        work = partial(run_step, decoder, kv, shape, self.buffers, overlap=way != ON_DEMAND)
+        work = partial(
+            run_pass, decoder, kv, shape, self.buffers, default_backend(device), overlap=way != ON_DEMAND
+        )
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
         """What the next run reads; in tiers it is another round."""
         budget = self.buffers.budget
         assert budget is not None
-        budget.words[: len(words), :, : words.shape[-1]].copy_(words)
+        budget.bitmaps[: len(words), :, : words.shape[-1]].copy_(words)
         if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
             self.buffers.round.fill_(self.kv.next_round())
 
@@ -232,7 +238,7 @@ class Step:
         """[3]: pages that the last run read, fetched, and had no slot for."""
         results = self.buffers.results.device
         nothing = torch.zeros_like(results["blocks_read"][:1])
-        tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
+        tiers = (results.get(name, nothing) for name in ("fetched", "overflow"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
 
     def logits(self) -> Tensor:
@@ -251,7 +257,7 @@ def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput
     last = case.context // PAGE_SIZE - WINDOW
     memory = ReadMemory(torch.ones(case.rows), DECAY)
     budget = SharedBudget(words.view(np.uint64), SINK, last, 0, memory, ())
-    read = SparseRead(PAGE_SIZE, group_means=True, emit=True, budget=budget)
+    read = SparseRead(PAGE_SIZE, budget=budget, group_means=True, emit_weights=True)
     tokens = list(range(1, case.queries + 1))
     drafted = Drafted(tokens[1:], [], Sampling(0.0), case.context)
     return SequenceInput(sequence, tokens, "all", read, drafted=drafted)

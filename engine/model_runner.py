@@ -95,7 +95,7 @@ class ModelRunner(Runner):
         planned = make_planned(make_workspace(self.device))
         # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
         one = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
-        plan_rows(planned, *one, heads.kv, heads.group, heads.dim, heads.scale, dtype)
+        plan_rows(planned, *one, (heads.kv, heads.group, heads.dim), heads.scale, dtype)
         return planned
 
     @torch.inference_mode()
@@ -209,12 +209,17 @@ class ModelRunner(Runner):
 
     def _plan_prompt(self, buffers: PassBuffers, shape: PassShape) -> Planned | None:
         """Plan FlashInfer for a prompt, if it was chosen."""
-        if self._prompt_plan is None or shape.judged or shape.width or shape.emitting:
+        if (
+            self._prompt_plan is None
+            or shape.queries <= self._limits.queries
+            or shape.width
+            or shape.emitting
+        ):
             return None
         heads, host = heads_of(self.decoder, self.kv), buffers.inputs.host
         sequences = host["block_tables"], host["lengths"], host["query_starts"]
-        of_model = heads.kv, heads.group, heads.dim, heads.scale, self.kv.k_pages[0].dtype
-        plan_rows(self._prompt_plan, *sequences, *of_model)
+        of_heads = heads.kv, heads.group, heads.dim
+        plan_rows(self._prompt_plan, *sequences, of_heads, heads.scale, self.kv.k_pages[0].dtype)
         return self._prompt_plan
 
     def _read_pinned(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:

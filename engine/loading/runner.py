@@ -55,8 +55,8 @@ def _make_kv(
 
 def make_decoder(loaded: nn.Module) -> Decoder | ModulesDecoder:
     """Return the fused decoder of a loaded model, or transformers' own modules where it is not built for them."""
-    config, parameter = loaded.config, next(loaded.parameters())
-    if unbuilt_feature(config, parameter.device.type == "cuda") is None:
+    config: Any = loaded.config
+    if unbuilt_feature(config, on_gpu=next(loaded.parameters()).is_cuda) is None:
         return read_decoder(loaded)
     return modules_decoder(loaded)
 
@@ -65,7 +65,8 @@ def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
     """Return a decoder that runs transformers' own modules. Raises NotImplementedError where layers scale apart."""
     config: Any = loaded.config
     shape = read_shape(config)
-    scales = {float(m.scaling) for m in loaded.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    modules: list[Any] = list(loaded.modules())
+    scales = {float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:
         raise NotImplementedError(
             f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike"
