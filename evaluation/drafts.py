@@ -15,15 +15,16 @@ from multiprocessing import get_context
 
 import numpy as np
 import torch
+from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
+from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.inputs import SequenceInput
-from engine.draft_rounds import RoundMemory, RoundRequest, RoundSettings
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
+from engine.inputs import SequenceInput
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading import default_device, load_runner, load_tokenizer, resolve_dtype
-from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.report import align, markdown_table
@@ -34,7 +35,6 @@ from sparsity.choice import mandatory
 from sparsity.methods import check_method, method_named
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
-from sparsity.whole_rounds import announced_selection, announcement_request, round_settings
 
 GAMMA = 4
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
