@@ -16,7 +16,7 @@ from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
-from engine.loading import load_model, load_runner, modules_decoder
+from engine.loading import load_model, make_runner, modules_decoder
 from engine.model_runner import ModelRunner
 from engine.paged_kv import PagedKV, SequenceKV, pages_for
 from engine.sampling import USE_DRAFT, Sampling, limit_support, uniforms
@@ -41,7 +41,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return load_runner(str(models.DRAFT), torch.float32, DEVICE, 16384)
+    return make_runner(load_model(str(models.DRAFT), torch.float32, DEVICE), 16384, max_context=1000)
 
 
 @pytest.fixture(scope="module")
