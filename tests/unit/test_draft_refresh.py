@@ -14,7 +14,7 @@ from config import DraftSettings
 from engine.announcing import Announcer
 from engine.loading import load_model, make_runner
 from engine.model_runner import ModelRunner
-from engine.paged_kv import SequenceKV
+from engine.kv.paged import SequenceKV
 from engine.round_runner import RoundRunner
 from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings

@@ -18,7 +18,7 @@ from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
 from engine.loading import load_model, make_runner, modules_decoder
 from engine.model_runner import ModelRunner
-from engine.paged_kv import PagedKV, SequenceKV, pages_for
+from engine.kv.paged import PagedKV, SequenceKV, pages_for
 from engine.sampling import USE_DRAFT, Sampling, limit_support, uniforms
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
