@@ -12,9 +12,9 @@ import engine.rounds.launches
 import models
 from config import DraftSettings
 from engine.announcing import Announcer
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, make_runner
 from engine.model_runner import ModelRunner
-from engine.kv.paged import SequenceKV
 from engine.round_runner import RoundRunner
 from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings

@@ -16,9 +16,10 @@ from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
+from engine.kv.paged import PagedKV
+from engine.kv.pages import SequenceKV, pages_for
 from engine.loading import load_model, make_runner, modules_decoder
 from engine.model_runner import ModelRunner
-from engine.kv.paged import PagedKV, SequenceKV, pages_for
 from engine.sampling import USE_DRAFT, Sampling, limit_support, uniforms
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
