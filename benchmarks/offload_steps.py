@@ -12,18 +12,18 @@ from functools import partial
 
 import numpy as np
 import torch
+from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
-from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.decoder import Decoder
 from engine.host_memory import host_zeros
 from engine.judging import Drafted
 from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
 from engine.sampling import Sampling
-from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
 from engine.tiered_kv import TieredKV
 from kernels.backends import power_of_two
 from kernels.shared_budget import WORD

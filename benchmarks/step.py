@@ -6,13 +6,13 @@ Random weights, and a random selection of the imposed share: what is measured is
 from itertools import product
 
 import torch
+from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
+from engine.steps import StepBuffers, StepShape, make_buffers, run_step
 
 from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
 from engine.decoder import Decoder
-from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.steps import StepBuffers, StepShape, make_buffers, run_step
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
 

@@ -126,7 +126,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", type=float, default=0.8, help="imposed, a token")
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
-    parser.add_argument("--waves", type=int, default=0, help="parts that sessions are drafted in; 0: 2")
+    parser.add_argument("--waves", type=int, default=2, help="micro-batches that sessions are drafted in")
     parser.add_argument("--no-ahead", action="store_true", help="wait for each verdict before drafting on")
     parser.add_argument(
         "--host-kv-memory",

@@ -25,8 +25,12 @@ _port = partial(setting, least=0, most=LARGEST_PORT)
 class ModelSettings(Section):
     """What the engine needs to open a model and make room for its KV.
 
-    The fields below the settings are no settings: the plan gives `dense_layers`, the layers that sparse sessions read
-    wholly, and `group_size`, the tokens of a group whose means are kept (0: none).
+    The room for KV is `kv_tokens`; if that is 0 it is `kv_memory` GiB, and if that is 0 too it is what
+    `gpu_memory_utilization` leaves beside the weights, though never more than `max_sessions` of `max_context` tokens
+    need. With `host_kv_memory` this room is what lies on the device at once of the KV in host memory.
+
+    The last two fields are no settings, since the plan gives them: `dense_layers`, the layers that sparse sessions read
+    wholly and whose KV stays on the device, and `group_size`, the tokens of a group whose means are kept (0: none).
     """
 
     model: str = ""
@@ -85,7 +89,7 @@ class ServiceSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.plan == str(models.PLAN) and self.model != str(self.bundled):
+        if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
             raise SettingsError(
                 f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
                 "with `specahead calibrate` and pass --plan"
@@ -139,15 +143,16 @@ class DraftSettings(ServiceSettings):
     ahead: bool = _rounds(
         True, "draft the next round while one is verified, where verdicts are mostly foreseen"
     )
-    waves: int = _rounds(
-        0,
-        "parts that sessions are drafted in, so one is verified while the next is drafted; 0: 2 on a GPU, else 1",
+    micro_batches: int = _rounds(
+        2,
+        "micro-batches that sessions are drafted in, so that one is verified while the next is drafted",
         name="draft_waves",
-        least=0,
+        flag="waves",
+        least=1,
     )
     read_share: float = _rounds(
         1.0,
-        "share of the KV that the later draft steps of a round read (GPU only)",
+        "share of the KV that the later passes of a draft round read; the first pass reads everything",
         name="draft_read_share",
         above=0,
         most=1,

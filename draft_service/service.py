@@ -59,7 +59,7 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails."""
+    """Serve until cancelled. Raises what `run_step_loop` raises."""
     drafter = Drafter(runner, plan, settings)
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS))
     links = [LinkState(target) for target in settings.targets]
@@ -90,7 +90,14 @@ async def serve(
             for link in links:
                 tasks.create_task(keep_link(link, hello, drafter, wake))
             tasks.create_task(
-                run_step_loop(drafter.plan_step, drafter.execute, drafter.finish_step, wake, lambda: None)
+                run_step_loop(
+                    drafter.plan_step,
+                    drafter.execute,
+                    drafter.finish_step,
+                    drafter.fail_step,
+                    wake,
+                    lambda: None,
+                )
             )
     finally:
         await server.stop(0)

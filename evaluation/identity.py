@@ -17,7 +17,8 @@ from torch import nn
 from tqdm import tqdm
 
 from config import DraftSettings, TargetSettings
-from draft_service.drafter import Drafter, Peer
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
@@ -213,7 +214,7 @@ def _take_turns(
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
-    target_end, draft_end = DraftPeer("draft", to_draft.append), Peer("target", to_target.append)
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
     verifier.attach_draft(target_end)
     drafter.attach(draft_end)
     for opening in openings:

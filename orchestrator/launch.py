@@ -13,7 +13,7 @@ from typing import NoReturn
 import grpc
 
 from config import Config, SettingsError, resolve_launch
-from engine.loading import load_shape, load_tokenizer, stop_token_ids
+from engine.loading import count_token_ids, load_shape, load_tokenizer, stop_token_ids
 from orchestrator.cluster import ClusterError, connect_ray, start_services
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -62,7 +62,7 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
     tokenizer = load_tokenizer(model)
     limits = Limits(
         config.model_name,
-        load_shape(model).vocab_size,
+        min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         config.target.max_context,
         stop_token_ids(model, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engine.batch import SequenceInput, SparseRead
 from torch import Tensor
 
 import models
@@ -25,7 +26,6 @@ from config import (
     resolve_service,
 )
 from config.attention_backends import check_attention_backend
-from engine.batch import SequenceInput, SparseRead
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.judging import Drafted

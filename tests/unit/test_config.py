@@ -204,7 +204,7 @@ def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> Non
     file = config(tmp_path, "draft_waves: 2\ndraft_read_share: 0.1\n")
     environment = {"SPECAHEAD_DRAFT_WAVES": "2", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
     for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
-        assert (settings.draft.waves, settings.draft.read_share) == (2, 0.1)
+        assert (settings.draft.micro_batches, settings.draft.read_share) == (2, 0.1)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
@@ -277,7 +277,7 @@ def test_a_service_calls_its_own_settings_by_short_names() -> None:
         DraftSettings(), *common, "--model", "m", "--waves", "2", "--read-share", "0.5", "--no-ahead",
         "--target", "a:1", "--target", "b:2",
     )  # fmt: skip
-    assert (draft.model, draft.waves, draft.read_share, draft.ahead) == ("m", 2, 0.5, False)
+    assert (draft.model, draft.micro_batches, draft.read_share, draft.ahead) == ("m", 2, 0.5, False)
     assert draft.targets == ("a:1", "b:2")
 
 

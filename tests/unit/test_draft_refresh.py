@@ -3,14 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+import engine.draft_rounds
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-import engine.draft_rounds
-import models
-from config import DraftSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
     RoundMemory,
@@ -20,6 +16,11 @@ from engine.draft_rounds import (
     RoundShape,
     make_round_buffers,
 )
+from sparsity.whole_rounds import round_settings
+from torch import Tensor
+
+import models
+from config import DraftSettings
 from engine.graphs import GraphRunner
 from engine.paged_kv import SequenceKV
 from evaluation.drafts import load_pair
@@ -27,7 +28,6 @@ from evaluation.rounds import prefill
 from evaluation.run import Pair
 from sparsity.announce import shared_limits
 from sparsity.plan import load_plan
-from sparsity.whole_rounds import round_settings
 from tests.unit.test_draft_rounds import tokens
 
 PLAN = load_plan(models.PLAN)

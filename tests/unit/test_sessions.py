@@ -1,498 +1,25 @@
-"""Drafter and verifier in one process, over fake models with real paged KV and a link that may misbehave.
-
-The fake models' logits follow from the tokens that they read back out of the KV pages, so a page that is
-wrong, stale, shared or missing changes the outcome or trips an assertion.
-"""
+"""Sessions from their opening to their end, on both sides; docs/architecture.md has the protocol."""
 
 import random
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
-import target_service.verifier
 from benchmarks.recording import ReadRecording, load_reads
-from config import DraftSettings, TargetSettings
-from draft_service.drafter import Drafter, Peer
-from engine.batch import BatchPart, SequenceInput, build_batch
-from engine.judging import Drafted, judge_rounds
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
-from engine.runner import Runner, SequenceOutput
-from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
-from engine.tiered_kv import TieredKV
-from kernels.kv_write import write_kv
-from orchestrator.ledger import Ledger, Record
-from sparsity.announce import announce, draft_heads
-from sparsity.methods import METHODS, methods_of
-from sparsity.plan import Plan, uniform_plan
-from sparsity.selection import BlockSelection
-from target_service.verifier import DraftPeer, Verifier, cut_at_end
-from wire import convert
+from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
+from engine.sampling import Sampling
+from sparsity.methods import METHODS
+from target_service.commit import cut_at_end
+from target_service.session import DraftPeer
+from tests.unit.clock import Clock
+from tests.unit.fake_models import GREEDY, PLAN, VOCAB, FakeModel
+from tests.unit.world import Faults, World, prompts, target_probs, totals
 from wire import messages as m
-from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
-from wire.selection_codec import decode_selection, encode_selection
-
-VOCAB, LAYERS, KV_HEADS = 32, 3, 2
-DRAFT_LAYERS, DRAFT_HEADS = 2, 3
-UNSEEN = 254
-RECENT = 8  # tokens that a model that sees only the ends looks back
-# A window of two blocks holds all that a model with `ends` looks at; other methods may read less of it.
-PLAN = uniform_plan(
-    *(LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS),
-    method="sts",
-    budget=0.6,
-    sink_blocks=1,
-    window_blocks=2,
-    dense_layers=(0,),
-)
-GREEDY = Sampling(temperature=0.0)
-TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
-
-Logits = Callable[[list[int]], np.ndarray]
-
-
-# The models
-
-
-def hashed(tokens: list[int], salt: int = 0) -> int:
-    return zlib.crc32(bytes(tokens), salt)
-
-
-def full_view(tokens: list[int]) -> list[int]:
-    return tokens
-
-
-def ends_view(tokens: list[int], recent: int) -> list[int]:
-    """What is never left out: the sink block and the last tokens."""
-    return [*tokens[:PAGE_SIZE], 255, *tokens[-recent:]]
-
-
-@dataclass(frozen=True)
-class FakeModel:
-    """Next-token logits as a function of the tokens so far. `ends`: of the first and `recent` last ones alone."""
-
-    ends: bool = False
-    agreement: int = 4  # quarters of all contexts in which the draft's best token is the target's
-    recent: int = RECENT
-
-    def view(self, tokens: list[int]) -> list[int]:
-        return ends_view(tokens, self.recent) if self.ends else full_view(tokens)
-
-    def target(self, tokens: list[int]) -> np.ndarray:
-        return TABLE[hashed(self.view(tokens)) % len(TABLE)]
-
-    def draft(self, tokens: list[int]) -> np.ndarray:
-        agrees = hashed(self.view(tokens), salt=1) % 4 < self.agreement
-        return self.target(tokens) if agrees else np.roll(self.target(tokens), 1)
-
-    def plain(self, prompt: list[int], max_tokens: int, stop: list[int]) -> tuple[list[int], m.FinishReason]:
-        """Greedy decoding by the target alone."""
-        tokens = list(prompt)
-        for _ in range(max_tokens):
-            tokens.append(int(self.target(tokens).argmax()))
-            if tokens[-1] in stop:
-                return tokens, m.FinishReason.STOP
-        return tokens, m.FinishReason.LENGTH
-
-
-class FakeRunner(Runner):
-    """Keys hold (position, token). Logits come from what the batch's block tables and block lists lead to."""
-
-    def __init__(
-        self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT
-    ) -> None:
-        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
-        self.vocab_size = VOCAB
-        self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
-        self.pages_read: list[int] = []  # by each input that wants all its logits
-
-    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        assert len({id(item.kv) for item in inputs}) == len(inputs)
-        batch = build_batch(inputs, self.kv, torch.device("cpu"))
-        keys = (
-            torch.stack([batch.position_ids[0], batch.token_ids[0]], 1)
-            .float()[:, None]
-            .expand(-1, KV_HEADS, -1)
-        )
-        for k_pages, v_pages in zip(self.kv.k_pages, self.kv.v_pages, strict=True):
-            write_kv(k_pages, v_pages, batch.slots, keys, -keys)
-        outputs = [SequenceOutput() for _ in inputs]
-        place = 0
-        for part in batch.parts:
-            for row in range(len(part.kv_lengths)):
-                index = batch.order[place]
-                outputs[index] = self._run(part, row, inputs[index])
-                place += 1
-        for item in inputs:
-            item.kv.length += len(item.tokens)
-        return outputs
-
-    def _run(self, part: BatchPart, row: int, item: SequenceInput) -> SequenceOutput:
-        length = int(part.kv_lengths[row])
-        assert length == item.kv.length + len(item.tokens)
-        places = [(layer, head) for layer in range(self.kv.num_layers) for head in range(KV_HEADS)]
-        read = [self._read(part, row, layer, head) for layer, head in places]
-        if item.logits == "all":
-            self.pages_read.append(sum(pages for _, pages in read))
-        first = length - len(item.tokens) if item.logits == "all" else length - 1
-        needed = np.arange(length)
-        if self.ends:
-            needed = needed[(needed < PAGE_SIZE) | (needed > first - self.recent)]
-        tokens = read[0][0]
-        for seen, _ in read:
-            assert (seen[needed] == tokens[needed]).all()
-            assert (seen[needed] != UNSEEN).all()
-        history: list[int] = tokens.tolist()
-        assert history[length - len(item.tokens) :] == item.tokens
-        out = SequenceOutput()
-        if item.logits != "none":
-            out.logits = torch.from_numpy(
-                np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
-            )
-        if item.emitting:
-            assert item.emitting == 1
-            out.block_weights = self._block_weights(history, item.block_size, self.heads)[:, None]
-        if item.read is not None and item.read.emit:
-            out.read_weights = self._block_weights(history, item.read.block_size, KV_HEADS)
-        return out
-
-    def tokens_in(self, kv: SequenceKV) -> list[int]:
-        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[: kv.length]
-        assert (content[:, 0] == np.arange(kv.length)).all()
-        return content[:, 1].tolist()
-
-    def _block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:
-        """Much the same from round to round, so that differences are worth sending, but never quite."""
-        shape = (self.kv.num_layers, heads, -(-len(history) // block_size))
-        lasting = np.random.default_rng(0).random((*shape[:2], 40))[..., : shape[2]]
-        weights = lasting + 0.2 * np.random.default_rng(hashed(history)).random(shape)
-        return torch.from_numpy(weights / weights.sum(-1, keepdims=True)).float()
-
-    def _read(self, part: BatchPart, row: int, layer: int, head: int) -> tuple[np.ndarray, int]:
-        """The token at each position that this head of this layer gets to see, and from how many pages."""
-        length = int(part.kv_lengths[row])
-        pages = np.arange(pages_for(length))
-        blocks = None if part.lists is None else part.lists[layer]
-        if blocks is not None:
-            assert blocks.block_size == PAGE_SIZE
-            pages = blocks.lists[row, head, : int(blocks.counts[row, head])].numpy()
-            assert (np.diff(pages) > 0).all()
-            assert not len(pages) or pages[-1] < pages_for(length)
-        physical = part.block_tables[row].numpy()[pages]
-        content = self.kv.k_pages[layer].numpy()[physical, head].astype(int).reshape(-1, 2)
-        at = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).flatten()
-        content, at = content[at < length], at[at < length]
-        assert (content[:, 0] == at).all()
-        seen = np.full(length, UNSEEN)
-        seen[at] = content[:, 1]
-        return seen, len(pages)
-
-
-# The world that they live in
-
-
-class Clock:
-    """Stands in for the verifier's `time`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    stopped = Clock()
-    monkeypatch.setattr(target_service.verifier, "time", stopped)
-    return stopped
-
-
-class Link:
-    """A stream between draft and target. Events travel as protobuf bytes."""
-
-    def __init__(self, number: int) -> None:
-        self.to_draft: list[m.TargetEvent] = []
-        self.to_target: list[m.DraftEvent] = []
-        self.target_end = DraftPeer(f"draft-{number}", self.to_draft.append)
-        self.draft_end = Peer(f"target-{number}", self.to_target.append)
-
-
-def as_draft_event(event: m.DraftEvent) -> m.DraftEvent:
-    frame = convert.draft_events_to_pb([event])
-    return convert.draft_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
-
-
-def as_target_event(event: m.TargetEvent) -> m.TargetEvent:
-    frame = convert.target_events_to_pb([event])
-    return convert.target_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
-
-
-@dataclass
-class Faults:
-    """How many times in all the link may do something wrong, and how far it may put an event back."""
-
-    left: int = 0
-    window: int = 4
-    jumps: int = 0  # of the clock, beyond the verifier's patience
-
-
-@dataclass
-class Side:
-    """A drafter or a verifier and the step that it is in. `dirty`: something has happened since it found nothing."""
-
-    actor: Any
-    step: Any = None
-    result: Any = None
-    dirty: bool = True
-
-    def advance(self, rng: random.Random) -> None:
-        """Plan, or finish; the model runs at either end, since events may arrive before or after it does."""
-        if self.step is None:
-            self.step, self.result = self.actor.plan_step(), None
-            self.dirty = self.step is not None
-            if self.step is not None and rng.random() < 0.5:
-                self.result = self.actor.execute(self.step)
-        else:
-            result = self.actor.execute(self.step) if self.result is None else self.result
-            self.actor.finish_step(self.step, result)
-            self.step = None
-
-
-class World:
-    """One target, its drafts, their links; one random thing after another happens until nothing is left to do."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        seed: int = 0,
-        model: FakeModel | None = None,
-        plan: Plan = PLAN,
-        gamma: int = 4,
-        ahead: bool = True,
-        pages: int = 200,
-        draft_pages: int = 200,
-        prefill_chunk: int = 24,
-        faults: Faults | None = None,
-        max_sessions: int = 64,
-    ) -> None:
-        self.clock, self.rng = clock, random.Random(seed)
-        self.model = model or FakeModel()
-        self.faults = faults or Faults()
-        self.target = FakeRunner(self.model.target, self.model.ends, LAYERS, 1, pages, self.model.recent)
-        self.verifier = Verifier(
-            self.target,
-            plan,
-            TargetSettings(
-                gamma=gamma,
-                prefill_chunk=prefill_chunk,
-                max_sessions=max_sessions,
-                max_queued=5000,
-                max_context=500,
-            ),
-        )
-        self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DraftSettings(gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=500)
-        self.drafter = Drafter(self.draft, plan, settings)
-        self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
-        self.links: list[Link] = []
-        self.attached = 0
-        self.history: list[tuple[list[Any], Any]] = []
-        self.ledger = Ledger()
-        self.commits: dict[str, list[m.Commit]] = {}
-        self.requests: dict[str, m.Open] = {}
-        self.closed: list[m.Closed] = []
-        self.script: list[
-            Callable[[], None]
-        ] = []  # what happens from outside, in this order, at random times
-
-    # From outside.
-
-    def open(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        sampling: Sampling = GREEDY,
-        stop: list[int] | None = None,
-        exactness: m.Exactness = m.Exactness.EXACT,
-        done: list[int] | None = None,
-        name: str = "",
-        sparsity: str = "",
-    ) -> str:
-        """`done`: tokens generated before, as when a session is opened again."""
-        name = name or f"s{len(self.requests)}"
-        tokens = prompt + (done or [])
-        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
-        self.ledger.open(record)
-        self.commits[name], self.requests[name] = [], record.to_open()
-        self.verifier.open(record.to_open(), self._emit)
-        self.target_side.dirty = True
-        return name
-
-    def _emit(self, event: m.ServedEvent) -> None:
-        if isinstance(event, m.Closed):
-            self.closed.append(event)
-            return
-        assert not self.ended(event.at.session)
-        assert self.ledger.apply(event) is not None
-        self.commits[event.at.session].append(event)
-        session = self.verifier._sessions[event.at.session]
-        kept = [*session.proposals, *session.announced]
-        assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
-
-    def ended(self, name: str) -> bool:
-        return self.ledger.records[name].finish_reason is not m.FinishReason.NONE
-
-    def abort(self, name: str) -> None:
-        self.verifier.abort(name)
-        self.target_side.dirty = True
-
-    def attach(self) -> Link:
-        link = Link(self.attached)
-        self.attached += 1
-        self.links.append(link)
-        self.verifier.attach_draft(link.target_end)
-        self.drafter.attach(link.draft_end)
-        self.target_side.dirty = True
-        return link
-
-    def detach(self, link: Link) -> None:
-        """The stream breaks; what was on its way is lost."""
-        self.links.remove(link)
-        self.verifier.detach_draft(link.target_end)
-        self.drafter.detach(link.draft_end)
-        self.target_side.dirty = self.draft_side.dirty = True
-
-    # What happens.
-
-    def run(self) -> None:
-        for _ in range(60_000):
-            if not self.happen():
-                return
-        raise AssertionError("the sessions do not come to an end")
-
-    def happen(self) -> bool:
-        """One thing, or if there is none the end of the verifier's patience; False if all is over."""
-        choices = list(self._choices())
-        if choices:
-            self.rng.choice(choices)()
-        elif self.busy():
-            patience = self.verifier.next_deadline()
-            assert patience is not None, "sessions are open, and nothing will ever happen again"
-            self.clock.now += patience
-            self.target_side.dirty = True
-        return bool(choices) or self.busy()
-
-    def busy(self) -> bool:
-        return bool(self.verifier.gauges["sessions"] or self.verifier.gauges["queued_sessions"])
-
-    def _choices(self) -> Iterator[Callable[[], None]]:
-        for side in (self.target_side, self.draft_side):
-            if side.dirty or side.step is not None:
-                yield lambda side=side: self._advance(side)
-        for link in self.links:
-            if link.to_target:
-                yield lambda link=link: self._deliver(link, link.to_target)
-            if link.to_draft:
-                yield lambda link=link: self._deliver(link, link.to_draft)
-        if self.script:
-            yield lambda: self.script.pop(0)()
-        if self.faults.jumps and self.busy():
-            yield self._jump
-
-    def _advance(self, side: Side) -> None:
-        side.advance(self.rng)
-        if side.step is None:
-            self.check_kv()
-
-    def check_kv(self) -> None:
-        """Between steps every session's KV is that of its own tokens, on both sides."""
-        if self.target_side.step is None:
-            for session in self.verifier._sessions.values():
-                assert self.target.tokens_in(session.kv) == session.tokens[: session.kv.length]
-        if self.draft_side.step is None:
-            for link in self.links:
-                for drafted in link.draft_end.sessions.values():
-                    assert self.draft.tokens_in(drafted.kv) == drafted.tokens[: drafted.kv.length]
-
-    def _jump(self) -> None:
-        if self.rng.random() < 0.05:
-            self.faults.jumps -= 1
-            self.clock.now += 1.5
-            self.target_side.dirty = True
-
-    def _deliver(self, link: Link, queue: list[Any]) -> None:
-        event = queue.pop(self._misplaced(len(queue)))
-        if queue is link.to_target:
-            self.verifier.receive(link.target_end, as_draft_event(event))
-            self.target_side.dirty = True
-        else:
-            self.drafter.receive(link.draft_end, as_target_event(event))
-            self.draft_side.dirty = True
-        if self.faults.left:
-            self.history.append((queue, event))
-            if self._goes_wrong():  # once more, at once or later
-                queue.insert(self.rng.randint(0, min(len(queue), self.faults.window)), event)
-            if self._goes_wrong():  # something from long ago
-                old_queue, old = self.rng.choice(self.history)
-                old_queue.insert(0, old)
-
-    def _misplaced(self, waiting: int) -> int:
-        return self.rng.randrange(min(waiting, self.faults.window)) if self._goes_wrong() else 0
-
-    def _goes_wrong(self) -> bool:
-        wrong = self.faults.left > 0 and self.rng.random() < 0.15
-        self.faults.left -= wrong
-        return wrong
-
-    # What must hold.
-
-    def check_greedy(self, name: str) -> None:
-        request, record = self.requests[name], self.ledger.records[name]
-        prompt = request.tokens[: request.prompt_tokens]
-        tokens, reason = self.model.plain(prompt, request.max_tokens, request.stop_token_ids)
-        assert record.tokens == tokens
-        assert record.finish_reason is reason
-
-    def check_nothing_left(self) -> None:
-        for runner in (self.target, self.draft):
-            runner.kv.pool.check_integrity()
-            assert runner.kv.pool.held == 0
-        assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
-        assert self.verifier._reserved == self.drafter._reserved == 0
-        assert not self.verifier._emit
-        assert self.drafter.session_count == 0
-        assert not self.drafter._waiting
-        assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
-
-
-def prompts(rng: random.Random, count: int, longest: int = 150) -> list[list[int]]:
-    """Of any length; many begin with the same pages."""
-    common = [rng.randrange(VOCAB) for _ in range(longest)]
-    made = []
-    for _ in range(count):
-        shared = rng.choice([0, 0, 16, 90, longest])
-        own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))]
-        made.append(([*common[:shared], *own])[:longest])
-    return made
-
-
-def totals(world: World) -> tuple[int, int]:
-    commits = [commit for commits in world.commits.values() for commit in commits]
-    return sum(commit.drafted for commit in commits), sum(commit.accepted for commit in commits)
-
 
 # Greedy outcomes
 
@@ -528,8 +55,7 @@ def test_greedy_is_plain_decoding(
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
-    world = World(clock, 3, FakeModel(agreement=3))
-    world.verifier.settings = replace(world.verifier.settings, synthetic_acceptance=rate)
+    world = World(clock, 3, FakeModel(agreement=3), synthetic_acceptance=rate)
     world.attach()
     # The only session of a draft is drafted ahead whatever came of it before.
     texts = prompts(world.rng, 1 if rate == 1.0 else 3)
@@ -551,8 +77,8 @@ def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -
 
 def test_what_sparse_rounds_read_can_be_recorded(clock: Clock, tmp_path: Path) -> None:
     """Of approximate sessions alone, and not of rounds without an announcement, which read everything."""
-    world = World(clock, 5, FakeModel(ends=True, agreement=3))
-    recording = world.verifier._recording = ReadRecording(str(tmp_path / "reads.npz"))
+    recording = ReadRecording(str(tmp_path / "reads.npz"))
+    world = World(clock, 5, FakeModel(ends=True, agreement=3), on_round=recording.add)
     plain = False
     kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
     names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 4))]
@@ -708,12 +234,12 @@ def test_a_prompt_that_was_read_before_is_not_read_again(clock: Clock, length: i
     world.check_greedy(first)
     covered = (length - 1) // PAGE_SIZE * PAGE_SIZE
     again = world.open(prompt, 20)
-    world.verifier._admit()
+    world.verifier.plan_step()
     (link,) = world.links
     while link.to_draft:
         world._deliver(link, link.to_draft)
     world.drafter._apply_inbox()
-    assert world.verifier._sessions[again].kv.length == covered
+    assert world.sessions[again].kv.length == covered
     assert link.draft_end.sessions[again].kv.length == covered
     world.run()
     world.check_greedy(again)
@@ -759,18 +285,6 @@ def test_sampled_outcomes_have_the_targets_distribution(clock: Clock) -> None:
         assert p_value(counts, target_probs(model.target([*prompt, *start]), sampling)) > 1e-4
     # A control: the draft's own distribution is another one, and would be told apart.
     assert p_value(seen[()], target_probs(model.draft(prompt), sampling)) < 1e-6
-
-
-def target_probs(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
-    """The truncated distribution, worked out in float64 apart from the engine."""
-    probs = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
-    probs /= probs.sum()
-    kept: dict[int, float] = {}
-    for token in np.argsort(-probs, kind="stable"):
-        kept[int(token)] = float(probs[token])
-        if sum(kept.values()) >= sampling.top_p:
-            break
-    return {token: p / sum(kept.values()) for token, p in kept.items()}
 
 
 def p_value(observed: Counter[int], probs: dict[int, float]) -> float:
@@ -1021,8 +535,7 @@ def test_sessions_without_room_at_the_draft_are_decoded_plainly_until_there_is(c
 
 
 def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Clock) -> None:
-    world = World(clock, 4)
-    world.drafter.settings = replace(world.drafter.settings, max_context=50)
+    world = World(clock, 4, draft_context=50)
     link = world.attach()
     begun: Counter[str] = Counter()
     send = link.target_end.send
@@ -1057,7 +570,7 @@ def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
         prompt = [rng.randrange(VOCAB)] * rng.choice([20, 23, 40])
         name = world.open(prompt, 30, stop=stop, exactness=m.Exactness.APPROXIMATE, name="mine")
         moment = rng.choice([10, 20, 200])
-        while name in world.verifier._emit:
+        while any(name == session.id for session in world.verifier._admission.everyone()):
             world.happen()
             moment -= 1
             if moment == 0:
@@ -1072,736 +585,64 @@ def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
     world.check_nothing_left()
 
 
-# Single frames at the target
-
-
-@dataclass
-class Stand:
-    """A target alone, with one session whose prompt is read; `sent`: what the draft was sent."""
-
-    exactness: m.Exactness = m.Exactness.APPROXIMATE
-    sampling: Sampling = GREEDY
-    base: int = 100
-    sparsity: str = ""
-    sent: list[m.TargetEvent] = field(default_factory=list)
-    served: list[m.ServedEvent] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        model = FakeModel(ends=True)
-        runner = FakeRunner(model.target, True, LAYERS, 1, 40)
-        self.verifier = Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=500, max_queued=2))
-        self.peer = DraftPeer("draft", self.sent.append)
-        self.verifier.attach_draft(self.peer)
-        self.tokens = [7] * self.base
-        self.verifier.open(self.opening("a"), self.served.append)
-        while self.step():
-            pass
-        self.session = self.verifier._sessions["a"]
-        self.heads = len(draft_heads(PLAN))
-
-    def opening(self, name: str, **changes: Any) -> m.Open:
-        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
-        return replace(known, **changes)
-
-    def step(self) -> bool:
-        step = self.verifier.plan_step()
-        if step is not None:
-            self.verifier.finish_step(step, self.verifier.execute(step))
-        return step is not None
-
-    def announcement(self, **changes: Any) -> m.Announcement:
-        data = encode_selection(self.selection(self.session.at.base))
-        return replace(m.Announcement(self.session.at, self.session.tokens[-1], data), **changes)
-
-    def selection(self, base: int, block: int = 2) -> BlockSelection:
-        return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
-
-    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposal:
-        made = m.Proposal(self.session.at, True, self.session.tokens[-1], tokens or [1, 2, 3, 4])
-        return replace(made, **changes)
-
-    def receive(self, event: m.DraftEvent) -> None:
-        self.verifier.receive(self.peer, event)
-
-    def state(self) -> Any:
-        """All that a frame could change, but counters and statistics."""
-        session = self.session
-        announced = {key: a.selection.keys.tolist() for key, a in session.announced.items()}
-        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
-        return *known, list(session.held), session.kv.length, list(session.kv.pages)
-
-
-def test_a_repeated_frame_changes_nothing() -> None:
-    stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
-        before, counted = stand.state(), stand.verifier.counters["repeated_frames"]
-        stand.receive(event)
-        assert stand.state() == before
-        assert stand.verifier.counters["repeated_frames"] == counted + 1
-    assert stand.step()
-    assert not stand.step()
-
-
-def test_an_announcement_is_waited_for_and_the_first_one_counts() -> None:
-    stand = Stand()
-    stand.receive(stand.proposal())
-    assert not stand.step()
-    other = encode_selection(stand.selection(stand.base, block=4))
-    stand.receive(stand.announcement(selection=other))
-    assert stand.session.announced[stand.session.key].selection.lists() == [[4]] * stand.heads
-    before = stand.state()
-    stand.receive(stand.announcement())
-    assert stand.state() == before, "another one for the same round changes nothing"
-    assert stand.step()
-    assert stand.session.reader is not None
-    assert stand.session.reader.chosen is not None
-    assert stand.session.reader.chosen[1:, :, 4].all()
-    assert not stand.session.reader.chosen[1:, :, 2].any()
-
-
-def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
-    stand = Stand(sparsity="streaming")
-    assert stand.session.announced_by == ""
-    with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.announcement())
-    stand.receive(stand.proposal(announces=False))
-    assert stand.step()
-    commit = stand.served[-1]
-    assert isinstance(commit, m.Commit)
-    assert commit.kv_tokens_read < commit.kv_tokens_total
-
-
-@pytest.mark.parametrize("name", ["nonesuch", "tidal"])
-def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does(name: str) -> None:
-    stand = Stand()
-    with pytest.raises(InvalidArgument, match=f"one of {', '.join(methods_of(PLAN))}; got '{name}'"):
-        stand.verifier.open(stand.opening("b", sparsity=name), stand.served.append)
-
-
-def test_room_for_group_means_is_made_where_they_are_used() -> None:
-    for plan, used in (
-        (PLAN, True),
-        (replace(PLAN, budget=1.0), False),
-        (replace(PLAN, group_size=0), False),
-    ):
-        runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
-        Verifier(runner, plan, TargetSettings())
-        assert (runner.kv.means is not None) == used
-
-
-def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
-    stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
-    for event in frames:
-        stand.receive(event)
-    assert stand.step()
-    verdict = stand.sent[-1]
-    assert isinstance(verdict, m.Verdict)
-    before = stand.state()
-    for event in frames:
-        stand.receive(event)
-    assert stand.state() == before
-    assert stand.sent[-1] == verdict
-    assert stand.sent.count(verdict) == 2
-    assert stand.verifier.counters["repeated_frames"] == 2
-    assert not stand.step()
-
-
-def test_stale_frames_change_nothing() -> None:
-    stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
-    for _ in range(2):
-        for event in (stand.announcement(), stand.proposal()):
-            stand.receive(event)
-        assert stand.step()
-    before, sent = stand.state(), list(stand.sent)
-    for event in frames:
-        stand.receive(event)
-    assert stand.state() == before
-    assert stand.sent == sent
-    assert stand.verifier.counters["stale_frames"] == 2
-    assert stand.session.stats.stale_rounds == 1
-
-
-def test_a_gap_is_refused_with_what_is_expected() -> None:
-    stand = Stand()
-    at = stand.session.at
-    for ahead in (at._replace(epoch=1), at._replace(round=2), at._replace(epoch=3, round=9)):
-        before = stand.state()
-        for event in (stand.announcement(at=ahead), stand.proposal(at=ahead)):
-            stand.receive(event)
-            refusal = stand.sent.pop()
-            assert isinstance(refusal, m.Refusal)
-            assert refusal.expected == at
-        assert stand.state() == before
-
-
-def test_a_difference_against_an_unknown_selection_is_refused() -> None:
-    stand = Stand()
-    dense = BlockSelection.from_matrix(
-        np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7
-    )
-    data = encode_selection(dense, dense, (0, 7))
-    assert data[1] == 1, "it names one reference"
-    before = stand.state()
-    stand.receive(stand.announcement(selection=data))
-    assert isinstance(stand.sent[-1], m.Refusal)
-    assert stand.state() == before
-
-
-def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
-    """Those of another draft's session as well; whoever sends one is told that it is over."""
-    stand = Stand()
-    before = stand.state()
-    sent: list[m.TargetEvent] = []
-    stranger = DraftPeer("stranger", sent.append)
-    stand.verifier.attach_draft(stranger)
-    ready, decline = m.Ready(stand.session.at), m.Decline("a", "full")
-    for event in (stand.announcement(), stand.proposal(), ready, decline, m.Resync("a")):
-        stand.verifier.receive(stranger, event)
-    stand.verifier.receive(stranger, m.Resync("unheard-of"))
-    assert sent == [m.End("a")] * 5 + [m.End("unheard-of")]
-    assert stand.state() == before
-    assert stand.verifier.counters["unknown_session_frames"] == 6
-
-
-def test_frames_that_no_honest_draft_sends() -> None:
-    stand = Stand()
-    at, before = stand.session.at, stand.state()
-    wide = m.Support(np.array([1, VOCAB]), np.array([0.5, 0.5], dtype=np.float32))
-    shorter = encode_selection(stand.selection(stand.base - PAGE_SIZE))
-    heads = encode_selection(
-        BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base))
-    )
-    wrong = [
-        (stand.proposal([1, 2, 3, 4, 5]), "γ is 4"),
-        (stand.proposal([1, VOCAB]), "outside the vocabulary"),
-        (stand.proposal([1], supports=[wide]), "outside the vocabulary"),
-        (
-            stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]),
-            "carry no distributions",
-        ),
-        (stand.proposal(at=at._replace(base=99)), "base 99"),
-        (stand.proposal(at=at._replace(base=101)), "base 101"),
-        (stand.proposal(at=at._replace(round=1, base=99)), "base 99"),
-        (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
-        (stand.announcement(at=at._replace(base=101)), "base 101"),
-        (stand.announcement(selection=b"nonsense"), "announcement"),
-        (stand.announcement(selection=shorter), "6 blocks"),
-        (stand.announcement(selection=heads), "heads"),
-    ]
-    for event, reason in wrong:
-        with pytest.raises(InvalidArgument, match=reason):
-            stand.receive(event)
-        assert stand.state() == before
-
-
-def test_an_exact_session_takes_no_announcements() -> None:
-    stand = Stand(m.Exactness.EXACT)
-    with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.announcement())
-
-
-def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
-    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it."""
-    stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.receive(m.Resync("a"))
-    begin = stand.sent[-1]
-    assert isinstance(begin, m.Begin)
-    assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    verdict = stand.sent[-1]
-    assert isinstance(verdict, m.Verdict)
-    assert verdict.plain
-    assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
-    assert not stand.session.held
-
-
-def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
-    stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.verifier.detach_draft(stand.peer)
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    assert stand.session.draft is None
-    assert len(stand.served) == 1
-    assert stand.step()  # plainly
-
-
-def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
-    """The step has no say any more; its pages are held until it is over, and the next session has later epochs."""
-    stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
-    for event in frames:
-        stand.receive(event)
-    step = stand.verifier.plan_step()
-    assert step is not None
-    stand.verifier.abort("a")
-    assert stand.sent[-1] == m.End("a")
-    later: list[m.ServedEvent] = []
-    stand.verifier.open(stand.opening("a", max_tokens=1), later.append)
-    assert stand.verifier.runner.kv.pool.held > 0
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    assert stand.served == later == []
-    while stand.step():
-        pass
-    begin = next(event for event in stand.sent if isinstance(event, m.Begin) and event.at.epoch > 0)
-    assert begin.tokens == stand.tokens
-    for event in frames:
-        stand.receive(event)
-    assert stand.verifier.counters["stale_frames"] == 2
-    stand.receive(m.Decline("a", "no room"))
-    assert stand.step()
-    assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
-    assert not stand.step()
-    assert stand.served == []
-    assert stand.verifier.runner.kv.pool.held == stand.verifier._reserved == 0
-    stand.verifier.runner.kv.pool.check_integrity()
-
-
-def test_an_abort_while_a_prompt_is_read() -> None:
-    stand = Stand()
-    stand.verifier.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
-    step = stand.verifier.plan_step()
-    assert step is not None
-    assert step.prefills
-    stand.verifier.abort("b")
-    stand.verifier.finish_step(step, stand.verifier.execute(step))
-    stand.step()
-    assert stand.verifier.gauges["sessions"] == 1
-    assert stand.verifier.runner.kv.pool.held == len(stand.session.kv.pages)
-
-
-def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() -> None:
-    stand = Stand()
-    stand.verifier.abort("a")
-    stand.verifier.abort("a")
-    stand.verifier.open(stand.opening("a"), stand.served.append)
-    while stand.step():
-        pass
-    assert stand.verifier.gauges["sessions"] == 1
-    assert stand.verifier.counters["aborted_sessions"] == 1
-
-
-# Opening
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"session": "a"}, "open already"),
-        ({"prompt_tokens": 0}, "0 prompt tokens"),
-        ({"prompt_tokens": 101}, "101 prompt tokens among 100"),
-        ({"tokens": [VOCAB] * 100}, "outside the vocabulary"),
-        ({"max_tokens": 0}, "leaves nothing to generate"),
-        ({"tokens": [1] * 120, "max_tokens": 20}, "leaves nothing to generate"),
-        ({"max_tokens": 401}, "exceed the context of 500"),
-        ({"tokens": [1] * 400, "prompt_tokens": 400, "max_tokens": 100, "session": "b"}, None),
-    ],
-)
-def test_what_can_never_run_is_not_opened(changes: dict[str, Any], reason: str | None) -> None:
-    stand = Stand()
-    request = stand.opening("b", **{"session": "b"} | changes)
-    if reason is None:
-        stand.verifier.open(request, stand.served.append)
-        return
-    with pytest.raises(InvalidArgument, match=reason):
-        stand.verifier.open(request, stand.served.append)
-
-
-def test_what_needs_more_pages_than_there_are_is_not_opened() -> None:
-    stand = Stand()
-    stand.verifier.settings = replace(stand.verifier.settings, max_context=10_000)
-    with pytest.raises(InvalidArgument, match="KV pages"):
-        stand.verifier.open(stand.opening("b", max_tokens=600), stand.served.append)
-
-
-def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
-    """Without room for a second session, two wait; a third is refused until one of them goes."""
-    stand = Stand()
-    for name in ("b", "c"):
-        stand.verifier.open(stand.opening(name, max_tokens=400), stand.served.append)
-    stand.step()
-    assert stand.verifier.gauges["queued_sessions"] == 2
-    with pytest.raises(ResourceExhausted, match="queued already"):
-        stand.verifier.open(stand.opening("d"), stand.served.append)
-    stand.verifier.abort("b")
-    stand.verifier.open(stand.opening("d"), stand.served.append)
-    stand.verifier.close_all(Unavailable("stopping"))
-    assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
-
-
-def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
-    """Also before the step that takes it up, and as soon as one that ran has ended."""
-    verifier = Verifier(
-        FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
-        PLAN,
-        TargetSettings(max_sessions=2, max_queued=0, max_context=600),
-    )
-    for name in ("a", "b"):
-        verifier.open(exact(name, 5, 5), lambda _: None)
-    with pytest.raises(
-        ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"
-    ):
-        verifier.open(exact("c", 5, 5), lambda _: None)
-    run_to_the_end(verifier)
-    verifier.open(exact("c", 100, 400), lambda _: None)
-    with pytest.raises(ResourceExhausted, match="try again later"):
-        verifier.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
-    verifier.plan_step()
-    with pytest.raises(ResourceExhausted, match="try again later"):
-        verifier.open(exact("d", 100, 400), lambda _: None)
-    verifier.abort("c")
-    verifier.open(exact("d", 100, 400), lambda _: None)
-    assert verifier.plan_step() is not None
-    assert verifier.gauges["queued_sessions"] == 0
-
-
-# KV in tiers
-
-
-def over_tiers(frames: int = 40, **changes: Any) -> Verifier:
-    """A target with a home for 40 pages; nothing run here leaves its frames."""
-    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, 40, 500)
-    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
-    return Verifier(runner, PLAN, replace(settings, **changes))
-
-
-def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:
-    return m.Open(name, [7] * prompt, prompt, max_tokens, [], GREEDY, m.Exactness.EXACT)
-
-
-def run_to_the_end(verifier: Verifier) -> None:
-    while (step := verifier.plan_step()) is not None:
-        verifier.finish_step(step, verifier.execute(step))
-
-
-def test_what_home_has_no_room_for_is_refused_until_others_have_ended() -> None:
-    """Also beside those that are queued; what runs gets to its end."""
-    verifier = over_tiers(max_sessions=1, max_queued=9)
-    commits: list[m.ServedEvent] = []
-    verifier.open(exact("a"), commits.append)
-    verifier.plan_step()
-    verifier.open(exact("b", max_tokens=180), commits.append)
-    assert verifier.gauges["queued_sessions"] == 1
-    with pytest.raises(
-        ResourceExhausted,
-        match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
-    ):
-        verifier.open(exact("c", max_tokens=5), commits.append)
-    verifier.open(exact("d", 5, 5), commits.append)
-    run_to_the_end(verifier)
-    model, made = FakeModel(), Counter[str]()
-    for event in commits:
-        assert isinstance(event, m.Commit)
-        made[event.at.session] += len(event.tokens)
-    assert made == {"a": 200, "b": 180, "d": 5}
-    text = [token for event in commits if event.at.session == "a" for token in event.tokens]  # type: ignore[union-attr]
-    assert [7] * 100 + text == model.plain([7] * 100, 200, [])[0]
-    verifier.open(exact("c", max_tokens=5), commits.append)
-
-
-def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
-    verifier = over_tiers(frames=30)
-    verifier.runner.kv = TieredKV(LAYERS, KV_HEADS, 2, 30, 30, 500)
-    with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
-        verifier.open(exact("a", max_tokens=500), lambda _: None)
-
-
-def test_counters_and_gauges_of_tiers_are_told() -> None:
-    verifier = over_tiers()
-    verifier.open(exact("a", max_tokens=5), lambda _: None)
-    run_to_the_end(verifier)
-    totals, gauges = verifier.totals, verifier.gauges
-    assert totals["opened_sessions"] == 1
-    assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_hit_pages", "kv_fetched_pages", "kv_refused_pages", "kv_staged_pages", "kv_stages"),
-        *("kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
-    }
-    assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
-    assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
-
-
-def test_fewer_frames_than_are_written_at_once_are_refused() -> None:
-    over_tiers(frames=14)
-    with pytest.raises(
-        ValueError,
-        match="13 KV pages of 16 fit on the GPU; 4 sessions, and 24 prompt tokens a step, write up to 14 at once: "
-        "raise kv_memory, or lower max_sessions or prefill_chunk",
-    ):
-        over_tiers(frames=13)
-
-
-@pytest.mark.parametrize("method", [name for name in methods_of(PLAN) if METHODS[name].just_in_time])
-def test_what_chooses_while_the_target_runs_is_refused_over_tiers(method: str) -> None:
-    """At once: a step that cannot be run would end the target."""
-    verifier = over_tiers()
-    request = replace(exact("a"), exactness=m.Exactness.APPROXIMATE, sparsity=method)
-    with pytest.raises(InvalidArgument, match=f"{method} chooses while the target runs"):
-        verifier.open(request, lambda _: None)
-    verifier.open(replace(request, sparsity="streaming"), lambda _: None)
-
-
-# Single frames at the draft
-
-
-@dataclass
-class DraftStand:
-    """A draft alone with one greedy session begun, of 40 tokens or as many as there are in `tokens`."""
-
-    ahead: bool = True
-    sent: list[m.DraftEvent] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
-        self.peer = Peer("target", self.sent.append)
-        self.drafter.attach(self.peer)
-        self.tokens = [7] * 40
-        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "sts")
-        self.receive(self.begin)
-
-    def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
-        """What the draft says to it, in all the steps that it then takes."""
-        self.sent.clear()
-        for event in events:
-            self.drafter.receive(self.peer, event)
-        while (step := self.drafter.plan_step()) is not None:
-            self.drafter.finish_step(step, self.drafter.execute(step))
-        return list(self.sent)
-
-    @property
-    def state(self) -> Any:
-        session = self.peer.sessions["a"]
-        known = (session.at, list(session.tokens), session.committed, session.judged, session.proposal)
-        return *known, session.kv.length, list(session.kv.pages)
-
-
-def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
-    for ahead in (False, True):
-        stand = DraftStand(ahead)
-        kinds = [type(event) for event in stand.sent]
-        proposals = [event for event in stand.sent if isinstance(event, m.Proposal)]
-        # The selection of a round comes with its last query, which is what drafting ahead begins with.
-        assert kinds == [m.Ready, *[m.Proposal, m.Announcement] * (1 + ahead)]
-        assert all(p.announces for p in proposals)
-        assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
-        if ahead:
-            assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
-
-
-def test_repeated_verdicts_and_begins_change_nothing() -> None:
-    stand = DraftStand()
-    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
-    verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
-    assert [type(e) for e in stand.receive(verdict)] == [m.Proposal, m.Announcement]
-    before = stand.state
-    assert stand.receive(verdict, stand.begin, verdict) == []
-    assert stand.state == before
-    assert stand.drafter.counters["repeated_verdicts"] == 2
-    assert stand.drafter.counters["stale_frames"] == 1
-
-
-def test_a_begin_of_an_earlier_epoch_changes_nothing() -> None:
-    """It was overtaken by the Begin that answers a resync in the same round."""
-    stand = DraftStand()
-    later = replace(stand.begin, at=m.At("a", 3, 0, 40))
-    assert stand.receive(later)[0] == m.Ready(m.At("a", 3, 0, 40))
-    before = stand.state
-    assert stand.receive(stand.begin) == []
-    assert stand.state == before
-
-
-def test_verdicts_out_of_order_are_applied_in_order() -> None:
-    plain = FakeModel().plain([7] * 40, 9, [])[0]
-    first = m.Verdict(m.At("a", 0, 1, 40), 4, plain[40:45], plain=False)
-    second = m.Verdict(m.At("a", 1, 2, 45), 1, [plain[45], (plain[46] + 1) % VOCAB], plain=False)
-    orders = ([first, second], [second, first], [second, second, first, second])
-    states = []
-    for order in orders:
-        stand = DraftStand()
-        for event in order:
-            stand.receive(event)
-        states.append((stand.state[1][:47], *stand.state[2:4], stand.peer.sessions["a"].epoch))
-    assert states[0] == states[1] == states[2]
-    assert states[0] == (plain[:46] + second.tokens[1:], 47, 2, 1)
-
-
-def test_a_verdict_that_does_not_fit_asks_for_resync() -> None:
-    stand = DraftStand()
-    assert stand.receive(m.Verdict(m.At("a", 1, 1, 41), 0, [1], plain=False))[0] == m.Resync("a")
-    assert stand.drafter.counters["resyncs"] == 1
-
-
-def test_a_verdict_of_an_unknown_session_asks_for_resync_unless_it_is_over() -> None:
-    stand = DraftStand()
-    verdict = m.Verdict(m.At("b", 1, 1, 41), 0, [1], plain=False)
-    assert stand.receive(verdict) == [m.Resync("b")]
-    assert stand.receive(m.End("b"), verdict) == []
-
-
-def test_a_refusal_asks_for_resync() -> None:
-    stand = DraftStand()
-    assert stand.receive(m.Refusal(m.At("a", 0, 0, 40), "a gap")) == [m.Resync("a")]
-
-
-def test_a_begin_that_comes_after_its_end_lasts_until_the_target_answers() -> None:
-    """The first word on it reaches a target that does not know the session, and says once more that it is over."""
-    stand = DraftStand()
-    sent = stand.receive(m.End("a"), stand.begin)
-    assert sent[0] == m.Ready(stand.begin.at)
-    assert stand.receive(m.End("a")) == []
-    assert stand.drafter.session_count == 0
-    assert stand.drafter.runner.kv.pool.held == 0
-
-
-def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
-    """KV of the tokens that still hold is kept; the epoch is the verdict's."""
-    stand = DraftStand()
-    plain = FakeModel().plain(stand.tokens, 3, [])[0]
-    other = (plain[42] + 1) % VOCAB
-    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
-    assert [type(event) for event in sent] == [m.Proposal, m.Announcement] * 2
-    proposal = sent[0]
-    assert isinstance(proposal, m.Proposal)
-    committed = [*plain[:42], other]
-    assert proposal.at == m.At("a", 1, 1, 43)
-    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
-    assert proposal.assumed_token == other
-
-
-def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
-    """All that was proposed is kept, so the length is as foreseen, but not the text."""
-    stand = DraftStand()
-    plain = FakeModel().plain(stand.tokens, 5, [])[0]
-    committed = [*plain[:44], (plain[44] + 1) % VOCAB]
-    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
-    proposal = sent[0]
-    assert isinstance(proposal, m.Proposal)
-    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
-
-
-def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
-    """The target had not heard of the round ahead when it judged; what it then hears is of the new epoch."""
-    stand = DraftStand()
-    before = [event for event in stand.sent if not isinstance(event, m.Ready)]
-    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
-    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
-    announcement, proposal = sent[:2]
-    assert isinstance(announcement, m.Announcement)
-    assert isinstance(proposal, m.Proposal)
-    assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
-    assert isinstance(before[2], m.Proposal)
-    assert proposal.tokens == before[2].tokens
-
-
-def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
-    """Room that a broken stream leaves goes to a session of a stream that stands."""
-    stand = DraftStand()  # holds 7 of 20 pages
-    big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, method="")
-    sent: list[m.DraftEvent] = []
-    other = Peer("other", sent.append)
-    stand.drafter.attach(other)
-    assert isinstance(stand.receive(big)[0], m.Decline)
-    stand.drafter.receive(other, replace(big, at=big.at._replace(session="c")))
-    assert stand.receive() == []
-    assert isinstance(sent.pop(), m.Decline)
-    stand.drafter.detach(stand.peer)
-    stand.receive()
-    assert sent == [m.Resync("c")]
-
-
-# Pieces
-
-
-def judged_by_hand(logits: Tensor, item: Drafted) -> tuple[int, int]:
-    """One round, token by token in float64: each position with its own uniforms, whatever round it falls in."""
-    for i, row in enumerate(logits.numpy()):
-        if item.sampling.greedy:
-            following = int(row.argmax())
-            if i == len(item.tokens) or item.tokens[i] != following:
-                return i, following
-            continue
-        weights = target_probs(row, item.sampling)
-        if i < len(item.tokens):
-            token, draft = item.tokens[i], {item.tokens[i]: 1.0}
-            if item.supports:
-                ids, probs = item.supports[i].ids.tolist(), item.supports[i].probs.tolist()
-                draft = dict(zip(ids, probs, strict=True))
-            u = uniforms(item.sampling.seed, item.base + i, 1, USE_ACCEPT)[0]
-            if u * draft[token] < weights.get(token, 0.0):
-                continue
-            weights = {t: max(p - draft.get(t, 0.0), 0.0) for t, p in weights.items()}
-        threshold = uniforms(item.sampling.seed, item.base + i, 1, USE_TARGET)[0] * sum(weights.values())
-        for token in sorted(weights):
-            threshold -= weights[token]
-            if threshold < 0:
-                return i, token
-    raise AssertionError("a round always has a next token")
-
-
-def test_rounds_are_judged_as_each_by_hand() -> None:
-    """Greedy and sampled ones together, of different lengths, with and without distributions."""
-    generator = torch.Generator().manual_seed(0)
-    rng = np.random.default_rng(0)
-    rounds, all_logits = [], []
-    for i in range(300):
-        count = i % 4
-        logits = 1.5 * torch.randn(count + 1, VOCAB, generator=generator)
-        likely = logits.topk(4).indices[:count].tolist()
-        tokens = [int(rng.choice(row)) if rng.random() < 0.4 else row[0] for row in likely]
-        sampling = GREEDY if i % 3 == 0 else Sampling(0.5, 0.9, seed=i)
-        supports = []
-        if not sampling.greedy and rng.random() < 0.7:
-            others = [[token, (token + 1) % VOCAB, (token + 5) % VOCAB] for token in tokens]
-            supports = [m.Support(np.array(ids), np.array([0.5, 0.25, 0.25], np.float32)) for ids in others]
-        all_logits.append(logits)
-        rounds.append(Drafted(tokens, supports, sampling, base=i))
-    outcomes = judge_rounds(all_logits, rounds)
-    assert outcomes == [judged_by_hand(*item) for item in zip(all_logits, rounds, strict=True)]
-    assert {accepted for accepted, _ in outcomes} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
-    """Against the block weights of a run of the same tokens, one after another."""
-    plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
-    runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
-    drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
-    peer = Peer("target", sent.append)
-    drafter.attach(peer)
-    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
-    while (step := drafter.plan_step()) is not None:
-        drafter.finish_step(step, drafter.execute(step))
-    (proposal, *_) = [event for event in sent if isinstance(event, m.Proposal)]
-    assert proposal.announces
-    (said,) = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
-    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + 1)]
-    blocks = plan.num_blocks(200)
-    weights = [runner._block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
-    announcing = METHODS[method].announcing
-    assert announcing is not None
-    (expected,) = announce(announcing, torch.stack(weights), plan, METHODS[method].rule, 200)
-    found = decode_selection(said.selection, {}, announcing.rows(plan), blocks)
-    assert (found.matrix() == expected.matrix()).all()
-
-
-def test_the_last_round_before_the_limit_announces_too() -> None:
-    """There is no room for all γ tokens, nor for a guess at the target's."""
-    for room in (1, 2, 3):
-        stand = DraftStand()
-        stand.receive(m.End("a"))
-        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
-        events = stand.receive(begin)
-        assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
-        (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
-        assert len(proposal.tokens) == max(1, room - 1)
+# Drafts that are of no use
+
+
+def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -> None:
+    """It has nothing to do meanwhile; tokens are those of plain decoding."""
+    world = World(clock, 1, FakeModel(agreement=0))
+    link = world.attach()
+    name = world.open([1] * 20, 150)
+    idle = 0
+    while world.happen():
+        session = world.sessions.get(name)
+        if session is not None and session.is_paused and not link.to_draft and not world.draft_side.dirty:
+            assert world.drafter.is_idle and not session.drafted
+            idle += 1
+    world.check_greedy(name)
+    assert idle > 0
+    rounds = ["d" if commit.drafted else "p" for commit in world.commits[name]]
+    drafted = [len(run) for run in "".join(rounds).split("p") if run]
+    assert drafted[:3] == [15, 4, 4]
+    plain = [len(run) for run in "".join(rounds).split("d") if run]
+    assert plain[0] >= 16 and plain[1] >= 32
+    assert world.verifier.counters["drafting_pauses"] == 3
+    totals = world.ledger.records[name].totals
+    assert (totals.rounds, totals.plain_rounds) == (sum(drafted), sum(plain))
+    assert world.verifier.counters["draft_timeouts"] == 0
+    world.check_nothing_left()
+
+
+@pytest.mark.parametrize("agreement", [2, 3, 4])
+def test_a_draft_that_is_often_right_is_never_left_out(clock: Clock, agreement: int) -> None:
+    world = World(clock, 2, FakeModel(agreement=agreement))
+    world.attach()
+    names = [world.open(prompt, 200) for prompt in prompts(world.rng, 4)]
+    world.run()
+    for name in names:
+        world.check_greedy(name)
+    assert world.verifier.counters["drafting_pauses"] == 0
+    assert world.verifier.gauges["paused_sessions"] == 0
+    world.check_nothing_left()
+
+
+def test_verdicts_that_are_imposed_leave_no_draft_out(clock: Clock) -> None:
+    world = World(clock, 2, FakeModel(agreement=4), synthetic_acceptance=0.0)
+    world.attach()
+    name = world.open([1] * 20, 60)
+    world.run()
+    assert all(commit.drafted for commit in world.commits[name])
+    assert world.verifier.counters["drafting_pauses"] == 0
+
+
+def test_a_draft_that_attaches_during_a_pause_is_not_asked_before_its_end(clock: Clock) -> None:
+    world = World(clock, 1, FakeModel(agreement=0))
+    world.attach()
+    name = world.open([1] * 20, 60)
+    while not world.verifier.counters["drafting_pauses"]:
+        assert world.happen()
+    other = world.attach()
+    assert other.to_draft == [] and world.sessions[name].draft is None
+    world.run()
+    world.check_greedy(name)
+    world.check_nothing_left()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from torch import Tensor
 
-from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from engine.loading import load_runner, output_projections
 from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner, SequenceOutput
