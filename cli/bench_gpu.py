@@ -20,9 +20,15 @@ def _run_kernels(flags: argparse.Namespace) -> None:
     from benchmarks.shapes import read_shape_of
 
     require_gpu()
-    shape = read_shape_of(flags.shape)
     run_kernel_benchmark(
-        flags.shape, shape, flags.batch, flags.context, flags.queries, flags.share, flags.repeats, flags.json
+        shape_name=flags.shape,
+        shape=read_shape_of(flags.shape),
+        batches=flags.batch,
+        contexts=flags.context,
+        rows=flags.queries,
+        share=flags.share,
+        repeats=flags.repeats,
+        json_file=flags.json,
     )
 
 
@@ -42,8 +48,14 @@ def _run_step(flags: argparse.Namespace) -> None:
     from benchmarks.step import run_step_benchmark
 
     require_gpu()
-    pair = [(name, read_shape_of(name)) for name in (flags.target_shape, flags.draft_shape)]
-    run_step_benchmark(*pair[0], *pair[1], flags.repeats, flags.json)
+    run_step_benchmark(
+        target=flags.target_shape,
+        target_shape=read_shape_of(flags.target_shape),
+        draft=flags.draft_shape,
+        draft_shape=read_shape_of(flags.draft_shape),
+        repeats=flags.repeats,
+        json_file=flags.json,
+    )
 
 
 def add_offload(parser: argparse.ArgumentParser) -> None:

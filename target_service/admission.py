@@ -7,12 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from config import TargetSettings
-from engine.paged_kv import PAGE_SIZE, pages_for
+from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
-from target_service.kv_room import offloads
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import Exactness, Open, ServedEvent
@@ -123,7 +122,7 @@ class Admission:
                 "try again later"
             )
         taken = self._reserved - self._leaving + sum(self._need(session) for session in self._queue)
-        if offloads(self._kv) and taken + need > self._kv.pool.num_pages:
+        if self._kv.offloads and taken + need > self._kv.pool.num_pages:
             raise ResourceExhausted(
                 f"{length} tokens need {need} KV pages, open sessions have {taken} of the {self._kv.pool.num_pages} "
                 "in host memory; try again later"

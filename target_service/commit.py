@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.inputs import SequenceOutput
-from engine.paged_kv import PagedKV
+from engine.kv.paged import PagedKV
 from engine.sampling import USE_ACCEPT, uniforms
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound

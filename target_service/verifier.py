@@ -12,8 +12,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from config import TargetSettings
-from engine.inputs import SparseRead
-from engine.runner import Runner, SequenceOutput
+from engine.inputs import SequenceOutput, SparseRead
+from engine.kv.pages import pages_for
+from engine.runner import Runner
 from engine.step_loop import describe
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -21,7 +22,6 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
-from target_service.kv_room import check_writable, tier_gauges, tier_totals
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, next_deadline, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.session import DraftPeer, TargetSession
@@ -47,7 +47,10 @@ class Verifier:
     def __init__(
         self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None
     ) -> None:
-        check_writable(runner.kv, settings)
+        a_session = pages_for(settings.gamma + 1) + 2
+        pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
+        who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
+        runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter()
         self._on_round = on_round
@@ -72,14 +75,14 @@ class Verifier:
     @property
     def totals(self) -> dict[str, float]:
         """Counters since the start, those of KV tiers included."""
-        return {**self.counters, **tier_totals(self.runner.kv)}
+        return {**self.counters, **self.runner.kv.totals}
 
     @property
     def gauges(self) -> dict[str, float]:
         """What there is at the moment, by name."""
         running = self._admission.running.values()
         return {
-            **tier_gauges(self.runner.kv),
+            **self.runner.kv.gauges,
             "sessions": len(running),
             "queued_sessions": self._admission.queued,
             "kv_pages_held": self.runner.kv.pool.held,

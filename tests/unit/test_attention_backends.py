@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine.batch import SequenceInput, SparseRead
 from torch import Tensor
 
 import models
@@ -26,12 +25,11 @@ from config import (
     resolve_service,
 )
 from config.attention_backends import check_attention_backend
-from engine.families import read_decoder
-from engine.graphs import GraphRunner
+from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
-from engine.loading import load_runner, open_model
-from engine.paged_kv import SequenceKV
-from engine.runner import SequenceOutput
+from engine.kv.pages import SequenceKV
+from engine.loading import load_model, make_runner, open_model
+from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from kernels import flashinfer_attention
 from kernels.backends import AttentionBackend
@@ -199,7 +197,7 @@ def lists_with_own_blocks(length: int, count: int, seed: int, dense_layer: bool)
     return SparseRead(16, lists)
 
 
-def drive(runner: GraphRunner) -> list[SequenceOutput]:
+def drive(runner: ModelRunner) -> list[SequenceOutput]:
     """Prompts and steps of several shapes, dense and over lists, judged, emitting: all outputs in order."""
     lengths = [130, 17, 40, 70, 90]
     sequences = [SequenceKV() for _ in lengths]
@@ -252,9 +250,9 @@ def compare(ours: list[SequenceOutput], wanted: list[SequenceOutput], tolerance:
 
 def runner_of(
     folder: str, dtype: torch.dtype, device: str, backend: AttentionBackend | None, eager: bool = False
-) -> GraphRunner:
-    plain = load_runner(folder, dtype, device, 4096)
-    return GraphRunner(read_decoder(plain.model), plain, 400, eager, attention_backend=backend)
+) -> ModelRunner:
+    model = load_model(folder, dtype, device)
+    return make_runner(model, 4096, max_context=400, enforce_eager=eager, attention_backend=backend)
 
 
 def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +262,9 @@ def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
     runner = runner_of(folder, torch.float32, "cpu", "torch")
-    runner._flashinfer = make_planned(torch.empty(0))
+    runner._prompt_plan = make_planned(torch.empty(0))
     compare(drive(runner), wanted, 1e-4)
-    wrapper = runner._flashinfer.wrapper
+    wrapper = runner._prompt_plan.wrapper
     assert wrapper.kv_heads == KV_HEADS and wrapper.heads == 8
     assert (wrapper.plans, wrapper.runs) == (2, 2 * LAYERS)  # the prompts, and the rest of two of them
 

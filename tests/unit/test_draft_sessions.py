@@ -1,5 +1,7 @@
 """A draft alone: what single events from a target do to its sessions, and what it says of a round."""
 
+import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
+from engine.kv.pages import OutOfPages
+from engine.step_loop import MOST_FAILURES, run_step_loop
 from sparsity.announce import announce
 from sparsity.methods import METHODS
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
@@ -21,10 +25,11 @@ class DraftStand:
     """A draft alone with one greedy session begun, of 40 tokens or as many as there are in `tokens`."""
 
     ahead: bool = True
+    pages: int = 20
     sent: list[m.DraftEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 20)
+        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
         self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
         self.peer = TargetPeer("target", self.sent.append)
         self.drafter.attach(self.peer)
@@ -216,3 +221,73 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
         assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
         (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
         assert len(proposal.tokens) == max(1, room - 1)
+
+
+# Steps that fail
+
+
+async def serve(stand: DraftStand, seconds: float) -> None:
+    """Drive the drafter by the loop of the services, for some time; raises what ends the loop."""
+    drafter = stand.drafter
+    steps = drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(run_step_loop(*steps, asyncio.Event(), lambda: None), seconds)
+
+
+def begin(name: str, epoch: int = 0) -> m.Begin:
+    """A session whose prompt is short enough to be run with its first round."""
+    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, "sts")
+
+
+@pytest.fixture
+def failing() -> tuple[DraftStand, FakeRunner]:
+    """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d", the first two at once."""
+    stand = DraftStand(ahead=False, pages=100)
+    runner = stand.drafter.runner
+    assert isinstance(runner, FakeRunner)
+    stand.sent.clear()
+    for name in "bcd":
+        stand.drafter.receive(stand.peer, begin(name))
+    return stand, runner
+
+
+def test_a_step_that_fails_costs_its_own_sessions_alone(
+    failing: tuple[DraftStand, FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    stand, runner = failing
+    runner.errors.append(OutOfPages("3 pages wanted,\n2 available"))
+    asyncio.run(serve(stand, 0.3))
+    declined = [event for event in stand.sent if isinstance(event, m.Decline)]
+    assert [event.session for event in declined] == ["b", "c"]
+    assert all("OutOfPages: 3 pages wanted, 2 available" in event.reason for event in declined)
+    assert [event.at.session for event in stand.sent if isinstance(event, m.Proposal)] == ["d"]
+    assert set(stand.peer.sessions) == {"a", "d"}
+    assert stand.drafter.counters["failed_steps"] == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "OutOfPages: 3 pages wanted, 2 available" in line and "\n" not in line
+    # Verdicts on what was declined are of no interest, others are drafted on, and the names can be used again.
+    late = m.Verdict(m.At("b", 1, 1, 8), 0, [2], plain=True)
+    judged = m.Verdict(m.At("a", 1, 1, 40), 0, [9], plain=False)
+    said = stand.receive(late, judged, begin("c", epoch=2))
+    assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a", "c"}
+    assert not any(isinstance(event, m.Resync) for event in said)
+    stand.receive(*(m.End(name) for name in "acd"))
+    assert stand.drafter.is_idle
+    assert runner.kv.pool.held == 0
+
+
+def test_steps_that_fail_for_ever_end_the_service(failing: tuple[DraftStand, FakeRunner]) -> None:
+    stand, runner = failing
+    runner.errors += [ValueError(f"number {i}") for i in range(10)]
+    for name in "efgh":
+        stand.drafter.receive(stand.peer, begin(name))
+    with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} model steps failed .* ValueError: number 2"):
+        asyncio.run(serve(stand, 5))
+
+
+def test_a_lost_gpu_ends_the_service_at_once(failing: tuple[DraftStand, FakeRunner]) -> None:
+    stand, runner = failing
+    runner.errors.append(torch.AcceleratorError("an illegal memory access was encountered"))
+    with pytest.raises(torch.AcceleratorError):
+        asyncio.run(serve(stand, 5))
+    assert not any(isinstance(event, m.Decline) for event in stand.sent)

@@ -66,7 +66,6 @@ WITHOUT_GRPC = {
     "draft_service/verdicts.py",
     "target_service/admission.py",
     "target_service/commit.py",
-    "target_service/kv_room.py",
     "target_service/planning.py",
     "target_service/protocol.py",
     "target_service/session.py",

@@ -9,7 +9,7 @@ from engine.batch import SequenceKeys
 from sparsity.just_in_time import JustInTime, KeyBounds, LayerView
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from sparsity import announce, in_advance, just_in_time
 from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
 from sparsity.choice import choose, choose_over_all, mandatory, share

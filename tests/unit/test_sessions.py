@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.recording import ReadRecording, load_reads
-from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.sampling import Sampling
 from sparsity.methods import METHODS
 from target_service.commit import cut_at_end

@@ -10,10 +10,10 @@ import pytest
 from grpc import StatusCode
 
 from config import TargetSettings
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
+from engine.kv.tiered import TieredKV
 from engine.sampling import Sampling
 from engine.step_loop import run_step_loop
-from engine.tiered_kv import TieredKV
 from sparsity.announce import draft_heads
 from sparsity.methods import methods_of
 from sparsity.selection import BlockSelection
@@ -511,10 +511,10 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
 # KV in tiers
 
 
-def over_tiers(frames: int = 40, pages: int = 40, **changes: Any) -> Verifier:
+def over_tiers(gpu_pages: int = 40, pages: int = 40, **changes: Any) -> Verifier:
     """A target over a backing store of so many pages; nothing that runs here leaves the GPU."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, frames, pages, 500)
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, gpu_pages, pages, 500)
     settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
     return Verifier(runner, PLAN, replace(settings, **changes))
 
@@ -528,7 +528,7 @@ def run_to_the_end(verifier: Verifier) -> None:
         verifier.finish_step(step, verifier.execute(step))
 
 
-def test_what_home_has_no_room_for_is_refused_until_others_have_ended() -> None:
+def test_what_the_backing_store_has_no_room_for_is_refused_until_others_have_ended() -> None:
     """Also beside those that are queued; what runs gets to its end."""
     verifier = over_tiers(max_sessions=1, max_queued=9)
     commits: list[m.ServedEvent] = []
@@ -554,7 +554,7 @@ def test_what_home_has_no_room_for_is_refused_until_others_have_ended() -> None:
 
 
 def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
-    verifier = over_tiers(frames=30, pages=30)
+    verifier = over_tiers(gpu_pages=30, pages=30)
     with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
         verifier.open(exact("a", max_tokens=500), lambda _: None)
 
@@ -566,18 +566,18 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
     totals, gauges = verifier.totals, verifier.gauges
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_hit_pages", "kv_fetched_pages", "kv_refused_pages", "kv_staged_pages", "kv_stages"),
-        *("kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
+        *("kv_hit_pages", "kv_fetched_pages", "kv_overflow_pages", "kv_staged_pages", "kv_stages"),
+        *("kv_stored_pages", "kv_offloads", "kv_bytes_fetched", "kv_bytes_stored"),
     }
-    assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
+    assert (gauges["kv_gpu_pages"], gauges["kv_offload_active"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
 
 
-def test_fewer_frames_than_are_written_at_once_are_refused() -> None:
-    over_tiers(frames=14)
+def test_fewer_gpu_pages_than_are_written_at_once_are_refused() -> None:
+    over_tiers(gpu_pages=14)
     with pytest.raises(
         ValueError,
         match="13 KV pages of 16 fit on the GPU; 4 sessions, and 24 prompt tokens a step, write up to 14 at once: "
         "raise kv_memory, or lower max_sessions or prefill_chunk",
     ):
-        over_tiers(frames=13)
+        over_tiers(gpu_pages=13)
