@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.unit.clock import Clock
+
 settings.register_profile(
     "specahead", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -18,3 +20,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The verifier's `time`, which stands still unless it is moved."""
+    stopped = Clock()
+    monkeypatch.setattr("target_service.verifier.time", stopped)
+    return stopped
