@@ -20,10 +20,13 @@ from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
-from engine.outputs import read_outputs
 from engine.paged_kv import PagedKV, SequenceKV, pages_for
-from engine.pass_shapes import Limits, exact_shape, kind_of, step_shape
-from engine.passes import PassBuffers, PassShape, heads_of, lay_out_pass, make_buffers, run_pass
+from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.grouping import Limits, exact_shape, kind_of, step_shape
+from engine.passes.launches import heads_of, run_pass
+from engine.passes.layout import lay_out_pass
+from engine.passes.outputs import read_outputs
+from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
@@ -166,7 +169,7 @@ class ModelRunner(Runner):
             self.kv.extend_group_means([item.kv for item in inputs])
         budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
         indices = [self._memories.index_of(budget.memory) for budget in budgets]
-        lay_out_pass(buffers, shape, inputs, indices, self.kv, tables)
+        lay_out_pass(buffers.inputs, shape, inputs, indices, self.kv, tables)
 
     # Passes of the exact size.
 

@@ -5,15 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.paged_attention import (
-    BlockLists,
-    Work,
-    gather_pages,
-    pack_heads,
-    paged_attention,
-    triton_add_listed_weights,
-    triton_block_weights,
-)
+from kernels.paged_attention import Batch, BlockLists, Work, gather_pages, pack_heads, paged_attention
+from kernels.paged_attention.launch import attend_emitting
+from kernels.paged_attention.weights import add_weights_of_listed, weights_of_last_queries
 
 
 def paged_attention_with_block_weights(
@@ -44,8 +38,9 @@ def paged_attention_with_block_weights(
             raise ValueError(
                 "paged_attention_with_block_weights: the Triton backend needs width and max_queries"
             )
-        arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
-        return triton_block_weights(*arguments, block_size, emitting, max_queries, width, work)
+        batch = Batch(queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
+        out, sums = attend_emitting(batch, None, None, max_queries, work, block_size)
+        return out, weights_of_last_queries(batch, sums, block_size, emitting, width)
     out = paged_attention(
         queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, backend=backend
     )
@@ -95,10 +90,13 @@ def add_listed_weights(
     Arguments as for `paged_attention`; sums: [sequences, heads, n] float32, its last dimension contiguous.
     """
     check_backend("add_listed_weights", backend, ("torch", "triton"))
-    arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, blocks)
+    arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
     if backend == "triton":
-        return triton_add_listed_weights(*arguments, sums, share, max_queries, work)
-    out = paged_attention(*arguments)
+        batch = Batch(*arguments)
+        out, block_sums = attend_emitting(batch, blocks, None, max_queries, work, blocks.block_size)
+        add_weights_of_listed(batch, block_sums, blocks, sums, share)
+        return out
+    out = paged_attention(*arguments, blocks)
     heads, kv_heads = queries.shape[1], k_pages.shape[1]
     for i, length in enumerate(kv_lengths.tolist()):
         last = int(query_starts[i + 1]) - 1

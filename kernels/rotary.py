@@ -100,6 +100,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @jit
+def _multiply(x, y):
+    """x * y, rounded as torch rounds it, whatever is added to it next."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
+
+
+@jit
 def _rotate_and_write_kv_kernel(
     qkv_ptr,
     cosines_ptr,
@@ -133,16 +139,15 @@ def _rotate_and_write_kv_kernel(
             wide = own.to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
             norm_ptr = norms_ptr + (head >= HEADS).to(tl.int32) * DIM
-            own = tl.load(norm_ptr + at) * (wide * scale).to(own.dtype)
-            other = tl.load(norm_ptr + partner) * (other.to(tl.float32) * scale).to(own.dtype)
+            own = _multiply((wide * scale).to(own.dtype), tl.load(norm_ptr + at))
+            other = _multiply((other.to(tl.float32) * scale).to(own.dtype), tl.load(norm_ptr + partner))
         if HALF > 0:
             turned = at < 2 * HALF
             row = tl.load(positions_ptr + token) * HALF + at % HALF
             cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(own.dtype)
             sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(own.dtype)
-            # Each product is rounded, as in torch.
-            across = (other * sin).to(own.dtype)
-            own = (own * cos).to(own.dtype) + tl.where(at < HALF, -across, across)
+            across = _multiply(other, sin).to(tl.float32)
+            own = (_multiply(own, cos).to(tl.float32) + tl.where(at < HALF, -across, across)).to(own.dtype)
     if head < HEADS:
         tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
     elif slot >= 0:

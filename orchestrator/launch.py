@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from engine.loading import load_shape, load_tokenizer, stop_token_ids
+from engine.loading import count_token_ids, load_shape, load_tokenizer, stop_token_ids
 from orchestrator.cluster import ClusterError, connect_ray, start_services
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -61,7 +61,7 @@ async def serve_clients(
     tokenizer = load_tokenizer(settings.target)
     limits = Limits(
         settings.model_name,
-        load_shape(settings.target).vocab_size,
+        min(load_shape(settings.target).vocab_size, count_token_ids(tokenizer)),
         settings.max_context,
         stop_token_ids(settings.target, tokenizer),
         tuple(methods_of(load_plan(settings.plan))),

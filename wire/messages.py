@@ -32,7 +32,10 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True)
 class Hello:
-    """One side of the handshake. All but `peer` and `model` must agree."""
+    """One side of the handshake. All but `peer` and `model` must agree.
+
+    vocab_size: ids that the side computes logits of: those of its tokenizer, however far its model is padded.
+    """
 
     peer: str
     model: str

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.paged_kv import PAGE_SIZE
-from engine.passes import lay_out_rows, rows_layout
+from engine.passes.buffers import rows_layout
+from engine.passes.layout import lay_out_rows
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Staging
 from kernels.shared_top_k import WORD

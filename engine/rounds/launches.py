@@ -10,7 +10,7 @@ from engine.decoder import Decoder
 from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_dense, plan_listed
 from engine.modules import ModulesDecoder
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.passes import heads_of
+from engine.passes.launches import heads_of
 from engine.rounds.buffers import RoundBuffers, RoundShape
 from engine.rounds.requests import RoundSettings
 from kernels.backends import Backend, default_backend

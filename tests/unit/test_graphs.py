@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import SequenceInput, SparseRead
 from engine.families import read_decoder
-from engine.graphs import GraphRunner
+from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted, judge_rounds
-from engine.loading import load_runner
-from engine.paged_kv import SequenceKV
-from engine.runner import SequenceOutput
+from engine.loading import load_model, make_runner, modules_decoder
+from engine.model_runner import ModelRunner
+from engine.paged_kv import PagedKV, SequenceKV
 from engine.sampling import Sampling, Support
 from kernels.selection import compact
 
@@ -67,17 +66,24 @@ class Pair:
     """The same sequences in both runners."""
 
     def __init__(self, folder: str, sequences: int) -> None:
-        self.plain = load_runner(folder, torch.float32, DEVICE, 4096)
-        other = load_runner(folder, torch.float32, DEVICE, 4096)
-        self.graphs = GraphRunner(read_decoder(other.model), other, 400)
+        self.graphs = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
+        modules, kv = modules_decoder(load_model(folder, torch.float32, DEVICE)), self.graphs.kv
+        of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
+        self.plain = ModelRunner(
+            modules, PagedKV(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch"
+        )
         self.runners = (self.plain, self.graphs)
         self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]
 
     def forward(self, items: list[tuple[int, dict[str, Any]]]) -> tuple[list[SequenceOutput], ...]:
         """items: which sequence, and the rest of its SequenceInput"""
+        given = items
         results = []
         for runner, sequences in zip(self.runners, self.sequences, strict=True):
+            if runner is self.plain:  # gives logits, to be judged by the references
+                items = [(i, rest | {"drafted": None}) for i, rest in items]
             results.append(runner.forward([SequenceInput(sequences[i], **rest) for i, rest in items]))
+            items = given
         return tuple(results)
 
     def peek(self, sequence: int, after: list[int]) -> int:
@@ -202,8 +208,9 @@ def test_a_deterministic_runner_gives_the_same_whatever_runs_beside(folder: str)
     def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b) if DEVICE == "cuda" else torch.allclose(a, b, atol=1e-4)
 
-    other = load_runner(folder, torch.float32, DEVICE, 8192)
-    runner = GraphRunner(read_decoder(other.model), other, 400, step_queries=5, deterministic=True)
+    runner = make_runner(
+        load_model(folder, torch.float32, DEVICE), 8192, max_context=400, step_queries=5, deterministic=True
+    )
     text = tokens(120, 1)
 
     def read(parts: list[int], beside: int) -> SequenceKV:
@@ -251,9 +258,9 @@ def test_a_deterministic_runner_gives_the_same_whatever_runs_beside(folder: str)
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_fused_weights_are_held_once(folder: str) -> None:
-    runner = load_runner(folder, torch.float32, DEVICE, 64)
-    decoder = read_decoder(runner.model)
-    attention = runner.model.model.layers[0].self_attn  # type: ignore[union-attr,index]
+    model = load_model(folder, torch.float32, DEVICE)
+    decoder = read_decoder(model)
+    attention = model.model.layers[0].self_attn  # type: ignore[union-attr,index]
     for part in (attention.q_proj, attention.k_proj, attention.v_proj):
         inside = part.weight.data_ptr() - decoder.layers[0].qkv.data_ptr()
         assert 0 <= inside < decoder.layers[0].qkv.nbytes

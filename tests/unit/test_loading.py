@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-import engine.loading
 import models
-from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.loading import (
     DEFAULT_KV_TOKENS,
     ModelSettings,
     ModelShape,
+    backing_store_tokens,
     load_model,
     load_shape,
     open_model,
-    room_at_home,
+    opening,
     room_for_kv,
 )
+from engine.model_runner import MAX_OVERHANG
 from engine.paged_kv import pages_for
 from engine.tiered_kv import TieredKV
 
@@ -78,20 +78,24 @@ TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
 
 
 def tiered(tokens: int, **changes: Any) -> ModelSettings:
-    """The bundled target with a home for so many tokens."""
+    """The bundled target with a backing store for so many tokens."""
     settings = ModelSettings(str(models.TARGET), "cpu", max_context=640, kv_tokens=320)
     return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
 
 
-def test_the_home_of_kv_is_as_large_as_its_memory() -> None:
-    assert room_at_home(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32) == 700
+def test_the_backing_store_is_as_large_as_its_memory() -> None:
     assert (
-        room_at_home(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16) == 1400
+        backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32)
+        == 700
     )
-    assert room_at_home(SETTINGS, SHAPE, torch.float32) == 0
+    assert (
+        backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16)
+        == 1400
+    )
+    assert backing_store_tokens(SETTINGS, SHAPE, torch.float32) == 0
 
 
-def test_with_a_home_less_than_a_context_may_lie_on_the_device() -> None:
+def test_with_a_backing_store_less_than_a_context_may_lie_on_the_device() -> None:
     """What lies beside is taken off: two layers of a sequence, and 14 bytes for each page of a layer and head."""
     settings = replace(SETTINGS, host_kv_memory=1600 * A_TOKEN / 2**30, kv_memory=1200 * A_TOKEN / 2**30)
     beside = 2 * (1000 + MAX_OVERHANG) * A_TOKEN / 4 + 100 * 4 * 2 * (4 + 10)
@@ -101,7 +105,6 @@ def test_with_a_home_less_than_a_context_may_lie_on_the_device() -> None:
 
 def test_a_model_is_opened_over_tiers() -> None:
     runner = open_model(tiered(800)).runner
-    assert isinstance(runner, GraphRunner)
     assert isinstance(runner.kv, TieredKV)
     assert (runner.kv.num_frames, runner.kv.pool.num_pages) == (20, 50)
     assert runner.kv.staged_pages == pages_for(640 + MAX_OVERHANG)
@@ -115,7 +118,7 @@ def test_a_model_is_opened_over_tiers() -> None:
         (800, {"kv_tokens": 801}, "KV for 800 tokens fits on the host.* the device has room for 801"),
     ],
 )
-def test_a_home_that_does_not_hold_a_context_or_the_device_is_refused(
+def test_a_backing_store_that_does_not_hold_a_context_or_the_device_is_refused(
     tokens: int, changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
@@ -124,22 +127,22 @@ def test_a_home_that_does_not_hold_a_context_or_the_device_is_refused(
 
 def test_flashinfer_over_tiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU would have taken it."""
-    monkeypatch.setattr(engine.loading, "check_attention_backend", lambda *_: None)
-    monkeypatch.setattr(engine.loading, "check_flashinfer", lambda *_: None)
+    monkeypatch.setattr(opening, "check_attention_backend", lambda *_: None)
+    monkeypatch.setattr(opening, "check_flashinfer", lambda *_: None)
     with pytest.raises(NotImplementedError, match="flashinfer reads KV that lies on the GPU: choose triton"):
         open_model(tiered(800, attention_backend="flashinfer"))
 
 
-def test_a_model_without_the_fused_decoder_is_refused_over_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.loading, "unbuilt_feature", lambda *_: "hats")
-    with pytest.raises(
-        NotImplementedError, match=r"KV in tiers is built for the fused decoder, which llama .* for hats"
-    ):
-        open_model(tiered(800))
+def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded; on a CPU, and with enforce_eager, transformers' own modules run it."""
+    monkeypatch.setattr(opening, "unbuilt_feature", lambda *_, **__: "hats")
+    with pytest.raises(NotImplementedError, match="no CUDA graphs are built for hats; pass --enforce-eager"):
+        open_model(replace(SETTINGS, device="cuda"))
+    assert open_model(SETTINGS).shape.num_layers == 4
 
 
 def test_a_plan_that_reads_all_layers_wholly_matters_to_tiers_alone() -> None:
     every = tuple(range(SHAPE.num_layers))
-    assert room_at_home(replace(SETTINGS, dense_layers=every), SHAPE, torch.float32) == 0
+    assert backing_store_tokens(replace(SETTINGS, dense_layers=every), SHAPE, torch.float32) == 0
     with pytest.raises(ValueError, match=r"reads all 4 layers wholly.* leave host_kv_memory out"):
-        room_at_home(replace(SETTINGS, dense_layers=every, host_kv_memory=1.0), SHAPE, torch.float32)
+        backing_store_tokens(replace(SETTINGS, dense_layers=every, host_kv_memory=1.0), SHAPE, torch.float32)

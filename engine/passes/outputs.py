@@ -6,7 +6,8 @@ from torch import Tensor
 
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.paged_kv import PagedKV
-from engine.passes import PassBuffers, PassShape
+from engine.passes.buffers import PassBuffers
+from engine.passes.shape import PassShape
 
 
 def read_outputs(

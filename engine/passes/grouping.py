@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engine.inputs import SequenceInput
 from engine.judging import support_of
 from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.passes import PassShape
+from engine.passes.shape import PassShape
 from kernels.backends import power_of_two
 from kernels.paged_attention import MAX_ROWS
 

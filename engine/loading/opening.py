@@ -1,0 +1,98 @@
+"""What a service opens before it serves: a model that fits its settings, with KV."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.attention_backends import check_attention_backend
+from engine.families import unbuilt_feature
+from engine.loading.memory import backing_store_tokens, context_of, room_for_kv
+from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
+from engine.loading.runner import make_runner
+from engine.loading.settings import ModelSettings
+from engine.loading.shape import ModelShape, load_config, read_shape
+from engine.loading.tokenizer import count_token_ids, load_tokenizer, tokenizer_hash
+from engine.runner import Runner
+from kernels.flashinfer_attention import check_flashinfer
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    runner: Runner
+    shape: ModelShape
+    tokenizer_hash: str
+
+
+def open_model(settings: ModelSettings) -> OpenedModel:
+    """Load a model as the settings say, with logits of its tokenizer's ids alone, and make room for its KV.
+
+    Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
+    what transformers raises for a model that it cannot load.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = default_device() if settings.device == "auto" else settings.device
+    dtype = resolve_dtype(settings.dtype, device)
+    _check_settings(settings, device, dtype)
+    loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
+    tokenizer = load_tokenizer(settings.model)
+    if settings.load_format != "dummy":  # which is measured in the shape of its config
+        limit_vocabulary(loaded, count_token_ids(tokenizer))
+    shape = read_shape(loaded.config)
+    runner = _open_runner(settings, loaded, shape, dtype, device)
+    return OpenedModel(runner, shape, tokenizer_hash(tokenizer))
+
+
+def _open_runner(
+    settings: ModelSettings, loaded: nn.Module, shape: ModelShape, dtype: torch.dtype, device: str
+) -> Runner:
+    """Return a runner with as much KV as the settings and the memory give. Raises ValueError if that is too little."""
+    tokens, backing = (
+        room_for_kv(settings, shape, dtype, device),
+        backing_store_tokens(settings, shape, dtype),
+    )
+    context = context_of(settings, shape)
+    if settings.host_kv_memory and backing < max(context, tokens):
+        raise ValueError(
+            f"{settings.model}: KV for {backing} tokens fits on the host, the backing store of all of it; a context "
+            f"has {context}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, kv_tokens "
+            "or kv_memory"
+        )
+    return make_runner(
+        loaded,
+        tokens,
+        backing,
+        context,
+        settings.dense_layers,
+        enforce_eager=settings.enforce_eager,
+        step_queries=settings.step_queries,
+        deterministic=settings.deterministic,
+        attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
+    )
+
+
+def _check_settings(settings: ModelSettings, device: str, dtype: torch.dtype) -> None:
+    """Raise ValueError or NotImplementedError for what can be refused before gigabytes are read."""
+    if settings.deterministic and device == "cpu":
+        raise NotImplementedError(
+            "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
+        )
+    check_attention_backend(
+        settings.attention_backend, device, settings.deterministic, settings.enforce_eager
+    )
+    config = load_config(settings.model)
+    shape = read_shape(config)
+    if settings.attention_backend == "flashinfer":
+        check_flashinfer(shape.head_dim, dtype, torch.device(device))
+        if settings.host_kv_memory:
+            raise NotImplementedError(
+                "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
+                "host_kv_memory out"
+            )
+    feature = unbuilt_feature(config, on_gpu=device != "cpu")
+    if feature is not None and device != "cpu" and not settings.enforce_eager:
+        raise NotImplementedError(
+            f"{settings.model}: no CUDA graphs are built for {feature}; pass --enforce-eager to run it through "
+            "transformers' own modules"
+        )

@@ -1,0 +1,57 @@
+"""The sizes of a model, by its config."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from engine.families import sliding_window
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that services need to know. vocab_size: logits of a row, which are the ids that may be proposed."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def read_shape(config: Any) -> ModelShape:
+    """Return the sizes in a transformers config.
+
+    Raises NotImplementedError for attention that reads less than all tokens before it.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise NotImplementedError(
+            f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built"
+        )
+    window = sliding_window(config)
+    if window is not None:
+        raise NotImplementedError(
+            f"{config.model_type}: a sliding window of {window} tokens; only attention to all tokens is built, with "
+            "--enforce-eager too"
+        )
+    heads = config.num_attention_heads
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def load_config(model: str) -> Any:
+    """Return the transformers config in a folder or of a Hugging Face id."""
+    return AutoConfig.from_pretrained(model, trust_remote_code=False)
+
+
+def load_shape(model: str) -> ModelShape:
+    """Return the sizes of a model by its folder or Hugging Face id, without its weights. Raises as `read_shape`."""
+    return read_shape(load_config(model))

@@ -1,0 +1,130 @@
+"""From the inputs of a pass to the arrays that it takes from the host."""
+
+import numpy as np
+
+from engine.inputs import SequenceInput
+from engine.judging import lay_out_verdicts
+from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.passes.shape import PassShape
+from engine.staging import Staging
+
+
+def lay_out_pass(
+    staging: Staging,
+    shape: PassShape,
+    inputs: list[SequenceInput],
+    indices: list[int],
+    kv: PagedKV,
+    tables: list[np.ndarray] | None = None,
+) -> None:
+    """Bring the inputs of a pass to the device, through the inputs of its buffers.
+
+    indices: the index of each sequence's memory, where budgets are shared out. tables: block tables, where they do not
+    name where the pages lie in the KV's tensors.
+    """
+    staging.begin()
+    host = staging.host
+    gpu_pages = [kv.frames(item.kv) for item in inputs]
+    lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
+    if shape.fetches:
+        host["round"][0] = kv.next_round()
+        for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are
+            host["block_tables"][i, len(item.kv.pages) :] = -1
+    if shape.decay is not None:
+        _lay_out_budget(host, shape, inputs, indices)
+    elif shape.width:
+        _lay_out_lists(host, inputs)
+    if shape.groups:
+        _lay_out_groups(host, [item.kv for item in inputs])
+    if shape.judged:
+        lay_out_verdicts(host, [item.drafted for item in inputs if item.drafted is not None])
+        rows = host["logits_rows"].reshape(shape.sequences, shape.queries)
+        starts = host["query_starts"]
+        # Rows behind a sequence's last one are not looked at: any will do.
+        rows[:] = np.minimum(starts[:-1, None] + np.arange(shape.queries), max(0, int(starts[-1]) - 1))
+    elif "logits_rows" in host:
+        host["logits_rows"][:] = logits_rows_of(inputs)
+    staging.send()
+
+
+def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
+    """Return the rows of a pass that give logits, int64 [rows], in the order of the inputs."""
+    ends = np.cumsum([len(item.tokens) for item in inputs])
+    counts = {"none": 0, "last": 1}
+    rows = [
+        np.arange(end - counts.get(item.logits, len(item.tokens)), end)
+        for item, end in zip(inputs, ends, strict=True)
+    ]
+    return np.concatenate(rows).astype(np.int64)
+
+
+def lay_out_rows(
+    host: dict[str, np.ndarray],
+    items: list[tuple[SequenceKV, list[int]]],
+    gpu_pages: list[np.ndarray] | None = None,
+    tables: list[np.ndarray] | None = None,
+) -> None:
+    """Write sequences and the tokens that each is to run next into arrays of `rows_layout`; rows behind are empty.
+
+    gpu_pages: where the pages of each sequence lie in the KV's tensors; None: at their numbers. tables: the block
+    tables; None: `gpu_pages`.
+    """
+    for name in ("slots", "kept_slots"):
+        if name in host:
+            host[name][:] = -1
+    host["token_ids"][:] = 0
+    host["lengths"][:] = 0
+    row = 0
+    for i, (kv, tokens) in enumerate(items):
+        at = np.arange(kv.length, kv.length + len(tokens))
+        pages = kv.table() if gpu_pages is None else gpu_pages[i]
+        here = slice(row, row + len(tokens))
+        host["token_ids"][here], host["positions"][here] = tokens, at
+        host["slots"][here] = _slots_of(pages, at)
+        host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
+        if "kept_slots" in host:
+            host["kept_slots"][here] = _slots_of(kv.table(), at)
+            host["kept_tables"][i, : len(kv.pages)] = kv.table()
+        host["lengths"][i] = kv.length + len(tokens)
+        host["query_starts"][i] = row
+        row += len(tokens)
+    host["query_starts"][len(items) :] = row
+
+
+def _slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return where positions lie in pages, int64: page * PAGE_SIZE + offset."""
+    slots: np.ndarray = pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    return slots
+
+
+def _lay_out_lists(host: dict[str, np.ndarray], inputs: list[SequenceInput]) -> None:
+    host["counts"][:] = 0
+    for i, item in enumerate(inputs):
+        assert item.read is not None and item.read.lists is not None
+        present = [entry for entry in item.read.lists if entry is not None]
+        for at, (blocks, count) in enumerate(present):
+            host["lists"][at, i, :, : blocks.shape[1]] = blocks
+            host["counts"][at, i] = count
+
+
+def _lay_out_budget(
+    host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput], indices: list[int]
+) -> None:
+    host["blocks"][:], host["room"][:], host["indices"][:] = 0, 0, -1
+    words = host["bitmaps"].view(np.uint64)
+    for i, (item, index) in enumerate(zip(inputs, indices, strict=True)):
+        assert item.read is not None and item.read.budget is not None
+        budget = item.read.budget
+        words[i, :, : budget.bitmap.shape[1]] = budget.bitmap
+        host["first"][i], host["last"][i], host["indices"][i] = budget.first, budget.last, index
+        host["blocks"][i] = -(-(item.kv.length + len(item.tokens)) // shape.block_size)
+        host["room"][i] = max(0, budget.room)
+        if not i:  # the same for all inputs of a pass
+            host["importance"][:] = budget.memory.importance
+
+
+def _lay_out_groups(host: dict[str, np.ndarray], sequences: list[SequenceKV]) -> None:
+    host["group_counts"][:] = 0
+    for i, sequence in enumerate(sequences):
+        host["group_tables"][i, : len(sequence.groups)] = sequence.groups
+        host["group_counts"][i] = len(sequence.groups)

@@ -1,0 +1,43 @@
+"""The shape of a pass: all that its launches are specialised for."""
+
+from dataclasses import dataclass
+
+from engine.paged_kv import PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """All that the launches of a pass are specialised for.
+
+    sequences: how many there is room for. rows: of all their tokens together. queries: of one sequence, at most. pages:
+    of one sequence, at most. block_size: tokens of a block, where blocks are read or weighed. emitting: queries of
+    each sequence that give their weights on blocks. width: blocks of a list, at most; 0: all layers are dense. groups:
+    group means of a sequence, at most; 0: none stand in. read_weights: whether listed blocks give their weights.
+    dense_layers: the layers without lists. decay: of what is remembered, where a budget is shared out in the pass.
+    judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but the first. support:
+    entries of a distribution that they were drawn from, at most; 0: all are greedy. pinned: whether splits of attention
+    are independent of the batch. kept: whether some layers' pages lie at their own numbers, others' where the KV put
+    them. fetches: whether block tables name pages of the backing store, and listed ones are fetched first.
+    """
+
+    sequences: int
+    rows: int
+    queries: int
+    pages: int
+    block_size: int = 0
+    emitting: int = 0
+    width: int = 0
+    groups: int = 0
+    read_weights: bool = False
+    dense_layers: tuple[int, ...] = ()
+    decay: float | None = None
+    judged: bool = False
+    support: int = 0
+    pinned: bool = False
+    kept: bool = False
+    fetches: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a sequence has, at most."""
+        return -(-self.pages * PAGE_SIZE // self.block_size)

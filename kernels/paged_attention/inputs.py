@@ -1,0 +1,99 @@
+"""What paged attention takes: one layer's batch, lists of blocks, and the group means that stand in for the rest."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# The second-order term overshoots for keys that are far from normal; beyond this (a factor of e²) it is cut.
+MAX_VARIANCE_TERM = 2.0
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The KV blocks that each (sequence, KV head) reads; `block_size` tokens divide a page or are whole pages.
+
+    lists: [sequences, kv_heads, width] int32 logical blocks, each at most once
+    counts: [sequences, kv_heads] int32, valid entries of `lists`
+    slots: [sequences, kv_heads, width * pages of a block] int32, where the listed pages lie: rows of the pages taken as
+        [pages * kv_heads, page_size, head_dim], not negative; None: block tables say it. Only for blocks of whole pages
+    """
+
+    lists: Tensor
+    counts: Tensor
+    block_size: int
+    slots: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GroupMeans:
+    """Means of the keys and values of groups of `group_size` tokens, a whole number of blocks.
+
+    k, v: [slots, kv_heads, head_dim] means; k_variance: the same shape, of each key dimension within the group
+    tables: [sequences, max_groups] int32, slot of each group from the first token on
+    counts: [sequences] int32, groups that have a mean; they end before the first query
+    """
+
+    k: Tensor
+    v: Tensor
+    k_variance: Tensor
+    tables: Tensor
+    counts: Tensor
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of `kernels.paged_attention.paged_attention` that say what attends to which pages."""
+
+    queries: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_tables: Tensor
+    kv_lengths: Tensor
+    query_starts: Tensor
+    scale: float
+
+    @property
+    def heads(self) -> int:
+        return self.queries.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.queries.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_pages.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages.shape[2]
+
+
+def check_batch(batch: Batch, blocks: BlockLists | None, means: GroupMeans | None) -> None:
+    """Raise ValueError if heads, lists or means do not fit the pages or one another."""
+    heads, kv_heads, page_size = batch.heads, batch.kv_heads, batch.page_size
+    if heads % kv_heads:
+        raise ValueError(f"paged_attention: {heads} query heads are no multiple of {kv_heads} KV heads")
+    if means is not None and blocks is None:
+        raise ValueError("paged_attention: group means stand in for blocks that lists leave out; give lists")
+    if blocks is None:
+        return
+    size = blocks.block_size
+    if size < 1 or (size % page_size and page_size % size):
+        raise ValueError(
+            f"paged_attention: blocks of {size} tokens neither divide a page of {page_size} nor fill some"
+        )
+    if blocks.slots is not None and size % page_size:
+        raise ValueError(
+            f"paged_attention: slots are of whole pages of {page_size}, blocks have {size} tokens; give block tables"
+        )
+    if means is not None and means.group_size % size:
+        raise ValueError(
+            f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}"
+        )

@@ -1,0 +1,178 @@
+"""Paged attention in plain torch, one sequence at a time: the reference that the Triton kernel is tested against."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans
+
+
+def attend_in_torch(
+    batch: Batch, blocks: BlockLists | None = None, means: GroupMeans | None = None, emit: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output [tokens, heads, dim] and, if `emit`, what each listed block got: [sequences, kv_heads, width].
+
+    The weights of blocks are as `kernels.paged_attention.paged_attention_with_read_weights` describes them.
+    """
+    queries, scale = batch.queries, batch.scale
+    out = torch.empty_like(queries)
+    weights = None if blocks is None or not emit else torch.zeros_like(blocks.lists, dtype=torch.float32)
+    starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
+    for i, length in enumerate(lengths):
+        own = slice(starts[i], starts[i + 1])
+        rows = queries[own]
+        if not len(rows):
+            continue
+        if blocks is None:
+            out[own] = _attend(rows, *_all_pages(batch, i, length), length, scale)
+            continue
+        listed = torch.arange(blocks.lists.shape[2], device=queries.device) < blocks.counts[i, :, None]
+        read = _listed(batch, i, length, blocks, listed)
+        if means is None and not emit:
+            out[own] = _attend(rows, *read, length, scale)
+            continue
+        groups = None if means is None else _stand_ins(means, i, blocks, listed)
+        out[own], probs = _attend_with_probs(rows, *read, length, scale, groups)
+        if weights is not None:  # probs [kv_heads, group, rows, width * block_size]
+            weights[i] = probs.unflatten(-1, (-1, blocks.block_size)).sum(-1).sum(1).mean(1)
+    return out, weights
+
+
+def _all_pages(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values [kv_heads, n, dim] and positions [1, n] of the first `length` tokens, in whole pages."""
+    page_size, table = batch.page_size, batch.block_tables[sequence].long()
+    physical = table[None, : -(-length // page_size)]
+    positions = torch.arange(physical.shape[1] * page_size, device=table.device)[None]
+    return gather_pages(batch.k_pages, physical), gather_pages(batch.v_pages, physical), positions
+
+
+def _listed(
+    batch: Batch, sequence: int, length: int, blocks: BlockLists, listed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values [kv_heads, width * block_size, dim] of listed blocks; positions [kv_heads, the same].
+
+    listed: [kv_heads, width] bool, which entries of the lists count; the others' positions are `length`.
+    """
+    page_size, block_size, dim = batch.page_size, blocks.block_size, batch.dim
+    table, pools = batch.block_tables[sequence].long(), (batch.k_pages, batch.v_pages)
+    offsets = torch.arange(block_size, device=table.device)
+    positions = blocks.lists[sequence].long().where(listed, 0)[..., None] * block_size + offsets
+    if blocks.slots is not None:
+        there = listed.repeat_interleave(block_size // page_size, 1)
+        rows = blocks.slots[sequence].where(there, 0).flatten().long()
+        keys, values = (
+            pages.view(-1, page_size * dim).index_select(0, rows).view(len(listed), -1, dim)
+            for pages in pools
+        )
+    elif block_size < page_size:
+        flat = positions.flatten(1)
+        keys, values = (gather_tokens(pages, table[flat // page_size], flat % page_size) for pages in pools)
+    else:
+        pages_of = positions[..., ::page_size].flatten(1) // page_size
+        physical = table[pages_of.clamp(max=len(table) - 1)]  # a last block may reach beyond the table
+        keys, values = (gather_pages(pages, physical) for pages in pools)
+    return keys, values, positions.where(listed[..., None], length).flatten(1)
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Stand-ins of one sequence: means and variances [kv_heads, groups, dim], unread tokens [kv_heads, groups]."""
+
+    k: Tensor
+    v: Tensor
+    k_variance: Tensor
+    unread: Tensor
+
+
+def _stand_ins(means: GroupMeans, sequence: int, blocks: BlockLists, listed: Tensor) -> StandIns:
+    chosen, block_size = blocks.lists[sequence].long(), blocks.block_size
+    count = int(means.counts[sequence])
+    slots = means.tables[sequence, :count].long()
+    per_group = means.group_size // block_size
+    group = (chosen // per_group).where(listed, count).clamp(max=count)
+    read = torch.zeros(len(chosen), count + 1, device=chosen.device).scatter_add_(
+        1, group, torch.ones_like(group, dtype=torch.float32)
+    )
+    unread = means.group_size - block_size * read[:, :count]
+    k, v, variance = (x[slots].transpose(0, 1).float() for x in (means.k, means.v, means.k_variance))
+    return StandIns(k, v, variance, unread)
+
+
+def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
+    """Return the pages listed in `physical` [kv_heads, width], or [1, width] for all heads, laid end to end.
+
+    pages: [pages, kv_heads, page_size, dim]. Returns [kv_heads, width * page_size, dim].
+    """
+    kv_heads, page_size, dim = pages.shape[1:]
+    rows = physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]
+    # One row per (page, head): index_select copies each with one memcpy, several times faster than indexing.
+    return pages.view(-1, page_size * dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
+
+
+def gather_tokens(pages: Tensor, physical: Tensor, offsets: Tensor) -> Tensor:
+    """Return single tokens [kv_heads, n, dim], of which `physical` and `offsets` [kv_heads, n] say page and place."""
+    kv_heads, page_size, dim = pages.shape[1:]
+    rows = (physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]) * page_size + offsets
+    return pages.view(-1, dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
+
+
+def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:
+    """Return queries [rows, heads, dim] as [kv_heads, group * rows, dim]: a KV head's query heads side by side."""
+    rows, _, dim = queries.shape
+    return queries.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+
+
+def _unpack(out: Tensor, rows: int) -> Tensor:
+    """The reverse of `pack_heads`."""
+    kv_heads, _, dim = out.shape
+    return out.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, -1, dim)
+
+
+def _visible(positions: Tensor, rows: int, length: int) -> Tensor:
+    """Return which positions each of the last `rows` of `length` tokens may see: bool [1 or kv_heads, rows, n]."""
+    return positions[:, None, :] <= torch.arange(length - rows, length, device=positions.device)[:, None]
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float
+) -> Tensor:
+    """Attend in one sequence: queries [rows, heads, dim], keys, values [kv_heads, n, dim], positions [1 or kv_heads, n]."""
+    rows, heads, _ = queries.shape
+    kv_heads, n = keys.shape[:2]
+    if n == 0:
+        return torch.zeros_like(queries)
+    mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1)
+    out = F.scaled_dot_product_attention(
+        pack_heads(queries, kv_heads)[None], keys[None], values[None], attn_mask=mask[None], scale=scale
+    )[0]
+    return _unpack(out.where(mask.any(-1, keepdim=True), 0), rows)
+
+
+def _attend_with_probs(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    length: int,
+    scale: float,
+    groups: StandIns | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `_attend` returns, and the probabilities of the keys, float32 [kv_heads, group, rows, n]."""
+    rows, heads, _ = queries.shape
+    kv_heads, n = keys.shape[:2]
+    packed = pack_heads(queries, kv_heads)
+    mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1).expand(kv_heads, -1, -1)
+    scores = (packed @ keys.mT).float() * scale
+    if groups is not None:
+        q = packed.float() * scale
+        spread = ((q * q) @ groups.k_variance.mT / 2).clamp(max=MAX_VARIANCE_TERM)
+        mean_scores = q @ groups.k.mT + spread + groups.unread.clamp(min=1).log()[:, None]
+        scores = torch.cat([scores, mean_scores], -1)
+        mask = torch.cat([mask, (groups.unread > 0)[:, None].expand(-1, mask.shape[1], -1)], -1)
+        values = torch.cat([values, groups.v.to(values.dtype)], 1)
+    # A row that sees nothing: its softmax is NaN, its result zeros.
+    probs = scores.masked_fill(~mask, -torch.inf).softmax(-1).where(mask, 0)
+    out = (probs.to(values.dtype) @ values).to(queries.dtype)
+    return _unpack(out, rows), probs[..., :n].unflatten(1, (-1, rows))
