@@ -76,7 +76,8 @@ class VariantSums:
 class DraftedCase:
     """What the draft makes of a case.
 
-    evidence: by round, its weights on blocks [queries, layers, heads, blocks]. log_probs: [tokens from start on, vocab].
+    evidence: by round, its weights on blocks [queries, layers, heads, blocks]. log_probs: [tokens from start on,
+    vocab].
     """
 
     evidence: list[Tensor]
