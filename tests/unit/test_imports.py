@@ -15,7 +15,7 @@ PACKAGES = {
     "wire": {"engine", "sparsity", "protos"},
     "draft_service": {"kernels", "engine", "sparsity", "wire", "protos"},
     "target_service": {"kernels", "engine", "sparsity", "wire", "protos"},
-    "evaluation": {"engine", "sparsity", "models"},
+    "evaluation": {"kernels", "engine", "sparsity", "models"},
     "orchestrator": {
         *("engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "benchmarks", "evaluation"),
