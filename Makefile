@@ -6,7 +6,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup demo check test lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -25,6 +25,9 @@ demo: setup  ## Launch the bundled pair and continue a text
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
 	$(BIN)/python -m pytest tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/test_models.py
+
+check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

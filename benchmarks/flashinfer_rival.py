@@ -56,7 +56,8 @@ def time_dense(
     queries: [tokens, heads, dim]; k_pages, v_pages: of each layer; layout: block tables, lengths and query starts.
     """
     heads, (kv_heads, page_size) = queries.shape[1], k_pages[0].shape[1:3]
-    requests = dense_requests(*(each.cpu() for each in layout), page_size)
+    tables, lengths, starts = (each.cpu() for each in layout)
+    requests = dense_requests(tables, lengths, starts, page_size)
     planned = _planned(requests, make_workspace(queries.device), queries, heads, kv_heads, page_size)
     out = torch.empty_like(queries)
 

@@ -12,29 +12,35 @@ from functools import partial
 
 import numpy as np
 import torch
+from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
+from engine.steps import make_buffers
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
-from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.decoder import Decoder
-from engine.host_memory import host_zeros
+from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.judging import Drafted
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.kv.cache import KVCache
+from engine.kv.host_memory import host_zeros
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.tiered import TieredKV
+from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.launches import run_pass
+from engine.passes.layout import lay_out_pass
+from engine.passes.shape import PassShape
 from engine.sampling import Sampling
-from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
-from engine.tiered_kv import TieredKV
-from kernels.backends import power_of_two
+from kernels.backends import default_backend, power_of_two
 from kernels.shared_budget import WORD
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
 
-Home = tuple[
-    list[Tensor], list[Tensor]
-]  # keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim]
+# Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
+Home = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Case:
     """`batch` sequences of `context` tokens, a multiple of PAGE_SIZE, and `queries` that a step adds to each.
 
     first: number of the first of them, among those that a home holds. places: of a step, at least `batch`; 0: the next
-    power of two, as GraphRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
+    power of two, as ModelRunner has it. pinned: splits of attention do not depend on the batch, so that in steps of as
     many places each sequence gets the same logits whatever runs beside it.
     """
 
@@ -133,20 +139,20 @@ def tiered_kv(
     """hot: share of all pages that there are frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    keys, values = ([part[: case.pages] for part in side] for side in home)
+    stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
     sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values))
+    return TieredKV(*of_model, *sizes, case.dtype, device, stored=stored)
 
 
-def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
+def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
     """Before a pass: all full pages hold KV, in tiers at home and nowhere else; there is room for the queries'."""
     sequences = [SequenceKV() for _ in range(case.batch)]
     for sequence in sequences:
         kv.grow(sequence, case.context)
         sequence.length = case.context
         if isinstance(kv, TieredKV):
-            kv.adopt_home(sequence)
-    kv.begin([(sequence, case.queries) for sequence in sequences])
+            kv.adopt_stored(sequence)
+    kv.begin_pass([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
     count = case.context // GROUP
     for i, sequence in enumerate(sequences):
@@ -155,7 +161,7 @@ def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
     return sequences
 
 
-def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
+def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
     """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
     assert kv.means is not None
     random = torch.Generator(kv.device).manual_seed(seed)
@@ -168,17 +174,18 @@ def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
         kv.means.k_variance[layer, sequence.groups] = 1.0
 
 
-def step_shape(case: Case, tiered: bool) -> StepShape:
-    """As GraphRunner has it for verification with a shared budget."""
-    return StepShape(
-        *(case.places or power_of_two(case.batch), case.queries, case.pages_each, PAGE_SIZE),
+def step_shape(case: Case, fetches: bool) -> PassShape:
+    """Return the shape that ModelRunner has for verification with a shared budget."""
+    sequences = case.places or power_of_two(case.batch)
+    return PassShape(
+        *(sequences, sequences * case.queries, case.queries, case.pages_each, PAGE_SIZE),
         width=case.pages_each,
         groups=case.context // GROUP,
         read_weights=True,
         decay=DECAY,
         judged=True,
         pinned=case.pinned,
-        tiered=tiered,
+        fetches=fetches,
     )
 
 
@@ -199,40 +206,42 @@ class Measured:
 class Step:
     """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, way: str = IN_STEP) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, case: Case, words: Tensor, way: str = IN_STEP) -> None:
         """words: int64 [batch, rows, words], what the step reads while it is captured; way: IN_STEP or ON_DEMAND, where
         KV lies in tiers"""
         self.kv, self.case, device = kv, case, kv.device
-        shape = step_shape(case, isinstance(kv, TieredKV))
+        shape = step_shape(case, kv.offloads)
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
-        self.buffers: StepBuffers = make_buffers(shape, kv.num_layers, kv.kv_heads, device, memory)
+        self.buffers: PassBuffers = make_buffers(shape, kv, device, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
-        tables = [sequence.table() for sequence in sequences] if shape.tiered else None
-        lay_out_step(self.buffers, shape, inputs, list(range(case.batch)), kv, tables)
+        tables = [sequence.table() for sequence in sequences] if shape.fetches else None
+        lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        work = partial(run_step, decoder, kv, shape, self.buffers, overlap=way != ON_DEMAND)
+        work = partial(
+            run_pass, decoder, kv, shape, self.buffers, default_backend(device), overlap=way != ON_DEMAND
+        )
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
         """What the next run reads; in tiers it is another round."""
         budget = self.buffers.budget
         assert budget is not None
-        budget.words[: len(words), :, : words.shape[-1]].copy_(words)
-        if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
+        budget.bitmaps[: len(words), :, : words.shape[-1]].copy_(words)
+        if self.buffers.round is not None:
             self.buffers.round.fill_(self.kv.next_round())
 
     def forget(self) -> None:
         """Nothing is hot any more."""
         if isinstance(self.kv, TieredKV):
             for name, part in self._tables.items():
-                getattr(self.kv.tables, name).copy_(part)
+                getattr(self.kv.memory.tables, name).copy_(part)
 
     def counts(self) -> Tensor:
         """[3]: pages that the last run read, fetched, and had no slot for."""
         results = self.buffers.results.device
         nothing = torch.zeros_like(results["blocks_read"][:1])
-        tiers = (results.get(name, nothing) for name in ("fetched", "refused"))
+        tiers = (results.get(name, nothing) for name in ("fetched", "overflow"))
         return torch.cat([results["blocks_read"].sum(dtype=torch.int32)[None], *tiers])
 
     def logits(self) -> Tensor:
@@ -244,14 +253,17 @@ class Step:
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, TieredKV):
             return {}
-        return {item.name: getattr(self.kv.tables, item.name).clone() for item in fields(self.kv.tables)}
+        return {
+            item.name: getattr(self.kv.memory.tables, item.name).clone()
+            for item in fields(self.kv.memory.tables)
+        }
 
 
 def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:
     last = case.context // PAGE_SIZE - WINDOW
     memory = ReadMemory(torch.ones(case.rows), DECAY)
     budget = SharedBudget(words.view(np.uint64), SINK, last, 0, memory, ())
-    read = SparseRead(PAGE_SIZE, group_means=True, emit=True, budget=budget)
+    read = SparseRead(PAGE_SIZE, budget=budget, group_means=True, emit_weights=True)
     tokens = list(range(1, case.queries + 1))
     drafted = Drafted(tokens[1:], [], Sampling(0.0), case.context)
     return SequenceInput(sequence, tokens, "all", read, drafted=drafted)

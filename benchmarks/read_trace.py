@@ -3,7 +3,7 @@
 Recording. Target and draft service and the client endpoints are started as any deployment would, on a CPU; passages of
 held-out books, evenly spread, are prompts of 4,076 tokens to `approximate` sessions of method `ahead`, four at once,
 which generate 64 tokens each (temperature 1, the passage's number as seed: greedy text repeats itself sooner,
-and what is read changes less). The target writes what each round read (target_service/recording.py). Kept of a session
+and what is read changes less). The target writes what each round read (benchmarks/recording.py). Kept of a session
 are its first 20 rounds, and sessions without 20 rounds in a row are left out, so rounds that accept all are a little
 rarer than they were. Of a round 250 blocks are kept for each of the 40 (layer, KV head) pairs: those that lie between
 the sink block and the plan's window of four when the first round is chosen. A run of its own is made for each share.
@@ -38,14 +38,14 @@ from tqdm import tqdm
 
 import models
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
+from benchmarks.recording import SessionReads
+from benchmarks.recording import load_reads as load_recording
 from benchmarks.selection_trace import ROWS, churn_of, evenly_spread
 from engine.loading import load_tokenizer, model_hash
 from evaluation.cases import held_out_files
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
-from target_service.recording import SessionReads
-from target_service.recording import load_reads as load_recording
 from wire.server import OPTIONS
 
 READS = Path(__file__).parent / "traces" / "reads.npz"

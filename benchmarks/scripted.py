@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import torch
 
+from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
-from draft_service.drafter import DrafterSettings
 from engine.inputs import SequenceInput
-from engine.paged_kv import PagedKV
+from engine.kv.paged import PagedKV
 from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan
 from target_service import service as target_service
-from target_service.verifier import VerifierSettings
 from wire.messages import Hello
 from wire.server import RunningServer, serve_until_signal
 
@@ -85,14 +84,10 @@ def main() -> None:
     async def run(on_ready: Callable[[RunningServer], None]) -> None:
         runner = ScriptedRunner(errs=flags.side == "draft")
         if flags.side == "target":
-            verifier = VerifierSettings(gamma=flags.gamma)
-            settings = target_service.TargetServiceSettings(listen_port=flags.port, verifier=verifier)
+            settings = TargetSettings(port=flags.port, gamma=flags.gamma)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            drafter = DrafterSettings(gamma=flags.gamma)
-            draft_settings = draft_service.DraftServiceSettings(
-                [flags.target], listen_port=flags.port, drafter=drafter
-            )
+            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, gamma=flags.gamma)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
     asyncio.run(serve_until_signal(flags.side, run))

@@ -9,10 +9,16 @@ import torch
 
 from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
+from engine.announcing import Announcer
 from engine.decoder import Decoder
-from engine.draft_rounds import RoundSettings, RoundShape, make_round_buffers, run_round
-from engine.paged_kv import PAGE_SIZE, PagedKV
-from engine.steps import StepBuffers, StepShape, make_buffers, run_step
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE
+from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.launches import run_pass
+from engine.passes.shape import PassShape
+from engine.rounds.buffers import RoundShape, make_round_buffers
+from engine.rounds.launches import run_round
+from engine.rounds.requests import RoundSettings
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
 
@@ -49,7 +55,8 @@ class Bench:
         pages = context // PAGE_SIZE
         width = int(pages * share)
         dense = tuple(range(dense_layers))
-        shape = StepShape(batch, queries, pages, PAGE_SIZE if share else 0, 0, width, dense_layers=dense)
+        sizes = batch, batch * queries, queries, pages, PAGE_SIZE if share else 0
+        shape = PassShape(*sizes, width=width, dense_layers=dense)
         buffers = self._buffers(shape, context)
         if buffers.lists is not None and buffers.counts is not None:
             scores = torch.rand(*buffers.lists.shape[:3], pages, device=_CUDA)
@@ -64,8 +71,8 @@ class Bench:
         """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
         means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
         pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
-        shape = StepShape(
-            *(batch, queries, pages, PAGE_SIZE),
+        shape = PassShape(
+            *(batch, batch * queries, queries, pages, PAGE_SIZE),
             width=pages,
             groups=context // GROUP,
             read_weights=True,
@@ -78,24 +85,23 @@ class Bench:
         buffers = self._buffers(shape, context, memory)
         budget, groups = buffers.budget, buffers.group_tables
         assert budget is not None and groups is not None and buffers.group_counts is not None
-        budget.places.copy_(torch.arange(batch))
+        budget.indices.copy_(torch.arange(batch))
         budget.importance.fill_(1)
         for values, value in ((budget.first, 1), (budget.last, pages - 4), (budget.blocks, pages)):
             values.fill_(value)
         budget.room.fill_(int(share * rows * pages) - 5 * rows)
         groups.copy_(torch.arange(groups.numel()).view(batch, -1))
         buffers.group_counts.fill_(groups.shape[1])
-        assert buffers.judged_rows is not None
-        buffers.judged_rows.copy_(torch.arange(batch * queries))
+        assert buffers.logits_rows is not None
+        buffers.logits_rows.copy_(torch.arange(batch * queries))
         buffers.verdicts["draft_counts"].fill_(queries - 1)
         what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
         return self._measure(what, shape, buffers, self.kv_bytes(batch, context, share))
 
-    def _buffers(self, shape: StepShape, context: int, memory: torch.Tensor | None = None) -> StepBuffers:
+    def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> PassBuffers:
         """Sequences that end at `context`, their pages in random order."""
         batch, queries, pages = shape.sequences, shape.queries, shape.pages
-        layers, kv_heads = self.shape.num_hidden_layers, self.shape.num_key_value_heads
-        buffers = make_buffers(shape, layers, kv_heads, _CUDA, memory)
+        buffers = make_buffers(shape, self.kv, _CUDA, memory)
         buffers.lengths.fill_(context)
         buffers.query_starts.copy_(torch.arange(batch + 1) * queries)
         tables = torch.randperm(batch * pages).view(batch, pages)
@@ -106,20 +112,20 @@ class Bench:
         buffers.slots.copy_(slots.flatten())
         return buffers
 
-    def _measure(self, what: str, shape: StepShape, buffers: StepBuffers, kv_bytes: float) -> Row:
-        ms = graph_milliseconds(lambda: run_step(self.decoder, self.kv, shape, buffers), self.repeats)
+    def _measure(self, what: str, shape: PassShape, buffers: PassBuffers, kv_bytes: float) -> Row:
+        ms = graph_milliseconds(
+            lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats
+        )
         return Row(what, ms, self.floor(kv_bytes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
         rows = 256
-        projection = None
-        if announces:
-            heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
-            projection = torch.rand(rows, heads, device=_CUDA)
-        settings = RoundSettings(gamma, 64, PAGE_SIZE, share, 1, 4, projection, 1.3)
+        heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
+        announcer = Announcer(torch.rand(rows, heads, device=_CUDA), "over_all", stickiness=1.3)
+        settings = RoundSettings(gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer})
         pages = context // PAGE_SIZE
-        shape = RoundShape(batch, 1, pages, False, announces)
+        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "")
         buffers = make_round_buffers(shape, settings, self.shape.vocab_size, _CUDA)
         base = context - gamma - 1
         buffers.lengths.fill_(base)
@@ -130,7 +136,7 @@ class Bench:
         buffers.slots.copy_(tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE)
         buffers.limits.copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
         ms = graph_milliseconds(
-            lambda: run_round(self.decoder, self.kv, settings, shape, buffers), self.repeats
+            lambda: run_round(self.decoder, self.kv, settings, shape, buffers, "triton"), self.repeats
         )
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         what = "and announces" if announces else "announces nothing"

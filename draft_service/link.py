@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from draft_service.drafter import Drafter, Peer
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from protos import speculation_pb2 as speculation
 from protos import speculation_pb2_grpc
 from wire import convert
@@ -57,7 +58,7 @@ async def _speculate(
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
     outbox: Outbox[DraftEvent] = Outbox()
-    peer = Peer(target.peer, outbox.put, await asyncio.to_thread(_is_here, state.target))
+    peer = TargetPeer(target.peer, outbox.put, await asyncio.to_thread(_is_here, state.target))
     drafter.attach(peer)
     sender = asyncio.create_task(_send(call, outbox))
     try:

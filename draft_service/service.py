@@ -3,51 +3,45 @@
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from draft_service.drafter import Drafter, DrafterSettings
+from config import DraftSettings
+from draft_service.drafter import Drafter
 from draft_service.link import LinkState, keep_link
+from engine.loading import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
+from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
 from wire.convert import status_to_pb
-from wire.handshake import SideSettings, open_side
+from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
-
-@dataclass(frozen=True)
-class DraftServiceSettings:
-    """targets: addresses to dial. listen_port 0: any free one."""
-
-    targets: list[str]
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0
-    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 
 
-@dataclass(frozen=True)
-class DraftProcess:
-    """All that makes a draft process."""
+async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]) -> None:
+    """Load the model, then serve until cancelled.
 
-    side: SideSettings
-    service: DraftServiceSettings
-
-
-async def run(process: DraftProcess, on_ready: Callable[[RunningServer], None]) -> None:
-    """Load the model, then serve until cancelled. Raises PlanError if the plan is for another draft."""
-    side = open_side(process.side)
-    planned, actual = (
-        (side.plan.draft_layers, side.plan.draft_heads),
-        (side.shape.num_layers, side.shape.num_heads),
-    )
+    Raises PlanError if the plan is for another draft, OSError or what transformers raises for a model that cannot be
+    loaded.
+    """
+    plan = load_served_plan(settings.plan, settings.budget, settings.method)
+    dense = tuple(sorted(set(plan.dense_layers)))
+    opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))
+    planned = plan.draft_layers, plan.draft_heads
+    actual = opened.shape.num_layers, opened.shape.num_heads
     if planned != actual:
         raise PlanError(
-            f"{process.side.plan} is for a draft of (layers, heads) {planned}, {side.hello.model} has {actual}"
+            f"{settings.plan} is for a draft of (layers, heads) {planned}, {settings.model} has {actual}"
         )
-    await serve(process.service, side.runner, side.plan, side.hello, on_ready)
+    hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
+    if not settings.max_context:
+        settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    await serve(settings, opened.runner, plan, hello, on_ready)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
@@ -59,15 +53,15 @@ class _Control(control_pb2_grpc.DraftControlServicer):
 
 
 async def serve(
-    settings: DraftServiceSettings,
+    settings: DraftSettings,
     runner: Runner,
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails."""
-    drafter = Drafter(runner, plan, settings.drafter)
-    runner.warm_up_rounds(settings.drafter.warm_sessions)
+    """Serve until cancelled. Raises what `run_step_loop` raises."""
+    drafter = Drafter(runner, plan, settings)
+    runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS))
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
 
@@ -87,7 +81,7 @@ async def serve(
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
     server = await start_server(
-        settings.listen_host, settings.listen_port, [(add, _Control(status), "specahead.v1.DraftControl")]
+        settings.host, settings.port, [(add, _Control(status), "specahead.v1.DraftControl")]
     )
     await server.set_serving(True)
     on_ready(server)
@@ -96,7 +90,14 @@ async def serve(
             for link in links:
                 tasks.create_task(keep_link(link, hello, drafter, wake))
             tasks.create_task(
-                run_step_loop(drafter.plan_step, drafter.execute, drafter.finish_step, wake, lambda: None)
+                run_step_loop(
+                    drafter.plan_step,
+                    drafter.execute,
+                    drafter.finish_step,
+                    drafter.fail_step,
+                    wake,
+                    lambda: None,
+                )
             )
     finally:
         await server.stop(0)

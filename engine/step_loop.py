@@ -5,6 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
+MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
+
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
@@ -13,31 +17,64 @@ async def run_step_loop(
     plan_step: Callable[[], Work | None],
     execute: Callable[[Work], Result],
     finish_step: Callable[[Work, Result], None],
+    fail_step: Callable[[Work, Exception], bool],
     wake: asyncio.Event,
     next_deadline: Callable[[], float | None],
 ) -> None:
-    """Plan, execute in a thread, finish; sleep while there is nothing to plan.
+    """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
 
-    `wake` is set by whoever brings new work; `next_deadline`: seconds until planning may find work by itself.
-    An exception of any of them ends the loop: the state is no longer known to be right.
+    fail_step: called between steps in place of `finish_step` where `execute` raised. It takes the sessions of the step
+    out of service and returns True; where it returns False, the loop raises what `execute` raised. wake: set by whoever
+    brings new work. next_deadline: returns the seconds until planning may find work by itself.
+
+    Raises what `plan_step` or `finish_step` raises, since the state is no longer known to be right then; an error after
+    which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
     """
     loop = asyncio.get_running_loop()
+    failures = 0
     with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
         while True:
             wake.clear()
             work = plan_step()
-            if work is not None:
-                finish_step(work, await loop.run_in_executor(pool, execute, work))
+            if work is None:
+                await _wait(wake, next_deadline())
                 continue
             try:
-                async with asyncio.timeout(next_deadline()):
-                    await wake.wait()
-            except TimeoutError:
-                pass
+                result = await loop.run_in_executor(pool, execute, work)
+            except Exception as error:
+                failures += 1
+                if is_fatal(error) or not fail_step(work, error):
+                    raise
+                if failures == MOST_FAILURES:
+                    raise RuntimeError(
+                        f"{failures} model steps failed in a row, the last with {describe(error)}"
+                    ) from error
+                continue
+            failures = 0
+            finish_step(work, result)
+
+
+async def _wait(wake: asyncio.Event, seconds: float | None) -> None:
+    """Wait until `wake` is set or the time is over; None: however long it takes."""
+    try:
+        async with asyncio.timeout(seconds):
+            await wake.wait()
+    except TimeoutError:
+        pass
+
+
+def is_fatal(error: Exception) -> bool:
+    """Return whether no later step can succeed in this process: the GPU is out of memory, or its context is lost."""
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def describe(error: Exception) -> str:
+    """Return an exception's type and text on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def share_prefill(remaining: list[int], budget: int) -> list[int]:
-    """How many prompt tokens each sequence may run in this step; `remaining` in order of arrival.
+    """Return how many prompt tokens each sequence may run in this step; `remaining` is in order of arrival.
 
     Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the
     rest to the oldest, so that a long one never starves.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.inputs import SequenceInput
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
 from engine.runner import Runner
 from evaluation.cases import Case

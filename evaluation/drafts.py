@@ -13,6 +13,7 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
+from engine.kv.pages import PAGE_SIZE
 from engine.loading import (
     default_device,
     load_model,
@@ -22,7 +23,6 @@ from engine.loading import (
     resolve_dtype,
 )
 from engine.model_runner import ModelRunner
-from engine.paged_kv import PAGE_SIZE
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.continuations import AHEAD, GAMMA, DraftSums, Reading, measure_case

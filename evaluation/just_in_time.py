@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from evaluation.sharing import share
 from kernels.block_weights import pool_blocks
 from kernels.paged_attention import gather_pages, pack_heads

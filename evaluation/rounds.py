@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.inputs import SequenceInput, SequenceOutput
+from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
-from engine.paged_kv import SequenceKV
 from engine.runner import Runner
 from evaluation.cases import Case
 from evaluation.methods import Rival, compared_method

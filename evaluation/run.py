@@ -8,9 +8,9 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
+from engine.kv.pages import PAGE_SIZE
 from engine.loading import default_device, load_runner, resolve_dtype
 from engine.model_runner import ModelRunner
-from engine.paged_kv import PAGE_SIZE
 from evaluation.cases import Case
 from evaluation.methods import check_compared, compared_method
 from evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case

@@ -25,12 +25,12 @@ def paged_attention_with_block_weights(
     width: int | None = None,
     work: Work | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dense paged attention, and the weight that the last queries of each sequence put on each block.
+    """Attend densely, and weigh how much the last queries of each sequence look at each block.
 
-    Arguments as for `paged_attention`; every sequence has at least `emitting` queries. `block_size`: tokens.
-    Returns the output and weights [sequences, emitting, heads, ceil(max kv_length / block_size)] float32, which
-    sum to 1 over a sequence's blocks and are 0 beyond them; `width` blocks if given, which Triton needs, as it does
-    max_queries.
+    Arguments as for `paged_attention`; every sequence has at least `emitting` queries. block_size: tokens; width:
+    blocks of the result, which Triton needs, as it does max_queries; by default ceil(max kv_length / block_size).
+    Returns the output [tokens, heads, head_dim] and weights [sequences, emitting, heads, width] float32, which sum to 1
+    over a sequence's blocks and are 0 beyond them. Raises ValueError for Triton without width.
     """
     check_backend("paged_attention_with_block_weights", backend, ("torch", "triton"))
     if backend == "triton":
@@ -52,7 +52,7 @@ def paged_attention_with_block_weights(
 def _torch_block_weights(
     queries: Tensor, k_pages: Tensor, block_tables: Tensor, kv_lengths: Tensor, scale: float, block_size: int
 ) -> Tensor:
-    """queries [sequences, emitting, heads, dim], the last of each -> [sequences, emitting, heads, blocks]"""
+    """Return [sequences, emitting, heads, blocks]; queries: [sequences, emitting, heads, dim], the last of each."""
     lengths = kv_lengths.tolist()
     kv_heads, page_size = k_pages.shape[1:3]
     sequences, emitting, heads, _ = queries.shape
@@ -85,9 +85,10 @@ def add_listed_weights(
     max_queries: int = 0,
     work: Work | None = None,
 ) -> Tensor:
-    """Attention over lists; `share` of the last query's weight on each listed block is added to `sums`, in place.
+    """Attend over lists, and add `share` of the last query's weight on each listed block to `sums`, in place.
 
     Arguments as for `paged_attention`; sums: [sequences, heads, n] float32, its last dimension contiguous.
+    Returns the output [tokens, heads, head_dim].
     """
     check_backend("add_listed_weights", backend, ("torch", "triton"))
     arguments = (queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
@@ -96,28 +97,30 @@ def add_listed_weights(
         out, block_sums = attend_emitting(batch, blocks, None, max_queries, work, blocks.block_size)
         add_weights_of_listed(batch, block_sums, blocks, sums, share)
         return out
-    out = paged_attention(*arguments, blocks)
-    heads, kv_heads = queries.shape[1], k_pages.shape[1]
-    for i, length in enumerate(kv_lengths.tolist()):
-        last = int(query_starts[i + 1]) - 1
+    _add_in_torch(Batch(*arguments), blocks, sums, share)
+    return paged_attention(*arguments, blocks)
+
+
+def _add_in_torch(batch: Batch, blocks: BlockLists, sums: Tensor, share: float) -> None:
+    for i, length in enumerate(batch.kv_lengths.tolist()):
+        last = int(batch.query_starts[i + 1]) - 1
         if not length or not blocks.lists.shape[2]:
             continue
-        for head in range(heads):
-            kv_head = head // (heads // kv_heads)
+        for head in range(batch.heads):
+            kv_head = head // batch.group
             listed = blocks.lists[i, kv_head, : blocks.counts[i, kv_head]].long()
             within = torch.arange(blocks.block_size, device=listed.device)
             at = (listed[:, None] * blocks.block_size + within).flatten()
             there = at < length
             at = at.where(there, 0)
-            page_size = k_pages.shape[2]
-            keys = k_pages[block_tables[i, at // page_size].long(), kv_head, at % page_size]
-            scores = (keys @ queries[last, head]).float() * scale
+            pages = batch.block_tables[i, at // batch.page_size].long()
+            keys = batch.k_pages[pages, kv_head, at % batch.page_size]
+            scores = (keys @ batch.queries[last, head]).float() * batch.scale
             weights = scores.masked_fill(~there, -torch.inf).softmax(-1)
             sums[i, head, listed] += share * weights.view(-1, blocks.block_size).sum(-1)
-    return out
 
 
 def pool_blocks(weights: Tensor, block_size: int) -> Tensor:
-    """Sum [..., tokens] over blocks of `block_size` tokens; the last block may be partial."""
+    """Return the sums of [..., tokens] over blocks of `block_size` tokens; the last block may be partial."""
     pad = -weights.shape[-1] % block_size
     return F.pad(weights, (0, pad)).unflatten(-1, (-1, block_size)).sum(-1)

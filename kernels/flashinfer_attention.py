@@ -111,16 +111,19 @@ def plan_rows(
     block_tables: np.ndarray,
     lengths: np.ndarray,
     query_starts: np.ndarray,
-    kv_heads: int,
-    group: int,
-    dim: int,
+    heads: tuple[int, int, int],
     scale: float,
     dtype: torch.dtype,
     page_size: int = 16,
 ) -> None:
-    """Plan dense attention over sequences that are laid out on the host; arguments as for `dense_requests`."""
-    layout = (torch.from_numpy(array) for array in (block_tables, lengths, query_starts))
-    plan(planned, dense_requests(*layout, page_size), kv_heads * group, kv_heads, dim, page_size, scale, dtype)
+    """Plan dense attention over sequences that are laid out on the host; arguments as for `dense_requests`.
+
+    heads: KV heads, query heads of a KV head, dimensions of a head.
+    """
+    kv_heads, group, dim = heads
+    tables, kv_lengths, starts = (torch.from_numpy(each) for each in (block_tables, lengths, query_starts))
+    requests = dense_requests(tables, kv_lengths, starts, page_size)
+    plan(planned, requests, kv_heads * group, kv_heads, dim, page_size, scale, dtype)
 
 
 def plan(

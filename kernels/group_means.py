@@ -18,11 +18,11 @@ def make_group_means(
     k_variance: Tensor,
     backend: str = "torch",
 ) -> None:
-    """Means of the keys and values and variances of the keys (of all tokens, not of a sample) of groups, in place.
+    """Compute means of the keys and values of groups, and variances of the keys (of all tokens, not of a sample).
 
     k_pages, v_pages: a layer each, [pages, kv_heads, page_size, head_dim], contiguous
     pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's are put
-    k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous
+    k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous, where the results are put
     """
     check_backend("make_group_means", backend, ("torch", "triton"))
     groups, per_group = pages.shape
@@ -43,14 +43,7 @@ def make_group_means(
     addresses = [[source.data_ptr() for source in part] for part in (k_pages, v_pages)]
     _group_means_kernel[(groups, layers, kv_heads)](
         torch.tensor(addresses, dtype=torch.int64, device=k.device),
-        pages,
-        slots,
-        k,
-        v,
-        k_variance,
-        mean_slots,
-        per_group,
-        layers,
+        *(pages, slots, k, v, k_variance, mean_slots, per_group, layers),
         KV_HEADS=kv_heads,
         PAGE=page_size,
         DIM=dim,

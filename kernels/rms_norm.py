@@ -30,15 +30,8 @@ def add_rms_norm(
     out = torch.empty_like(hidden)
     total = hidden if residual is None else torch.empty_like(hidden)
     _add_rms_norm_kernel[(rows,)](
-        hidden,
-        hidden if residual is None else residual,
-        weight,
-        out,
-        total,
-        hidden.stride(0),
-        size,
-        epsilon,
-        scale,
+        *(hidden, hidden if residual is None else residual, weight, out, total),
+        *(hidden.stride(0), size, epsilon, scale),
         ADD=residual is not None,
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,

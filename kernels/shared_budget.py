@@ -1,5 +1,8 @@
-"""Before and after a read that one budget decides over all layers and heads: what is read anyway, how the rest
-scores, and what is remembered of the weights that were read. Rows are (layer, KV head); a group is a sequence."""
+"""What comes before and after a read that one budget decides over all layers and heads.
+
+Before: which blocks are read anyway, and the scores of the others. After: remembering the weights that were read. Rows
+are (layer, KV head); a group is a sequence.
+"""
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ def score_blocks(
     blocks: Tensor,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks are read whatever they score, and the scores of the others.
+    """Return which blocks are read whatever they score, and the scores of the others.
 
     words: [groups, rows, words] int64, a bit a block, lowest first: chosen already
     memory: [places, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
@@ -41,18 +44,8 @@ def score_blocks(
     forced = torch.empty(groups, rows, n, dtype=torch.uint8, device=memory.device)
     scores = torch.empty(groups, rows, n, dtype=torch.float32, device=memory.device)
     _score_blocks_kernel[(groups * rows, -(-n // 1024))](
-        words,
-        memory,
-        places,
-        importance,
-        first,
-        last,
-        blocks,
-        forced,
-        scores,
-        n,
-        words.shape[2],
-        rows,
+        *(words, memory, places, importance, first, last, blocks, forced, scores),
+        *(n, words.shape[2], rows),
         CHUNK=1024,
     )
     return forced, scores

@@ -42,25 +42,20 @@ def skinny_linear(
     tuning: Tuning | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """A linear layer of x, or of its RMSNorm, with a gated activation, or multiplied and a residual added.
+    """Return a linear layer of x, or of its RMSNorm: [rows, outputs]; gated, or multiplied and a residual added.
 
     x: [rows, inputs]; for Triton up to MAX_ROWS rows of bfloat16 or float16, contiguous
     weight: [outputs, inputs], or gated: [2 * outputs, inputs], the gates first; bias: [outputs]
     norm: [inputs], the weight of an RMSNorm of x with `epsilon`; residual: [rows, outputs], added to the result
     gated: silu(gate) * up of the two halves; scale: what the layer's outputs, bias included, are multiplied by
-    Returns [rows, outputs]. Triton adds in float32 and rounds once, where torch rounds after each part.
+    Triton adds in float32 and rounds once, where torch rounds after each part. Raises NotImplementedError for a gated
+    layer with a bias, a residual or a scale, ValueError for an x that the backend does not take.
     """
     check_backend("skinny_linear", backend, ("torch", "triton"))
     if gated and (bias is not None or residual is not None or scale != 1.0):
         raise NotImplementedError("skinny_linear: a gated layer with a bias, a residual or a scale")
     if backend == "torch":
-        if norm is not None:
-            x, _ = add_rms_norm(x, None, norm, epsilon)
-        out = F.linear(x, weight, bias)
-        if gated:
-            out = silu_and_multiply(out)
-        out = out if scale == 1.0 else scale * out
-        return out if residual is None else residual + out
+        return _linear_in_torch(x, weight, bias, norm, epsilon, residual, gated, scale)
     if not is_skinny(x) or not x.is_contiguous():
         raise ValueError(
             f"skinny_linear: Triton takes up to {MAX_ROWS} contiguous rows of 16-bit numbers, got {list(x.shape)} of "
@@ -73,16 +68,8 @@ def skinny_linear(
     if not rows:
         return out
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        weight if norm is None else norm,
-        weight if residual is None else residual,
-        out,
-        outputs,
-        inputs,
-        epsilon,
-        scale,
+        *(x, weight, *(weight if part is None else part for part in (bias, norm, residual)), out),
+        *(outputs, inputs, epsilon, scale),
         ROWS=rows,
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
@@ -96,8 +83,27 @@ def skinny_linear(
     return out
 
 
+def _linear_in_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    gated: bool,
+    scale: float,
+) -> Tensor:
+    if norm is not None:
+        x, _ = add_rms_norm(x, None, norm, epsilon)
+    out = F.linear(x, weight, bias)
+    if gated:
+        out = silu_and_multiply(out)
+    out = out if scale == 1.0 else scale * out
+    return out if residual is None else residual + out
+
+
 def is_skinny(x: Tensor) -> bool:
-    """Whether the Triton kernel takes x: [rows, inputs]."""
+    """Return whether the Triton kernel takes x: [rows, inputs]."""
     return len(x) <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -139,9 +145,7 @@ def _add_products(
     weights,
     ups,
     here,
-    sums,
-    up_sums,
-    squares,
+    totals,
     inputs: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -149,11 +153,12 @@ def _add_products(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """The sums of all rows with what one stretch of inputs adds; tuples have an entry for each row.
+    """Add to `totals` what one stretch of inputs adds: sums, sums of the other half and squares, a tuple of rows each.
 
     Of eight neighbours, which one thread holds, each is a chain of multiply-adds: a sum over them would be a tree, of
     twice as many instructions.
     """
+    sums, up_sums, squares = totals
     weight = _eighths(weights, (COLUMNS, DEPTH // 8, 2, 2, 2))
     up = _eighths(ups, (COLUMNS, DEPTH // 8, 2, 2, 2)) if GATED else weight
     if NORM:
@@ -213,10 +218,10 @@ def _skinny_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
-    up_sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
     squares = (tl.zeros([DEPTH // 8], tl.float32),) * ROWS
-    sums, up_sums, squares = _add_products(
-        x_ptr, norm_ptr, weights, ups, here, sums, up_sums, squares, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
+    totals = (sums, sums, squares)
+    totals = _add_products(
+        x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
     )
     for start in tl.range(DEPTH, inputs, DEPTH):
         here = start + tl.arange(0, DEPTH)
@@ -224,22 +229,10 @@ def _skinny_linear_kernel(
         ups = weights
         if GATED:
             ups = _load(weight_at + start + outputs * inputs, (here < inputs)[None, :], inputs, DEPTH)
-        sums, up_sums, squares = _add_products(
-            x_ptr,
-            norm_ptr,
-            weights,
-            ups,
-            here,
-            sums,
-            up_sums,
-            squares,
-            inputs,
-            ROWS,
-            COLUMNS,
-            DEPTH,
-            NORM,
-            GATED,
+        totals = _add_products(
+            x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
         )
+    sums, up_sums, squares = totals
     there = column < outputs
     for row in tl.static_range(ROWS):
         out = tl.sum(sums[row], 1)

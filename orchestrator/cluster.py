@@ -5,24 +5,17 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
-from draft_service.drafter import DrafterSettings
-from draft_service.service import DraftProcess, DraftServiceSettings
+from config import ClusterSettings, Config, DraftSettings, TargetSettings
 from draft_service.service import run as run_draft
-from engine.loading import ModelSettings
-from orchestrator.settings import Settings
-from target_service.service import TargetProcess, TargetServiceSettings
 from target_service.service import run as run_target
-from target_service.verifier import VerifierSettings
-from wire.handshake import SideSettings
 from wire.server import RunningServer
-from wire.service_flags import TIER_FLAGS
 
 log = logging.getLogger(__name__)
 
@@ -38,27 +31,27 @@ class ServiceInfo:
 class ServiceActor:
     """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
 
-    def __init__(self, process: DraftProcess | TargetProcess) -> None:
+    def __init__(self, settings: DraftSettings | TargetSettings) -> None:
         self._started = threading.Event()
         self._address = ""
         self._failure: BaseException | None = None
         self._ready = False
-        threading.Thread(target=self._run, args=(process,), name="service", daemon=True).start()
+        threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
 
-    def _run(self, process: DraftProcess | TargetProcess) -> None:
+    def _run(self, settings: DraftSettings | TargetSettings) -> None:
         def on_ready(server: RunningServer) -> None:
             self._address, self._ready = server.address, True
             self._started.set()
 
         try:
             run = (
-                run_draft(process, on_ready)
-                if isinstance(process, DraftProcess)
-                else run_target(process, on_ready)
+                run_draft(settings, on_ready)
+                if isinstance(settings, DraftSettings)
+                else run_target(settings, on_ready)
             )
             asyncio.run(run)
         except BaseException as error:
-            log.exception("the %s service failed", process.side.name)
+            log.exception("the %s service failed", settings.side)
             self._failure = error
             if self._ready:  # it served already: let Ray start it anew
                 os._exit(1)
@@ -91,7 +84,7 @@ class Cluster:
         ray.shutdown()  # ends Ray itself only if this process started it
 
 
-def connect_ray(settings: Settings) -> bool:
+def connect_ray(settings: ClusterSettings) -> bool:
     """Join a running Ray, or start one on loopback; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {
@@ -132,67 +125,15 @@ def _keep_ray_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def start_services(settings: Settings) -> Cluster:
+def start_services(config: Config) -> Cluster:
     """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
-    target_port = settings.target_port or _free_port(settings.service_host)
-    target_address = f"{settings.service_host}:{target_port}"
-    target_gpus, draft_gpus = gpus_of(settings, ray.cluster_resources().get("GPU", 0))
-    threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
-
-    def side(name: str, model: str, kv_tokens: int) -> SideSettings:
-        opened = ModelSettings(
-            model,
-            settings.device,
-            settings.dtype,
-            kv_tokens,
-            threads,
-            settings.max_context,
-            settings.max_sessions,
-            settings.kv_memory,
-            settings.gpu_memory_utilization,
-            settings.load_format,
-            settings.enforce_eager,
-            deterministic=settings.deterministic and name == "target",
-            attention_backend=settings.attention_backend,
-            **(_tiers(settings) if name == "target" else {}),
-        )
-        return SideSettings(
-            name, opened, settings.plan, settings.gamma, settings.budget or None, settings.sparsity or None
-        )
-
-    max_context = settings.max_context
-    target_process = TargetProcess(
-        side("target", settings.target, settings.target_kv_tokens),
-        TargetServiceSettings(
-            settings.service_host,
-            target_port,
-            VerifierSettings(
-                gamma=settings.gamma,
-                prefill_chunk=settings.prefill_chunk,
-                draft_timeout=settings.draft_timeout,
-                max_sessions=settings.max_sessions,
-                max_queued=settings.max_queued,
-                synthetic_acceptance=settings.synthetic_acceptance
-                if settings.synthetic_acceptance >= 0
-                else None,
-                max_context=max_context,
-            ),
-        ),
-    )
-    draft_process = DraftProcess(
-        side("draft", settings.draft, settings.draft_kv_tokens),
-        DraftServiceSettings(
-            [target_address],
-            settings.service_host,
-            _free_port(settings.service_host),
-            drafter_settings(settings),
-        ),
-    )
+    target_settings, draft_settings = placed_settings(config)
+    target_gpus, draft_gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
     # Fractional CPUs: placement asks for room, the models' threads are set above.
     options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
     actor = ray.remote(ServiceActor)
-    target = actor.options(name="target", num_gpus=target_gpus, **options).remote(target_process)
-    draft = actor.options(name="draft", num_gpus=draft_gpus, **options).remote(draft_process)
+    target = actor.options(name="target", num_gpus=target_gpus, **options).remote(target_settings)
+    draft = actor.options(name="draft", num_gpus=draft_gpus, **options).remote(draft_settings)
     try:
         target_info, draft_info = ray.get([target.info.remote(), draft.info.remote()])
     except ray.exceptions.RayError as error:
@@ -201,27 +142,28 @@ def start_services(settings: Settings) -> Cluster:
     return Cluster(target, draft, target_info, draft_info)
 
 
-def gpus_of(settings: Settings, there: float) -> tuple[int, int]:
-    """How many of the `there` GPUs of Ray's cluster target and draft get."""
-    if settings.device == "cuda" or (settings.device == "auto" and there >= 2):
-        return 1, 1
-    return 0, 0
+def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
+    """Each service's settings with what a launch decides: ports that stay over restarts, and the threads of two models.
 
-
-def _tiers(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in TIER_FLAGS}
-
-
-def drafter_settings(settings: Settings) -> DrafterSettings:
-    return DrafterSettings(
-        gamma=settings.gamma,
-        ahead=settings.ahead,
-        waves=settings.draft_waves,
-        read_share=settings.draft_read_share,
-        warm_sessions=min(settings.max_sessions, DrafterSettings.warm_sessions),
-        prefill_chunk=settings.prefill_chunk,
-        max_context=settings.max_context,
+    Only the target is deterministic; what the draft says changes no token then.
+    """
+    threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
+    target = replace(
+        config.target, threads=threads, port=config.target.port or _free_port(config.target.host)
     )
+    draft = replace(
+        config.draft,
+        threads=threads,
+        port=config.draft.port or _free_port(config.draft.host),
+        targets=(f"{target.host}:{target.port}",),
+        deterministic=False,
+    )
+    return target, draft
+
+
+def gpus_of(device: str, there: float) -> tuple[int, int]:
+    """How many of the `there` GPUs of Ray's cluster target and draft get."""
+    return (1, 1) if device == "cuda" or (device == "auto" and there >= 2) else (0, 0)
 
 
 def _free_port(host: str) -> int:

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import signal
@@ -14,6 +12,7 @@ from typing import NoReturn
 
 import grpc
 
+from config import Config, SettingsError, resolve_launch
 from engine.loading import count_token_ids, load_shape, load_tokenizer, stop_token_ids
 from orchestrator.cluster import ClusterError, connect_ray, start_services
 from orchestrator.generation import Frontend
@@ -22,7 +21,6 @@ from orchestrator.http_gateway import make_app, start_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
-from orchestrator.settings import Settings, SettingsError, resolve_settings
 from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
@@ -42,32 +40,35 @@ class Endpoints:
     http: str
 
 
-def resolve_context(settings: Settings) -> Settings:
+def resolve_context(config: Config) -> Config:
     """Fill max_context in from the models, and refuse more than they allow."""
-    allowed = min(load_shape(name).max_position_embeddings for name in (settings.target, settings.draft))
-    if settings.max_context > allowed:
-        raise SettingsError(f"max_context {settings.max_context}: the models allow {allowed} tokens")
+    target, draft = config.target, config.draft
+    allowed = min(load_shape(side.model).max_position_embeddings for side in (target, draft))
+    if target.max_context > allowed:
+        raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
     room = allowed
-    if settings.target_kv_tokens:
-        room = min(allowed, settings.target_kv_tokens - 2 * (settings.gamma + 1) - 16)
-    return replace(settings, max_context=settings.max_context or room)
+    if target.kv_tokens:
+        room = min(allowed, target.kv_tokens - 2 * (target.gamma + 1) - 16)
+    context = target.max_context or room
+    return replace(
+        config, target=replace(target, max_context=context), draft=replace(draft, max_context=context)
+    )
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(
-    settings: Settings, target: str, draft: str
-) -> AsyncIterator[tuple[Endpoints, Frontend]]:
+async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterator[tuple[Endpoints, Frontend]]:
     """The client endpoints over services at the given addresses; drained and closed at the end."""
-    tokenizer = load_tokenizer(settings.target)
+    clients, model = config.clients, config.target.model
+    tokenizer = load_tokenizer(model)
     limits = Limits(
-        settings.model_name,
-        min(load_shape(settings.target).vocab_size, count_token_ids(tokenizer)),
-        settings.max_context,
-        stop_token_ids(settings.target, tokenizer),
-        tuple(methods_of(load_plan(settings.plan))),
+        config.model_name,
+        min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
+        config.target.max_context,
+        stop_token_ids(model, tokenizer),
+        tuple(methods_of(load_plan(config.target.plan))),
     )
-    router = Router(target, settings.resume_timeout)
-    frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), settings.draft)
+    router = Router(target, clients.resume_timeout)
+    frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
     draft_channel = grpc.aio.insecure_channel(draft) if draft else None
 
     async def read_status() -> Mapping[str, ServiceStatus | None]:
@@ -81,18 +82,18 @@ async def serve_clients(
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(
-            settings.host, settings.grpc_port, [(add, servicer, "specahead.v1.Inference")]
+            clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")]
         )
         started.push_async_callback(server.stop, 1.0)
         app = make_app(frontend, read_status)
-        http, http_address = await start_http(app, settings.host, settings.http_port)
+        http, http_address = await start_http(app, clients.host, clients.http_port)
         started.push_async_callback(http.cleanup)
         await server.set_serving(True)
         try:
             yield Endpoints(server.address, http_address), frontend
         finally:
             await server.set_serving(False)
-            await frontend.drain(settings.shutdown_grace)
+            await frontend.drain(clients.shutdown_grace)
 
 
 async def _status_or_none(router: Router) -> ServiceStatus | None:
@@ -129,14 +130,14 @@ async def wait_until_connected(router: Router, with_draft: bool) -> None:
         await asyncio.sleep(0.05)
 
 
-async def run(settings: Settings, target: str, draft: str) -> None:
+async def run(config: Config, target: str, draft: str) -> None:
     """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(settings, target, draft) as (endpoints, frontend):
-        with_draft = bool(settings.draft_address) or not settings.target_address
+    async with serve_clients(config, target, draft) as (endpoints, frontend):
+        with_draft = bool(config.cluster.draft_address) or not config.cluster.target_address
         await wait_until_connected(frontend.router, with_draft)
         print(f"gRPC endpoint: {endpoints.grpc}")
         print(f"HTTP endpoint: {endpoints.http}")
@@ -146,14 +147,14 @@ async def run(settings: Settings, target: str, draft: str) -> None:
 
 
 @contextlib.contextmanager
-def placed_services(settings: Settings) -> Iterator[tuple[str, str]]:
+def placed_services(config: Config) -> Iterator[tuple[str, str]]:
     """Addresses of target and draft: those that run already, or new ones on Ray, stopped at the end."""
-    if settings.target_address:
-        yield settings.target_address, settings.draft_address
+    if config.cluster.target_address:
+        yield config.cluster.target_address, config.cluster.draft_address
         return
-    started = connect_ray(settings)
+    started = connect_ray(config.cluster)
     print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-    cluster = start_services(settings)
+    cluster = start_services(config)
     try:
         print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
         print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
@@ -173,16 +174,12 @@ def main() -> None:
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        settings, dry_run = resolve_settings(sys.argv[1:], os.environ)
-        if dry_run:
-            print(json.dumps(dataclasses.asdict(settings), indent=2))
-            return
-        settings = resolve_context(settings)
+        config = resolve_context(resolve_launch(sys.argv[1:], os.environ))
     except (ValueError, OSError, NotImplementedError) as error:
         _fail(error)
     try:
-        with placed_services(settings) as (target, draft):
-            asyncio.run(run(settings, target, draft))
+        with placed_services(config) as (target, draft):
+            asyncio.run(run(config, target, draft))
     except (ClusterError, PlanError, OSError) as error:
         _fail(error)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
-from sparsity.plan import Plan, PlanError, Rule
+from sparsity.plan import Plan, PlanError, Rule, load_plan, overridden
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,13 @@ def check_served(plan: Plan) -> None:
             f"sharing {plan.sharing!r} is for evaluation: all queries of a served round have a say in one selection "
             "('pooled')"
         )
+
+
+def load_served_plan(file: str, budget: float, method: str) -> Plan:
+    """A plan that services can use, with another budget or method unless they are 0 and "". Raises PlanError."""
+    plan = overridden(load_plan(file), budget, method)
+    check_served(plan)
+    return plan
 
 
 def methods_of(plan: Plan) -> list[str]:

@@ -3,61 +3,62 @@
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
+from config import TargetSettings
+from engine.loading import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
+from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
-from target_service.recording import open_recording
 from target_service.servicer import ControlServicer, SpeculationServicer
-from target_service.verifier import Verifier, VerifierSettings
+from target_service.verifier import OnRound, Verifier
 from wire.errors import Unavailable
-from wire.handshake import SideSettings, open_side
+from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
 
-@dataclass(frozen=True)
-class TargetServiceSettings:
-    """listen_port 0: any free one. record_reads: file that what sparse rounds read is written to at the end."""
+async def run(
+    settings: TargetSettings,
+    on_ready: Callable[[RunningServer], None],
+    on_round: OnRound | None = None,
+) -> None:
+    """Load the model, then serve until cancelled.
 
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0
-    verifier: VerifierSettings = field(default_factory=VerifierSettings)
-    record_reads: str | None = None
-
-
-@dataclass(frozen=True)
-class TargetProcess:
-    """All that makes a target process."""
-
-    side: SideSettings
-    service: TargetServiceSettings
-
-
-async def run(process: TargetProcess, on_ready: Callable[[RunningServer], None]) -> None:
-    """Load the model, then serve until cancelled. Raises PlanError if the plan is for another target."""
-    side = open_side(process.side)
-    planned = side.plan.target_layers, side.plan.target_kv_heads
-    actual = side.shape.num_layers, side.shape.num_kv_heads
+    Raises PlanError if the plan is for another target, OSError or what transformers raises for a model that cannot be
+    loaded, and what `serve` raises.
+    """
+    plan = load_served_plan(settings.plan, settings.budget, settings.method)
+    dense = tuple(sorted(set(plan.dense_layers)))
+    opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))
+    planned = plan.target_layers, plan.target_kv_heads
+    actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:
         raise PlanError(
-            f"{process.side.plan} is for a target of (layers, KV heads) {planned}, {side.hello.model} has {actual}"
+            f"{settings.plan} is for a target of (layers, KV heads) {planned}, {settings.model} has {actual}"
         )
-    await serve(process.service, side.runner, side.plan, side.hello, on_ready)
+    hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
+    if not settings.max_context:
+        settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    await serve(settings, opened.runner, plan, hello, on_ready, on_round)
 
 
 async def serve(
-    settings: TargetServiceSettings,
+    settings: TargetSettings,
     runner: Runner,
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
+    on_round: OnRound | None = None,
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails, or if reads cannot be recorded as asked."""
-    recording = None if settings.record_reads is None else open_recording(settings.record_reads, runner)
-    verifier = Verifier(runner, plan, settings.verifier, recording)
+    """Serve until cancelled. on_round: told of each sparse round, for measurements.
+
+    Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
+    cannot be bound.
+    """
+    verifier = Verifier(runner, plan, settings, on_round)
     verifier.warm_up()
     wake = asyncio.Event()
     speculation = SpeculationServicer(verifier, hello, wake)
@@ -74,8 +75,8 @@ async def serve(
 
     control = ControlServicer(verifier, wake, status)
     server = await start_server(
-        settings.listen_host,
-        settings.listen_port,
+        settings.host,
+        settings.port,
         [
             (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
             (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
@@ -85,10 +86,13 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+            plan_step=verifier.plan_step,
+            execute=verifier.execute,
+            finish_step=verifier.finish_step,
+            fail_step=verifier.fail_step,
+            wake=wake,
+            next_deadline=verifier.next_deadline,
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
-        if recording is not None:
-            recording.save()
         await server.stop(0.5)

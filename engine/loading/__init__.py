@@ -11,14 +11,11 @@ from engine.loading.model import (
 )
 from engine.loading.opening import OpenedModel, open_model
 from engine.loading.runner import load_runner, make_decoder, make_runner, modules_decoder
-from engine.loading.settings import LOAD_FORMATS, ModelSettings
 from engine.loading.shape import ModelShape, load_shape, read_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids, tokenizer_hash
 
 __all__ = [
     "DEFAULT_KV_TOKENS",
-    "LOAD_FORMATS",
-    "ModelSettings",
     "ModelShape",
     "OpenedModel",
     "backing_store_tokens",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engine.loading.settings import LOAD_FORMATS
+from config.sections import LOAD_FORMATS
 from engine.loading.shape import load_config
 from engine.modules import NAME, register
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.attention_backends import check_attention_backend
+from config import ModelSettings
+from config.attention_backends import check_attention_backend
 from engine.families import unbuilt_feature
 from engine.loading.memory import backing_store_tokens, context_of, room_for_kv
 from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
 from engine.loading.runner import make_runner
-from engine.loading.settings import ModelSettings
 from engine.loading.shape import ModelShape, load_config, read_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, tokenizer_hash
 from engine.runner import Runner
@@ -66,7 +66,7 @@ def _open_runner(
         context,
         settings.dense_layers,
         enforce_eager=settings.enforce_eager,
-        step_queries=settings.step_queries,
+        step_queries=settings.gamma + 1,
         deterministic=settings.deterministic,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
     )

@@ -7,12 +7,14 @@ from torch import nn
 
 from engine.decoder import Decoder
 from engine.families import read_decoder, unbuilt_feature
+from engine.kv.cache import KVCache
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.kv.tiered import TieredKV
 from engine.loading.model import load_model
 from engine.loading.shape import read_shape
 from engine.model_runner import MAX_OVERHANG, ModelRunner
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
-from engine.tiered_kv import TieredKV
 
 
 def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
@@ -41,7 +43,7 @@ def make_runner(
 
 def _make_kv(
     loaded: nn.Module, kv_tokens: int, backing_tokens: int, longest: int, dense_layers: tuple[int, ...]
-) -> PagedKV:
+) -> KVCache:
     """Return empty KV of the model's sizes, dtype and device. longest: tokens of a sequence, at most"""
     shape, parameter = read_shape(loaded.config), next(loaded.parameters())
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim
@@ -55,8 +57,8 @@ def _make_kv(
 
 def make_decoder(loaded: nn.Module) -> Decoder | ModulesDecoder:
     """Return the fused decoder of a loaded model, or transformers' own modules where it is not built for them."""
-    config, parameter = loaded.config, next(loaded.parameters())
-    if unbuilt_feature(config, parameter.device.type == "cuda") is None:
+    config: Any = loaded.config
+    if unbuilt_feature(config, on_gpu=next(loaded.parameters()).is_cuda) is None:
         return read_decoder(loaded)
     return modules_decoder(loaded)
 
@@ -65,7 +67,8 @@ def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
     """Return a decoder that runs transformers' own modules. Raises NotImplementedError where layers scale apart."""
     config: Any = loaded.config
     shape = read_shape(config)
-    scales = {float(m.scaling) for m in loaded.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
+    modules: list[Any] = list(loaded.modules())
+    scales = {float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:
         raise NotImplementedError(
             f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike"

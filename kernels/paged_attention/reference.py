@@ -138,7 +138,7 @@ def _visible(positions: Tensor, rows: int, length: int) -> Tensor:
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float
 ) -> Tensor:
-    """Attend in one sequence: queries [rows, heads, dim], keys, values [kv_heads, n, dim], positions [1 or kv_heads, n]."""
+    """Attend once. queries [rows, heads, dim]; keys, values [kv_heads, n, dim]; positions [1 or kv_heads, n]."""
     rows, heads, _ = queries.shape
     kv_heads, n = keys.shape[:2]
     if n == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.inputs import SequenceInput
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from engine.runner import Runner
 from sparsity.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
 

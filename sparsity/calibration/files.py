@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.kv.pages import PAGE_SIZE
 from engine.loading import (
     default_device,
     load_model,
@@ -16,7 +17,6 @@ from engine.loading import (
     output_projections,
     resolve_dtype,
 )
-from engine.paged_kv import PAGE_SIZE
 from sparsity.calibration.counting import calibrate
 from sparsity.calibration.plans import to_plan
 from sparsity.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress

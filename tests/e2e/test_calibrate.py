@@ -30,7 +30,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
         "0",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *command, *options],
+        [sys.executable, "-m", "cli", *command, *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -18,11 +18,11 @@ TEMPERATURE, TOP_P = 0.7, 0.8
 
 # A target whose rule accepts whatever is proposed: its output has the draft's distribution.
 BROKEN = """
-import kernels.rejection
+import kernels.rejection.reference as rules
 def accept_all(tokens, counts, draft, target, accept_uniforms, draw_uniforms):
     row = __import__("torch").arange(len(counts))
-    return counts, kernels.rejection.draw(target[row, counts], draw_uniforms[row, counts])
-kernels.rejection.accept_sampled = accept_all
+    return counts, rules.draw(target[row, counts], draw_uniforms[row, counts])
+rules.accept_sampled = accept_all
 from target_service.__main__ import main
 main()
 """

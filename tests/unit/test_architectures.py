@@ -13,10 +13,10 @@ import transformers
 from engine.decoder import Decoder, run_decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, load_runner, read_shape
 from engine.loading import runner as loading_runner
 from engine.modules import ModulesDecoder
-from engine.paged_kv import SequenceKV
 from engine.runner import Runner
 from kernels.backends import Backend
 
@@ -82,7 +82,7 @@ def folder(request: Any, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("folder", CONFIGS, indirect=True)
 def test_logits_of_the_modules_equal_eager_transformers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_: "anything")
+    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_, **__: "anything")
     runner = load_runner(folder, torch.float32, "cpu", 512)
     assert isinstance(runner.decoder, ModulesDecoder)
     check_logits(folder, runner)
@@ -145,7 +145,7 @@ def test_a_sliding_window_is_refused_in_the_step(tmp_path: Path, monkeypatch: py
     """A model that asks attention for something by keyword must not be answered as if it had not."""
     config = transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=256)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_: "anything")
+    monkeypatch.setattr(loading_runner, "unbuilt_feature", lambda *_, **__: "anything")
     runner = load_runner(str(tmp_path), torch.float32, "cpu", 64)
     with pytest.raises(NotImplementedError, match="sliding_window"):
         runner.forward([SequenceInput(SequenceKV(), [1, 2, 3], "all")])

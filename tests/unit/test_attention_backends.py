@@ -16,21 +16,25 @@ import transformers
 from torch import Tensor
 
 import models
-from engine.attention_backends import check_attention_backend
-from engine.batch import SequenceInput, SparseRead
-from engine.families import read_decoder
-from engine.graphs import GraphRunner
+from config import (
+    DraftSettings,
+    ModelSettings,
+    SettingsError,
+    TargetSettings,
+    resolve_launch,
+    resolve_service,
+)
+from config.attention_backends import check_attention_backend
+from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
-from engine.loading import ModelSettings, load_runner, open_model
-from engine.paged_kv import SequenceKV
-from engine.runner import SequenceOutput
+from engine.kv.pages import SequenceKV
+from engine.loading import load_model, make_runner, open_model
+from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from kernels import flashinfer_attention
 from kernels.backends import AttentionBackend
 from kernels.flashinfer_attention import make_planned
 from kernels.selection import compact
-from orchestrator.settings import Settings, SettingsError, resolve_settings
-from wire.service_flags import add_side_flags, side_settings
 
 LAUNCHES = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
 needs_flashinfer = pytest.mark.skipif(
@@ -82,24 +86,19 @@ def test_what_fits() -> None:
         check_attention_backend(chosen, device, deterministic, enforce_eager)
 
 
-def side_flags(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_side_flags(parser, 1, 4)
-    return parser.parse_args(["--model", "m", "--plan", "p", *flags])
+def test_services_take_the_flag() -> None:
+    def resolve(default: Any, *flags: str) -> str:
+        return resolve_service(argparse.ArgumentParser(), default, flags, {})[0].attention_backend
 
-
-def test_services_take_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert side_settings("target", side_flags()).model.attention_backend == "auto"
-    flags = side_flags("--attention-backend", "flashinfer")
-    assert side_settings("draft", flags).model.attention_backend == "flashinfer"
-    with pytest.raises(SystemExit):
-        side_flags("--attention-backend", "xformers")
-    assert "auto, triton, flashinfer, torch" in capsys.readouterr().err.replace("'", "")
+    assert resolve(TargetSettings()) == "auto"
+    assert resolve(DraftSettings(), "--attention-backend", "flashinfer") == "flashinfer"
+    with pytest.raises(SettingsError, match="auto, triton, flashinfer, torch"):
+        resolve(TargetSettings(), "--attention-backend", "xformers")
 
 
 def test_a_launch_takes_the_flag() -> None:
-    def resolve(*flags: str) -> Settings:
-        return resolve_settings(flags, {})[0]
+    def resolve(*flags: str) -> TargetSettings:
+        return resolve_launch(flags, {}).target
 
     assert resolve().attention_backend == "auto"
     assert resolve("--attention-backend", "flashinfer").attention_backend == "flashinfer"
@@ -113,7 +112,7 @@ def test_a_launch_takes_the_flag() -> None:
 
 
 def test_a_cpu_refuses_flashinfer_at_start_and_takes_torch() -> None:
-    settings = ModelSettings(str(models.DRAFT), "cpu", kv_tokens=64)
+    settings = ModelSettings(model=str(models.DRAFT), device="cpu", kv_tokens=64)
     with pytest.raises(ValueError, match="runs on CUDA devices"):
         open_model(replace(settings, attention_backend="flashinfer"))
     assert open_model(replace(settings, attention_backend="torch")).runner.kv.kv_heads == 2
@@ -122,7 +121,7 @@ def test_a_cpu_refuses_flashinfer_at_start_and_takes_torch() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_refuses_what_flashinfer_cannot_run() -> None:
-    settings = ModelSettings(str(models.DRAFT), "cuda", "float32", kv_tokens=64)
+    settings = ModelSettings(model=str(models.DRAFT), device="cuda", dtype="float32", kv_tokens=64)
     with pytest.raises(NotImplementedError, match="float32; it takes bfloat16 and float16"):
         open_model(replace(settings, attention_backend="flashinfer"))
 
@@ -198,7 +197,7 @@ def lists_with_own_blocks(length: int, count: int, seed: int, dense_layer: bool)
     return SparseRead(16, lists)
 
 
-def drive(runner: GraphRunner) -> list[SequenceOutput]:
+def drive(runner: ModelRunner) -> list[SequenceOutput]:
     """Prompts and steps of several shapes, dense and over lists, judged, emitting: all outputs in order."""
     lengths = [130, 17, 40, 70, 90]
     sequences = [SequenceKV() for _ in lengths]
@@ -251,9 +250,9 @@ def compare(ours: list[SequenceOutput], wanted: list[SequenceOutput], tolerance:
 
 def runner_of(
     folder: str, dtype: torch.dtype, device: str, backend: AttentionBackend | None, eager: bool = False
-) -> GraphRunner:
-    plain = load_runner(folder, dtype, device, 4096)
-    return GraphRunner(read_decoder(plain.model), plain, 400, eager, attention_backend=backend)
+) -> ModelRunner:
+    model = load_model(folder, dtype, device)
+    return make_runner(model, 4096, max_context=400, enforce_eager=eager, attention_backend=backend)
 
 
 def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +262,9 @@ def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
     runner = runner_of(folder, torch.float32, "cpu", "torch")
-    runner._flashinfer = make_planned(torch.empty(0))
+    runner._prompt_plan = make_planned(torch.empty(0))
     compare(drive(runner), wanted, 1e-4)
-    wrapper = runner._flashinfer.wrapper
+    wrapper = runner._prompt_plan.wrapper
     assert wrapper.kv_heads == KV_HEADS and wrapper.heads == 8
     assert (wrapper.plans, wrapper.runs) == (2, 2 * LAYERS)  # the prompts, and the rest of two of them
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks import codec, selection_trace
 from benchmarks.selection_trace import BUNDLED, ROWS, Trace, churn_of, load_traces, save_traces, stretch
+from cli.main import main
 from models import PLAN
-from orchestrator.cli import main
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 

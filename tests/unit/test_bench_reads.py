@@ -17,8 +17,8 @@ from benchmarks.read_trace import (
     save_reads,
 )
 from benchmarks.selection_trace import ROWS
+from cli.main import main
 from models import PLAN
-from orchestrator.cli import main
 from sparsity.plan import load_plan
 
 HEADS, WIDTH = 40, 250

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.residency import SETTLED, replay, run_residency_benchmark
-from orchestrator.cli import main
+from cli.main import main
 
 
 def rounds_of(rows: int, blocks: int, shares: list[float], count: int = 8) -> list[np.ndarray]:

@@ -3,14 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+import engine.draft_rounds
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-import engine.draft_rounds
-import models
-from draft_service.drafter import DrafterSettings
 from engine.draft_rounds import (
     AnnouncementRequest,
     RoundMemory,
@@ -20,19 +16,23 @@ from engine.draft_rounds import (
     RoundShape,
     make_round_buffers,
 )
+from sparsity.whole_rounds import round_settings
+from torch import Tensor
+
+import models
+from config import DraftSettings
 from engine.graphs import GraphRunner
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from evaluation.drafts import load_pair
 from evaluation.rounds import prefill
 from evaluation.run import Pair
 from sparsity.announce import shared_limits
 from sparsity.plan import load_plan
-from sparsity.whole_rounds import round_settings
 from tests.unit.test_draft_rounds import tokens
 
 PLAN = load_plan(models.PLAN)
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
-GAMMA = DrafterSettings.gamma
+GAMMA = DraftSettings.gamma
 LENGTH = 500
 
 
@@ -93,7 +93,7 @@ class Drafting:
 
 
 def settings(read_share: float, refresh_every: int) -> RoundSettings:
-    return round_settings(PLAN, DrafterSettings.gamma, DrafterSettings.support, read_share, refresh_every)
+    return round_settings(PLAN, DraftSettings.gamma, DraftSettings.support, read_share, refresh_every)
 
 
 def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(

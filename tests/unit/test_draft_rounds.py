@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import models
-from draft_service.drafter import Drafter, DrafterSettings, Peer
+from config import DraftSettings
+from draft_service.drafter import Drafter, Peer
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.loading import load_runner
@@ -45,7 +46,7 @@ class Side:
 
     def __init__(self, runner: Runner, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DrafterSettings(**settings))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(**settings))
         self.peer = Peer("target", self.sent.append)
         self.drafter.attach(self.peer)
 
@@ -231,5 +232,5 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
 
 
 def test_a_negative_number_of_waves_is_refused() -> None:
-    with pytest.raises(ValueError, match="waves is -1"):
-        DrafterSettings(waves=-1)
+    with pytest.raises(ValueError, match="draft_waves is -1"):
+        DraftSettings(waves=-1)

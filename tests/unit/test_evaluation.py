@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import models
+from cli.evaluate import add_evaluate
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
 from engine.model_runner import ModelRunner
-from engine.paged_kv import SequenceKV
 from evaluation import cases, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
-from orchestrator.cli import _add_evaluate
 from orchestrator.demo import TEXT
 from sparsity.plan import PlanError, load_plan
 from sparsity.selection import BlockSelection
@@ -332,6 +332,6 @@ def test_the_page_has_a_place_for_every_table() -> None:
 
 def test_a_page_names_the_options_that_it_was_made_with() -> None:
     parser = argparse.ArgumentParser()
-    _add_evaluate(parser)
+    add_evaluate(parser)
     flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
     assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"

@@ -1,4 +1,4 @@
-"""Which package may import which: orchestrator → services → wire, engine, sparsity → kernels."""
+"""Which package may import which: cli → orchestrator → services → wire, engine, sparsity → kernels; and no circles."""
 
 import ast
 import subprocess
@@ -9,18 +9,38 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
+    "config": {"models"},
     "kernels": set(),
-    "engine": {"kernels"},
+    "engine": {"config", "kernels"},
     "sparsity": {"kernels", "engine"},
-    "wire": {"engine", "sparsity", "protos"},
-    "draft_service": {"kernels", "engine", "sparsity", "wire", "protos"},
-    "target_service": {"kernels", "engine", "sparsity", "wire", "protos"},
-    "evaluation": {"kernels", "engine", "sparsity", "models"},
+    "wire": {"config", "engine", "sparsity", "protos"},
+    "draft_service": {"config", "kernels", "engine", "sparsity", "wire", "protos"},
+    "target_service": {"config", "kernels", "engine", "sparsity", "wire", "protos"},
     "orchestrator": {
-        *("engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service", "benchmarks", "evaluation"),
+        *("config", "engine", "sparsity", "wire", "protos", "models"),
+        *("draft_service", "target_service"),
+    },
+    "evaluation": {
+        "config",
+        "kernels",
+        "engine",
+        "sparsity",
+        "wire",
+        "draft_service",
+        "target_service",
+        "models",
+    },
+    "benchmarks": {
+        *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
+        *("draft_service", "target_service", "evaluation"),
+    },
+    "cli": {
+        *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
+        *("draft_service", "target_service", "orchestrator", "evaluation", "benchmarks"),
     },
 }
+# Programs, which nothing imports: one loads its recording when it is told to record.
+PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
 # Outside wire/, the edges: where messages leave or enter a process.
 PROTO_FILES = {
     "draft_service/link.py",
@@ -38,15 +58,22 @@ RAY_FILES = {"orchestrator/cluster.py"}
 FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
 WITHOUT_GRPC = {
+    "draft_service/admission.py",
     "draft_service/drafter.py",
-    "draft_service/session.py",
-    "target_service/recording.py",
+    "draft_service/proposals.py",
+    "draft_service/sessions.py",
+    "draft_service/steps.py",
+    "draft_service/verdicts.py",
+    "target_service/admission.py",
+    "target_service/commit.py",
+    "target_service/planning.py",
+    "target_service/protocol.py",
     "target_service/session.py",
+    "target_service/usefulness.py",
     "target_service/verifier.py",
-    "orchestrator/identity.py",
+    "evaluation/identity.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",
-    "orchestrator/settings.py",
     "orchestrator/text.py",
 }
 
@@ -72,13 +99,21 @@ FILES = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_what_lies_below_them(package: str) -> None:
-    ours = {*PACKAGES, "protos", "models", "benchmarks", "tests"}
+    ours = {*PACKAGES, "protos", "models", "tests"}
     for name, names in FILES.items():
         if name.startswith(f"{package}/"):
-            assert (names & ours) - {package} <= PACKAGES[package], name
+            assert (names & ours) - {package} <= PACKAGES[package] | PROGRAMS.get(name, set()), name
 
 
-@pytest.mark.parametrize("package", ["kernels", "engine", "sparsity", "evaluation"])
+def test_the_wire_loads_no_models() -> None:
+    """What it takes from the engine are domain types."""
+    for name in FILES:
+        if name.startswith("wire/"):
+            text = (ROOT / name).read_text()
+            assert "engine.loading" not in text and "transformers" not in text, name
+
+
+@pytest.mark.parametrize("package", ["config", "kernels", "engine", "sparsity", "evaluation"])
 def test_grpc_and_ray_stay_above(package: str) -> None:
     for name, names in FILES.items():
         if name.startswith(f"{package}/"):
@@ -104,7 +139,8 @@ def test_kernels_know_torch_and_triton_alone() -> None:
 
 
 def test_messages_are_parsed_at_the_edges_only() -> None:
-    users = {name for name, names in FILES.items() if "protos" in names and not name.startswith("wire/")}
+    inside = ("wire/", "benchmarks/")
+    users = {name for name, names in FILES.items() if "protos" in names and not name.startswith(inside)}
     assert users == PROTO_FILES
 
 
@@ -129,3 +165,65 @@ def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1\n"
     assert done.stderr.strip().endswith("Triton is not installed; install it or use backend='torch'")
+
+
+# Circles
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Also not where only types are imported, or only when a function is called."""
+    folders = [*PACKAGES, "models"]
+    files = {
+        path: name for folder in folders for path in (ROOT / folder).rglob("*.py") if (name := dotted(path))
+    }
+    graph = {name: modules_of(path) & set(files.values()) for path, name in files.items()}
+    found = circle_of(graph)
+    assert not found, " → ".join(found)
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"a", "c"}}) == []
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle_of({"a": {"a"}}) == ["a", "a"]
+
+
+def dotted(path: Path) -> str:
+    """The name that a file is imported by."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def modules_of(path: Path) -> set[str]:
+    """Return the modules that a file imports anywhere; `from a import b` imports a.b if that is a module, else a."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in inner if is_module(name)}
+            names |= modules if modules == inner else {*modules, node.module}
+    return names
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.joinpath(*name.split("."))
+    return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+
+
+def circle_of(graph: dict[str, set[str]]) -> list[str]:
+    """The names along one circle, the first at its end again; empty if there is none."""
+    done: set[str] = set()
+
+    def search(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if found := search(other, [*way, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := search(name, []))), [])

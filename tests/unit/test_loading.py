@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import models
+from config import ModelSettings
+from engine.kv.pages import pages_for
+from engine.kv.tiered import TieredKV
 from engine.loading import (
     DEFAULT_KV_TOKENS,
-    ModelSettings,
     ModelShape,
     backing_store_tokens,
     load_model,
@@ -19,12 +21,10 @@ from engine.loading import (
     room_for_kv,
 )
 from engine.model_runner import MAX_OVERHANG
-from engine.paged_kv import pages_for
-from engine.tiered_kv import TieredKV
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
-SETTINGS = ModelSettings(str(models.DRAFT), "cpu", max_context=1000, max_sessions=4)
+SETTINGS = ModelSettings(model=str(models.DRAFT), device="cpu", max_context=1000, max_sessions=4)
 
 
 def room(settings: ModelSettings) -> int:
@@ -79,7 +79,7 @@ TARGET_TOKEN = 2 * 10 * 4 * 64 * 4  # bytes
 
 def tiered(tokens: int, **changes: Any) -> ModelSettings:
     """The bundled target with a backing store for so many tokens."""
-    settings = ModelSettings(str(models.TARGET), "cpu", max_context=640, kv_tokens=320)
+    settings = ModelSettings(model=str(models.TARGET), device="cpu", max_context=640, kv_tokens=320)
     return replace(settings, host_kv_memory=tokens * TARGET_TOKEN / 2**30, **changes)
 
 
@@ -106,8 +106,8 @@ def test_with_a_backing_store_less_than_a_context_may_lie_on_the_device() -> Non
 def test_a_model_is_opened_over_tiers() -> None:
     runner = open_model(tiered(800)).runner
     assert isinstance(runner.kv, TieredKV)
-    assert (runner.kv.num_frames, runner.kv.pool.num_pages) == (20, 50)
-    assert runner.kv.staged_pages == pages_for(640 + MAX_OVERHANG)
+    assert (runner.kv.resident.count, runner.kv.pool.num_pages) == (20, 50)
+    assert runner.kv.memory.staged_pages == pages_for(640 + MAX_OVERHANG)
     assert not isinstance(open_model(replace(tiered(800), host_kv_memory=0.0)).runner.kv, TieredKV)
 
 

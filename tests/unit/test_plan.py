@@ -1,5 +1,6 @@
 """The plan file, the announcements that it steers, and the head map that calibration makes."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config import TargetSettings
 from engine.inputs import SequenceOutput
-from engine.loading import ModelSettings
 from models import PLAN
 from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
 from sparsity.head_map import best_draft_heads, top_k_overlap
@@ -20,7 +21,7 @@ from sparsity.methods import METHODS
 from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
-from wire.handshake import SideSettings, open_side
+from target_service.service import run
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})
 
@@ -184,9 +185,10 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
     """Before they load a model, of which there is none here; another method makes another plan to shake hands on."""
     path = tmp_path / "plan.json"
 
-    def opened(plan: Plan, method: str | None = None) -> None:
+    def opened(plan: Plan, method: str = "") -> None:
         save_plan(plan, path)
-        open_side(SideSettings("target", ModelSettings(str(tmp_path)), str(path), gamma=4, method=method))
+        settings = TargetSettings(model=str(tmp_path), plan=str(path), method=method)
+        asyncio.run(run(settings, lambda server: None))
 
     for sharing in ("first", "union", "per_query"):
         with pytest.raises(PlanError, match=f"{sharing}' is for evaluation"):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.rejection as rejection
+import kernels.rejection.layout
+import kernels.rejection.sampled
 from kernels.rejection import judge_greedy, judge_sampled
 
 pytest.importorskip("triton")
@@ -78,8 +79,8 @@ def test_sampled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of vocabularies that take several programs, and of lists of ties longer than a program holds at once."""
-    monkeypatch.setattr(rejection, "CHUNK", chunk)
-    monkeypatch.setattr(rejection, "CANDIDATES", 16)
+    monkeypatch.setattr(kernels.rejection.layout, "CHUNK", chunk)
+    monkeypatch.setattr(kernels.rejection.sampled, "CANDIDATES", 16)
     expected, got = on_both(judge_sampled, batch(rows, gamma, vocab, support, chunk, dtype))
     assert got == expected
 

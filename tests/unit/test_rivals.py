@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from evaluation import just_in_time
 from evaluation.just_in_time import JustInTime, KeyBounds, LayerView, SequenceKeys
 from evaluation.methods import RIVALS, check_compared, compared_method

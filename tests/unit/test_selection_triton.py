@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.selection as selection
-from kernels.selection import select_nucleus, select_top_k
+from kernels.selection import long_rows, select_nucleus, select_top_k, short_rows
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +44,7 @@ def lengths_of(rows: int, n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "chunk"), SIZES)
 def test_top_k(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_CHUNK", chunk)
+    monkeypatch.setattr(short_rows, "CHUNK", chunk)
     rows = 5
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     k = torch.tensor([n // 10, n, n // 2, 0, n // 3 + 1])
@@ -56,7 +55,7 @@ def test_top_k(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_top_k_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_CHUNK", 256)
+    monkeypatch.setattr(short_rows, "CHUNK", 256)
     weights, one = weights_of("peaked", 1, 1500, 7), torch.ones(1, dtype=torch.int32)
     wanted = lists_of(select_top_k(weights, 1500 * one, 150 * one))
     got = select_top_k(weights.to(DEVICE), (1500 * one).to(DEVICE), (150 * one).to(DEVICE), "triton")
@@ -66,7 +65,7 @@ def test_top_k_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sampled", [0.0, 0.5, 2.0])
 def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it sees of a long row is unlike all else."""
-    monkeypatch.setattr(selection, "_CHUNK", 128)
+    monkeypatch.setattr(short_rows, "CHUNK", 128)
     weights = weights_of("uniform", 1, 300, 3)
     weights[:, ::3] = sampled
     k, size = torch.tensor([40]), torch.tensor([300])
@@ -86,8 +85,8 @@ def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch)
 )
 def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths and counts of all kinds, in spans of 256: none, one, in the first span only, all but one, beyond all."""
-    monkeypatch.setattr(selection, "_CHUNK", 256)
-    monkeypatch.setattr(selection, "_ASIDE", room)
+    monkeypatch.setattr(short_rows, "CHUNK", 256)
+    monkeypatch.setattr(long_rows, "ASIDE", room)
     n = 1101
     valid = torch.tensor([n, n, n, n, n - 1, 700, 700, 256, 20, 1, 0, n], dtype=torch.int32)
     k = torch.tensor([n // 10, n // 2, 1, 0, n - 2, 70, 701, 255, 7, 1, 5, n], dtype=torch.int32)
@@ -107,7 +106,7 @@ def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: py
 
 
 def test_ties_that_a_row_begins_to_take_in_a_later_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_CHUNK", 128)
+    monkeypatch.setattr(short_rows, "CHUNK", 128)
     weights = torch.full((3, 600), 0.5)
     weights[:, 100:130] = 0.75
     weights[1, ::7] = 0.25
@@ -123,7 +122,7 @@ def test_ties_that_a_row_begins_to_take_in_a_later_span(monkeypatch: pytest.Monk
 def test_an_entry_that_no_sample_sees_holds_the_nucleus(
     backend: Literal["torch", "triton"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "_CHUNK", 128)
+    monkeypatch.setattr(short_rows, "CHUNK", 128)
     weights = weights_of("uniform", 2, 700, 5).to(DEVICE)
     weights[:, 301] = 1e6
     full = torch.tensor([700, 300], device=DEVICE)
@@ -159,7 +158,7 @@ def test_shared_out_in_sizes_as_they_are() -> None:
 )
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
-    monkeypatch.setattr(selection, "_CHUNK", chunk)
+    monkeypatch.setattr(short_rows, "CHUNK", chunk)
     rows = 3
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))

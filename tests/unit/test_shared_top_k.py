@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.shared_top_k as shared_top_k
-from kernels.shared_top_k import mark_top_k_over_all, select_top_k_over_all
+from kernels.shared_top_k import launch, mark_top_k_over_all, select_top_k_over_all
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +27,7 @@ SIZES = {
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in SIZES.items():
-        monkeypatch.setattr(shared_top_k, f"_{name}", size)
+        monkeypatch.setattr(launch, name, size)
 
 
 def scores_of(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -105,7 +104,7 @@ def agree(scores: Tensor, counts: list[int]) -> None:
 def test_a_sample_that_misleads(sampled: float) -> None:
     """What it sees is unlike all else, so that the threshold is not where it says."""
     scores = torch.rand(3, 2, 500, generator=torch.Generator().manual_seed(3))
-    stride = shared_top_k._stride(1000, 500)
+    stride = launch.sample_stride(1000, 500)
     assert stride > 4
     scores.view(3, -1)[:, ::stride] = sampled
     agree(scores, [30, 400, 870])
@@ -114,8 +113,8 @@ def test_a_sample_that_misleads(sampled: float) -> None:
 @pytest.mark.parametrize(("bins", "slots"), [(64, 1), (4, 4)])
 @pytest.mark.usefixtures("small")
 def test_bins_that_run_over(bins: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_top_k, "_BINS", bins)
-    monkeypatch.setattr(shared_top_k, "_SLOTS", slots)
+    monkeypatch.setattr(launch, "BINS", bins)
+    monkeypatch.setattr(launch, "SLOTS", slots)
     values = torch.rand(2, 2, 450, generator=torch.Generator().manual_seed(4))
     agree(values, [100, 500])
     agree((values * 200).round() / 256, [100, 500])  # and ties in them

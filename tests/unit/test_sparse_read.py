@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, load_runner, output_projections
 from engine.model_runner import ModelRunner
-from engine.paged_kv import SequenceKV
 from evaluation.just_in_time import SequenceKeys
 from evaluation.methods import RIVALS
 from evaluation.readers import LayerReader

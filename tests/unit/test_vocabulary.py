@@ -8,16 +8,16 @@ import torch
 import transformers
 
 import models
+from config import ModelSettings
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import (
-    ModelSettings,
     OpenedModel,
     count_token_ids,
     load_model,
     load_tokenizer,
     open_model,
 )
-from engine.paged_kv import SequenceKV
 from wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer

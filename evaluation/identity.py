@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 from torch import nn
 from tqdm import tqdm
 
-from draft_service.drafter import Drafter, DrafterSettings, Peer
-from engine.families import read_decoder
-from engine.graphs import MAX_OVERHANG, GraphRunner
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
+from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
-from engine.paged_kv import PAGE_SIZE, pages_for
+from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
-from engine.tiered_kv import TierCounters, TieredKV
 from evaluation.cases import tokens_of
 from evaluation.report import align
 from sparsity.plan import Plan
-from target_service.verifier import DraftPeer, Verifier, VerifierSettings
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
 from wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 
 Event = TypeVar("Event")
@@ -76,7 +77,7 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, staged, refused: pages of a layer and KV head. tokens: generated,
+    """frames, of pages in all. fetched, staged, overflow: pages of a layer and KV head. tokens: generated,
     all of them compared with those without tiers. difference: of the first session that differs its name and the place
     among its tokens; empty: none does."""
 
@@ -86,7 +87,7 @@ class IdentityRow:
     pages: int
     fetched: int
     staged: int
-    refused: int
+    overflow: int
     tokens: int
     difference: str
 
@@ -130,16 +131,16 @@ def _row(
     frames: int,
     wanted: dict[str, list[int]],
     got: dict[str, list[int]],
-    counters: TierCounters,
+    totals: dict[str, float],
 ) -> IdentityRow:
     return IdentityRow(
         mix=mix,
         sessions=requests.sessions(mix),
         frames=frames,
         pages=requests.pages(mix),
-        fetched=counters.fetched_pages,
-        staged=counters.staged_pages,
-        refused=counters.refused_pages,
+        fetched=int(totals["kv_fetched_pages"]),
+        staged=int(totals["kv_staged_pages"]),
+        overflow=int(totals["kv_overflow_pages"]),
         tokens=sum(map(len, got.values())),
         difference=_first_difference(wanted, got),
     )
@@ -156,12 +157,12 @@ def _first_difference(wanted: dict[str, list[int]], got: dict[str, list[int]]) -
 
 def _generate(
     target: nn.Module, draft: nn.Module, plan: Plan, requests: Requests, mix: str, frames: int | None
-) -> tuple[dict[str, list[int]], TierCounters]:
+) -> tuple[dict[str, list[int]], dict[str, float]]:
     """What each session generated. frames None: no tiers."""
     verifier = Verifier(
         _open_target(target, requests, mix, frames),
         plan,
-        VerifierSettings(
+        TargetSettings(
             gamma=requests.gamma,
             prefill_chunk=requests.chunk,
             draft_timeout=math.inf,
@@ -170,9 +171,7 @@ def _generate(
         ),
     )
     room = requests.pages(mix) * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
-    settings = DrafterSettings(
-        gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest
-    )
+    settings = DraftSettings(gamma=requests.gamma, prefill_chunk=requests.chunk, max_context=requests.longest)
     drafter = Drafter(make_runner(draft, room), plan, settings)
     tokens: dict[str, list[int]] = {}
 
@@ -188,19 +187,21 @@ def _generate(
             sizes = len(prompt), requests.generated
             openings.append(Open(name, prompt, *sizes, [], Sampling(temperature=0.0), exactness))
     _take_turns(verifier, drafter, openings, emit)
-    kv = verifier.runner.kv
-    return tokens, kv.counters if isinstance(kv, TieredKV) else TierCounters()
+    return tokens, verifier.totals
 
 
-def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> GraphRunner:
-    pages = requests.pages(mix)
-    if frames is None:
-        plain = make_runner(model, pages * PAGE_SIZE)
-    else:
-        plain = make_runner(model, frames * PAGE_SIZE, pages * PAGE_SIZE, requests.longest + MAX_OVERHANG)
-    deterministic = _is_deterministic(plain.device.type)
-    steps = False, requests.gamma + 1, deterministic
-    return GraphRunner(read_decoder(model), plain, requests.longest, *steps)
+def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
+    """Return a runner with all pages on the device, or with so many there and a backing store for all."""
+    tokens = requests.pages(mix) * PAGE_SIZE
+    device = next(model.parameters()).device.type
+    return make_runner(
+        model,
+        tokens if frames is None else frames * PAGE_SIZE,
+        0 if frames is None else tokens,
+        requests.longest,
+        step_queries=requests.gamma + 1,
+        deterministic=_is_deterministic(device),
+    )
 
 
 def _is_deterministic(device: str) -> bool:
@@ -213,7 +214,7 @@ def _take_turns(
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
-    target_end, draft_end = DraftPeer("draft", to_draft.append), Peer("target", to_target.append)
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
     verifier.attach_draft(target_end)
     drafter.attach(draft_end)
     for opening in openings:
@@ -246,7 +247,7 @@ def to_text(rows: list[IdentityRow]) -> str:
         "hot",
         "fetched",
         "staged",
-        "refused",
+        "overflow",
         "tokens",
         "identical",
     ]
@@ -258,7 +259,7 @@ def to_text(rows: list[IdentityRow]) -> str:
             f"{row.frames / row.pages:.1%}",
             f"{row.fetched:,}",
             f"{row.staged:,}",
-            f"{row.refused:,}",
+            f"{row.overflow:,}",
             f"{row.tokens:,}",
             "yes" if row.identical else f"no, {row.difference}",
         ]

@@ -1,186 +1,12 @@
-"""The highest scores over several rows at once: one budget for a group of rows, as compact lists or as bits.
+"""The Triton kernels of a budget over several rows.
 
-Triton: scores order as their bit patterns, since none is negative. Of a sample of a group, pivots are ranked, and two
-of them bound the threshold, with odds of thousands to one. One pass over all counts what is at or above the upper one
-and sorts what is between into bins; the bin that holds the threshold is small enough to compare all with all. Where
-that fails (the sample misled, or a bin ran over), one program a group bisects over everything.
+Scores order as their bit patterns, since none is negative. Of a sample of a group, pivots are ranked, and two of them
+bound the threshold, with odds of thousands to one. One pass over all counts what is at or above the upper one and sorts
+what is between into bins; the bin that holds the threshold is small enough to compare all with all. Where that fails
+(the sample misled, or a bin ran over), one program a group bisects over everything.
 """
 
-import torch
-from torch import Tensor
-
-from kernels.backends import check_backend, jit, power_of_two, tl
-
-WORD = 64  # bits
-_SAMPLE = 4096  # of a group, at most
-_PIVOTS = 16  # ranked by a program
-_PARTS = 32  # programs that rank a group's pivots
-_SPREAD = 3.5  # standard deviations of the sample between the threshold and its bounds
-_BINS = 4096  # between the bounds
-_SLOTS = 128  # entries of a bin that are kept; 4 MB a group
-_TALLY_CHUNK = 512
-_EMIT_CHUNK = 256
-_EMIT_WHOLE = 8192  # a row at once, where there are few
-_FEW_ROWS = 512
-_SLOW_CHUNK = 8192
-_TALLY_PROGRAMS = 1024  # that a GPU of 132 multiprocessors holds at once
-
-
-def select_top_k_over_all(
-    scores: Tensor,
-    counts: Tensor,
-    forced: Tensor | None = None,
-    backend: str = "torch",
-    inner: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """The `counts` highest positive scores of each group, and all forced entries, as ascending lists.
-
-    scores: [groups, rows, n] float32, not negative; ties go to the lower row, then the lower entry
-    counts: [groups] int32, at most so many of each group
-    forced: [groups, rows, n] uint8, not 0 where an entry is taken whatever it scores; its score must be 0
-    inner: rows are outer * inner; results are then [outer, groups, inner, …] (layers before sequences before heads)
-    Returns lists [groups, rows, n] int32, undefined beyond their counts, and these [groups, rows] int32.
-    """
-    check_backend("select_top_k_over_all", backend, ("torch", "triton"))
-    groups, rows, n = scores.shape
-    if backend == "torch":
-        chosen = _torch_top_k(scores, counts)
-        if forced is not None:
-            chosen |= forced.bool()
-        if inner:
-            chosen = chosen.unflatten(1, (-1, inner)).transpose(0, 1)
-        order = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
-        return order, chosen.sum(-1, dtype=torch.int32)
-    shape = (rows // inner, groups, inner) if inner else (groups, rows)
-    lists = torch.empty(*shape, n, dtype=torch.int32, device=scores.device)
-    taken = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    _launch(scores, counts, forced, lists, taken, None, inner or rows)
-    return lists, taken
-
-
-def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") -> Tensor:
-    """`select_top_k_over_all` as bits, the lowest first: [groups, rows, ceil(n / 64)] int64."""
-    check_backend("mark_top_k_over_all", backend, ("torch", "triton"))
-    groups, rows, n = scores.shape
-    words = -(-n // WORD)
-    if backend == "torch":
-        chosen = torch.nn.functional.pad(_torch_top_k(scores, counts), (0, words * WORD - n))
-        bits = chosen.view(groups, rows, words, WORD).long() << torch.arange(WORD, device=scores.device)
-        return bits.sum(3)
-    marked = torch.empty(groups, rows, words, dtype=torch.int64, device=scores.device)
-    _launch(scores, counts, None, None, None, marked)
-    return marked
-
-
-def _torch_top_k(scores: Tensor, counts: Tensor) -> Tensor:
-    flat = scores.flatten(1)
-    order = flat.argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(flat.shape[1], device=flat.device).expand_as(order)
-    )
-    return ((rank < counts[:, None]) & (flat > 0)).view(scores.shape)
-
-
-def _launch(
-    scores: Tensor,
-    counts: Tensor,
-    forced: Tensor | None,
-    lists: Tensor | None,
-    taken: Tensor | None,
-    words: Tensor | None,
-    inner: int = 1,
-) -> None:
-    groups, rows, n = scores.shape
-    if not scores.numel():
-        if taken is not None:
-            taken.zero_()
-        return
-    scores, counts = scores.contiguous(), counts.contiguous()  # counts may be one number, expanded
-    size, device = rows * n, scores.device
-    stride = _stride(size, n)
-    sampled = -(-size // stride)
-    piece = min(_SAMPLE // 4, max(32, power_of_two(sampled)))
-    bracket = torch.empty(groups, 4, _PARTS, dtype=torch.int32, device=device)
-    tallies = torch.empty(groups, _BINS + 3, dtype=torch.int32, device=device)
-    slots = torch.empty(groups, _BINS, _SLOTS, dtype=torch.int64, device=device)
-    state = torch.empty(groups, 2, dtype=torch.int32, device=device)
-    _bracket_kernel[(groups, _PARTS)](
-        scores,
-        counts,
-        bracket,
-        tallies,
-        size,
-        stride,
-        sampled,
-        -(-sampled // (_PIVOTS * _PARTS)),
-        _SPREAD,
-        PIECES=-(-sampled // piece),
-        PIECE=piece,
-        PIVOTS=_PIVOTS,
-        PARTS=_PARTS,
-        BINS=_BINS,
-        num_warps=min(8, max(1, piece // 64)),
-    )
-    chunk = min(_TALLY_CHUNK, max(64, power_of_two(n)))
-    splits = max(1, min(-(-n // chunk), _TALLY_PROGRAMS // (groups * rows)))
-    _tally_kernel[(groups * rows, splits)](
-        scores,
-        bracket,
-        tallies,
-        slots,
-        n,
-        rows,
-        CHUNK=chunk,
-        PARTS=_PARTS,
-        LOG_BINS=_BINS.bit_length() - 1,
-        SLOTS=_SLOTS,
-        num_warps=min(4, max(1, chunk // 512)),
-    )
-    chunk = min(_SLOW_CHUNK, max(64, power_of_two(size)))
-    _threshold_kernel[(groups,)](
-        scores,
-        counts,
-        bracket,
-        tallies,
-        slots,
-        state,
-        size,
-        CHUNK=chunk,
-        PARTS=_PARTS,
-        LOG_BINS=_BINS.bit_length() - 1,
-        SLOTS=_SLOTS,
-        num_warps=16,
-    )
-    chunk = min(_EMIT_WHOLE if groups * rows <= _FEW_ROWS else _EMIT_CHUNK, max(64, power_of_two(n)))
-    _emit_kernel[(groups * rows,)](
-        scores,
-        scores if forced is None else forced.contiguous(),
-        state,
-        scores if lists is None else lists,
-        scores if taken is None else taken,
-        scores if words is None else words,
-        n,
-        rows,
-        -(-n // WORD),
-        FORCED=forced is not None,
-        LISTS=lists is not None,
-        CHUNK=chunk,
-        INNER=inner,
-        num_warps=min(16, max(1, chunk // 256)),
-    )
-
-
-def _stride(size: int, n: int) -> int:
-    """Between the entries of a sample; it sees all columns evenly."""
-    stride = -(-size // _SAMPLE)
-    while _divisor(stride, n) > 1:
-        stride += 1
-    return stride
-
-
-def _divisor(a: int, b: int) -> int:
-    """The greatest that both have."""
-    return _divisor(b, a % b) if b else a
+from kernels.backends import jit, tl
 
 
 @jit
@@ -189,7 +15,7 @@ def _load_bits(scores_ptr, at, inside):
 
 
 @jit
-def _bracket_kernel(
+def bracket_kernel(
     scores_ptr,
     counts_ptr,
     bracket_ptr,
@@ -263,7 +89,7 @@ def _bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
 
 
 @jit
-def _tally_kernel(
+def tally_kernel(
     scores_ptr,
     bracket_ptr,
     tallies_ptr,
@@ -313,7 +139,7 @@ def _tally_kernel(
 
 
 @jit
-def _threshold_kernel(
+def threshold_kernel(
     scores_ptr,
     counts_ptr,
     bracket_ptr,
@@ -404,7 +230,7 @@ def _threshold_kernel(
 
 
 @jit
-def _emit_kernel(
+def emit_kernel(
     scores_ptr,
     forced_ptr,
     state_ptr,

@@ -1,0 +1,73 @@
+"""`specahead generate`: continue a prompt on a running server."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from orchestrator.client import Generation, generate
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE")
+    prompt.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from standard input")
+    parser.add_argument("--address", metavar="HOST:PORT", default="127.0.0.1:50051")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
+    parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
+    parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of the text"
+    )
+    parser.set_defaults(run=_generate)
+
+
+def _generate(flags: argparse.Namespace) -> None:
+    prompt = _read_prompt(flags)
+    for name, value, bits in (("--max-tokens", flags.max_tokens, 32), ("--seed", flags.seed, 64)):
+        if value is not None and not 0 <= value < 2**bits:
+            raise ValueError(f"{name} must lie in [0, 2^{bits}), got {value}")
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    result = generate(
+        flags.address,
+        prompt,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        seed=flags.seed,
+        stop=flags.stop,
+        exactness=flags.exactness,
+        sparsity=flags.sparsity,
+        on_text=None if flags.json else show,
+    )
+    print(json.dumps(to_json(result)) if flags.json else "")
+
+
+def _read_prompt(flags: argparse.Namespace) -> str:
+    if flags.prompt is not None:
+        return flags.prompt
+    try:
+        if flags.prompt_file is not None:
+            return Path(flags.prompt_file).read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flags.prompt_file or 'standard input'} is not UTF-8 text: {error}") from None
+
+
+def to_json(result: Generation) -> dict[str, object]:
+    content = dataclasses.asdict(result)
+    content["usage"] = {
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": len(result.token_ids),
+        "total_tokens": result.prompt_tokens + len(result.token_ids),
+    }
+    return content

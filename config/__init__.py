@@ -1,0 +1,30 @@
+"""The one configuration: every setting is declared once, in `sections.py`, and read by `resolve.py`.
+
+A setting is a field of a frozen section. Flags, environment, file and --help follow from its declaration. This room
+knows neither torch nor gRPC nor Ray, so that command lines open at once.
+"""
+
+from config.resolve import resolve_launch, resolve_service
+from config.sections import (
+    ClientSettings,
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    ModelSettings,
+    ServiceSettings,
+    TargetSettings,
+)
+from config.setting import SettingsError
+
+__all__ = [
+    "ClientSettings",
+    "ClusterSettings",
+    "Config",
+    "DraftSettings",
+    "ModelSettings",
+    "ServiceSettings",
+    "SettingsError",
+    "TargetSettings",
+    "resolve_launch",
+    "resolve_service",
+]

@@ -1,0 +1,229 @@
+"""Fills sections from flags, the environment and a YAML file, in this order of precedence."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_origin
+
+import yaml
+
+from config.sections import (
+    ClientSettings,
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    ServiceSettings,
+    TargetSettings,
+)
+from config.setting import Declared, Section, SettingsError, declared_in
+
+log = logging.getLogger(__name__)
+
+Service = TypeVar("Service", bound=ServiceSettings)
+
+ENVIRONMENT_PREFIX = "SPECAHEAD_"
+NAMES = {
+    item.name
+    for section in (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
+    for item in declared_in(section)
+}
+_SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A setting as one command line offers it. default: what it is if no source gives it."""
+
+    declared: Declared
+    flag: str
+    help: str
+    default: Any
+
+
+def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
+    """The settings of `python -m orchestrator.launch`. Raises SettingsError; exits on --help and --dry-run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.launch",
+        description="Launch draft and target services and the client endpoints.",
+    )
+    default = Config()
+    sections = [default.target, default.draft, default.clients, default.cluster]
+    (target, draft, clients, cluster), _ = _resolve(parser, sections, arguments, environment)
+    return Config(target=target, draft=draft, clients=clients, cluster=cluster)
+
+
+def resolve_service(
+    parser: argparse.ArgumentParser,
+    default: Service,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> tuple[Service, argparse.Namespace]:
+    """The settings of a service by itself, whose flags have short names, and the parser's other flags.
+
+    Raises SettingsError; exits on --help and --dry-run.
+    """
+    (settings,), rest = _resolve(parser, [default], arguments, environment)
+    return settings, rest
+
+
+def _resolve(
+    parser: argparse.ArgumentParser,
+    defaults: Sequence[Section],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> tuple[list[Any], argparse.Namespace]:
+    """The sections with what the sources say, and the flags that are no settings.
+
+    Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
+    file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
+    argparse exits on unknown flags.
+    """
+    options = _options(defaults)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
+    _add_flags(parser, options.values())
+    rest = parser.parse_args(arguments)
+    given = {flag: vars(rest).pop(flag) for flag in (option.flag for option in options.values())}
+    sources: list[tuple[str, Mapping[str, Any]]] = [
+        (rest.config or "file", _from_file(rest.config) if rest.config else {}),
+        ("environment", _from_environment(environment)),
+        (
+            "flag",
+            {key: given[option.flag] for key, option in options.items() if given[option.flag] is not None},
+        ),
+    ]
+    values: dict[str, Any] = {}
+    for source, found in sources:
+        known = {key: value for key, value in found.items() if key in options}
+        values |= {key: _convert(options[key], value, source) for key, value in known.items()}
+    sections = [_filled(section, values) for section in defaults]
+    if rest.dry_run:
+        print(json.dumps(describe(sections), indent=2))
+        parser.exit()
+    return sections, rest
+
+
+def describe(sections: Iterable[Section]) -> dict[str, Any]:
+    """The settings by their names, as a file may give them."""
+    return {
+        item.name: getattr(section, item.field)
+        for section in sections
+        for item in declared_in(type(section))
+        if item.name
+    }
+
+
+def _options(defaults: Sequence[Section]) -> dict[str, _Option]:
+    """What a command line offers, by key."""
+    options: dict[str, _Option] = {}
+    alone = len(defaults) == 1
+    for section in defaults:
+        for item in declared_in(type(section)):
+            key = _key(item)
+            if key in options or not (item.name or alone):
+                continue
+            text = item.rule.help.replace("{side}", section.side)
+            options[key] = _Option(
+                item, item.flag if alone else item.name, text, getattr(section, item.field)
+            )
+    return options
+
+
+def _key(item: Declared) -> str:
+    """Its name, or what no file and no variable can name."""
+    return item.name or f"--{item.flag}"
+
+
+def _filled(section: Section, values: Mapping[str, Any]) -> Section:
+    changes = {item.field: values[_key(item)] for item in declared_in(type(section)) if _key(item) in values}
+    return dataclasses.replace(section, **changes)
+
+
+def _add_flags(parser: argparse.ArgumentParser, options: Iterable[_Option]) -> None:
+    groups: dict[str, Any] = {}
+    for option in options:
+        title = option.declared.rule.group
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        flag, kind = "--" + option.flag.replace("_", "-"), option.declared.kind
+        about: dict[str, Any] = {
+            "dest": option.flag,
+            "default": None,
+            "help": f"{option.help} (default: {option.default!r})",
+        }
+        if kind is bool:
+            about["action"] = argparse.BooleanOptionalAction
+        else:
+            about["metavar"] = option.flag.upper()
+        if get_origin(kind) is tuple:
+            about["action"] = "append"
+        groups[title].add_argument(flag, **about)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Settings by name. What is none, or is Kubernetes', is ignored with a warning."""
+    ours = {key: value for key, value in environment.items() if key.startswith(ENVIRONMENT_PREFIX)}
+    injected = {key for key in ours if _is_injected(key, environment)}
+    named = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in ours if key not in injected}
+    unknown = sorted(key for key, name in named.items() if name not in NAMES)
+    if unknown:
+        log.warning("environment: no such setting, ignored: %s", ", ".join(unknown))
+    if injected:
+        log.warning(
+            "environment: set by Kubernetes for a Service, ignored: %s (to set one of these names, use its flag or "
+            "--config)",
+            ", ".join(sorted(injected)),
+        )
+    return {name: ours[key] for key, name in named.items() if name in NAMES}
+
+
+def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
+    """Whether a variable is one of those that Kubernetes sets in every container for a Service called specahead….
+
+    For a Service x these are X_SERVICE_HOST, X_SERVICE_PORT, X_SERVICE_PORT_{NAME}, X_PORT and X_PORT_{…}. The second
+    tells that they are Kubernetes': no setting has its name.
+    """
+    prefixes = [
+        key[: at.start()] for at in re.finditer(r"_SERVICE_HOST$|_SERVICE_PORT(?=_|$)|_PORT(?=_|$)", key)
+    ]
+    return any(
+        f"{prefix}_SERVICE_HOST" in environment and f"{prefix}_SERVICE_PORT" in environment
+        for prefix in prefixes
+    )
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """Raises SettingsError for a file that is no mapping of settings, and for unknown keys."""
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
+    unknown = sorted(str(key) for key in content if key not in NAMES)
+    if unknown:
+        raise SettingsError(f"{path}: no such setting: {', '.join(unknown)}")
+    return content
+
+
+def _convert(option: _Option, value: Any, source: str) -> Any:
+    """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError."""
+    kind, name = option.declared.kind, option.declared.name or option.flag
+    try:
+        if get_origin(kind) is tuple:
+            return tuple(value)
+        if kind is bool:
+            converted = value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
+        elif isinstance(value, str | int | float):  # a file's may be anything
+            converted = kind(str(value))
+        else:
+            raise TypeError
+    except (ValueError, TypeError, KeyError):
+        raise SettingsError(f"{source}: {name} is {value!r}, expected {kind.__name__}") from None
+    option.declared.check(converted, f"{source}: {name}")
+    return converted

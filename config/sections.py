@@ -1,0 +1,212 @@
+"""Every setting of specahead, declared once: name, type, default, help, group and range."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import models
+from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
+from config.setting import Section, SettingsError, setting
+
+LOAD_FORMATS = ("auto", "dummy")
+LARGEST_PORT = 65535
+
+_models = partial(setting, group="models and plan")
+_rounds = partial(setting, group="rounds")
+_limits = partial(setting, group="sessions and steps")
+_memory = partial(setting, group="KV memory")
+_running = partial(setting, group="how the models run")
+_services = partial(setting, group="where the services listen")
+_port = partial(setting, least=0, most=LARGEST_PORT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Section):
+    """What the engine needs to open a model and make room for its KV.
+
+    The room for KV is `kv_tokens`; if that is 0 it is `kv_memory` GiB, and if that is 0 too it is what
+    `gpu_memory_utilization` leaves beside the weights, though never more than `max_sessions` of `max_context` tokens
+    need. With `host_kv_memory` this room is what lies on the device at once of the KV in host memory.
+
+    The last two fields are no settings, since the plan gives them: `dense_layers`, the layers that sparse sessions read
+    wholly and whose KV stays on the device, and `group_size`, the tokens of a group whose means are kept (0: none).
+    """
+
+    model: str = ""
+    device: str = _running("auto", "cpu, cuda, or auto")
+    dtype: str = _running("auto", "float32, bfloat16, float16, or auto")
+    threads: int = _running(
+        0, "CPU threads of each model; 0: half the cores, in a service by itself torch's choice", least=0
+    )
+    load_format: str = _running("auto", "auto, or dummy for random weights", choices=LOAD_FORMATS)
+    enforce_eager: bool = _running(False, "capture no CUDA graphs, for debugging")
+    deterministic: bool = _running(
+        False, "the target's tokens do not depend on the batch nor on drafting, at some cost (GPU only)"
+    )
+    attention_backend: str = _running("auto", f"{', '.join(ATTENTION_BACKENDS)}: {ATTENTION_HELP}")
+    gamma: int = _rounds(4, "tokens drafted a round", least=1, most=64)
+    max_context: int = _limits(
+        32768, "longest prompt and output together, in tokens; 0: what the models allow", least=0
+    )
+    max_sessions: int = _limits(64, "sessions that run at once; more are queued", least=1)
+    kv_tokens: int = _memory(
+        0,
+        "KV room of the {side}, in tokens over all sessions; 0: by memory",
+        name="{side}_kv_tokens",
+        least=0,
+    )
+    kv_memory: float = _memory(0.0, "GiB of KV of each service; 0: by gpu_memory_utilization", least=0)
+    gpu_memory_utilization: float = _memory(
+        0.9, "share of its GPU's memory that a service may take", above=0, most=1
+    )
+    host_kv_memory: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+    group_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings(ModelSettings):
+    """What target and draft service have in common."""
+
+    bundled: ClassVar[Path]  # the model that the bundled plan was made for
+
+    plan: str = _models(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
+    budget: float = _models(
+        0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1
+    )
+    method: str = _models(
+        "", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity"
+    )
+    prefill_chunk: int = _limits(512, "prompt tokens that one step may run, over all sessions", least=2)
+    host: str = _services("127.0.0.1", "address that draft and target services bind", name="service_host")
+    port: int = _port(
+        0,
+        "port of the {side} service; 0: any free one",
+        group="where the services listen",
+        name="{side}_port",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
+            raise SettingsError(
+                f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
+                "with `specahead calibrate` and pass --plan"
+            )
+        try:
+            check_attention_backend(
+                self.attention_backend, self.device, self.deterministic, self.enforce_eager
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings(ServiceSettings):
+    """The target service and its verifier."""
+
+    side: ClassVar[str] = "target"
+    bundled: ClassVar[Path] = models.TARGET
+
+    model: str = _models(str(models.TARGET), "target model: Hugging Face id or folder", name="target")
+    host_kv_memory: float = _memory(
+        0.0,
+        "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
+        least=0,
+    )
+    max_queued: int = _limits(
+        1024,
+        "sessions that may wait for a place; more are refused, with 0 all that cannot run at once",
+        least=0,
+    )
+    draft_timeout: float = _rounds(
+        1.0, "seconds that the target waits for a proposal before decoding plainly", above=0
+    )
+    synthetic_acceptance: float = _rounds(
+        -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings(ServiceSettings):
+    """The draft service and its drafter. `support` is no setting: the entries of a sampled token's distribution that
+    travel to the target."""
+
+    side: ClassVar[str] = "draft"
+    bundled: ClassVar[Path] = models.DRAFT
+
+    model: str = _models(str(models.DRAFT), "draft model: Hugging Face id or folder", name="draft")
+    targets: tuple[str, ...] = _services(
+        (), "HOST:PORT of a target service to draft for; may be repeated", name="", flag="target"
+    )
+    ahead: bool = _rounds(
+        True, "draft the next round while one is verified, where verdicts are mostly foreseen"
+    )
+    micro_batches: int = _rounds(
+        2,
+        "micro-batches that sessions are drafted in, so that one is verified while the next is drafted",
+        name="draft_waves",
+        flag="waves",
+        least=1,
+    )
+    read_share: float = _rounds(
+        1.0,
+        "share of the KV that the later passes of a draft round read; the first pass reads everything",
+        name="draft_read_share",
+        above=0,
+        most=1,
+    )
+    support: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings(Section):
+    """The endpoints that clients call."""
+
+    served_model_name: str = setting(
+        "", "model name that clients use; empty: the target's last path component", group="client endpoints"
+    )
+    host: str = setting("127.0.0.1", "address that the client endpoints bind", group="client endpoints")
+    grpc_port: int = _port(50051, "client gRPC port; 0: any free one", group="client endpoints")
+    http_port: int = _port(8000, "client HTTP port; 0: any free one", group="client endpoints")
+    resume_timeout: float = setting(
+        60.0,
+        "seconds that requests wait for a lost target before they fail",
+        group="client endpoints",
+        least=0,
+    )
+    shutdown_grace: float = setting(
+        10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(Section):
+    """Where the services run."""
+
+    target_address: str = setting(
+        "", "HOST:PORT of a target service that runs already; then Ray is not used", group="placement"
+    )
+    draft_address: str = setting(
+        "", "HOST:PORT of its draft service, for its status in /metrics", group="placement"
+    )
+    ray_address: str = setting(
+        "auto", "address of a running Ray; auto: find one, else start one", group="placement"
+    )
+    namespace: str = setting("specahead", "Ray namespace", group="placement")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a launch. What both services need has the same value in both."""
+
+    target: TargetSettings = field(default_factory=partial(TargetSettings, max_context=0))
+    draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0))
+    clients: ClientSettings = field(default_factory=ClientSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the target."""
+        return self.clients.served_model_name or Path(self.target.model).name

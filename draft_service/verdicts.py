@@ -1,0 +1,51 @@
+"""What a verdict does to a draft's session: tokens are committed, guesses that failed are taken back."""
+
+from collections import Counter
+
+from draft_service.proposals import send_again
+from draft_service.sessions import DraftSession
+from engine.kv.paged import PagedKV
+from wire.messages import Resync, Verdict
+
+_MOST_EARLY = 64  # verdicts that a session holds back
+
+
+def receive_verdict(session: DraftSession, verdict: Verdict, kv: PagedKV, counters: Counter[str]) -> None:
+    """Apply a verdict and those that waited for it, in the order of their rounds; hold back one that is early.
+
+    Asks for the session to be begun anew (Resync) if the verdict does not continue its tokens or too many are early.
+    """
+    if verdict.at.round <= session.judged:
+        counters["repeated_verdicts"] += 1
+        return
+    session.early_verdicts[verdict.at.round - 1] = verdict
+    if len(session.early_verdicts) > _MOST_EARLY:
+        session.peer.send(Resync(session.id))
+        session.early_verdicts.clear()
+    while (ready := session.early_verdicts.pop(session.judged, None)) is not None:
+        try:
+            _apply(session, ready, kv, counters)
+        except ValueError:
+            counters["resyncs"] += 1
+            session.peer.send(Resync(session.id))
+            return
+
+
+def _apply(session: DraftSession, verdict: Verdict, kv: PagedKV, counters: Counter[str]) -> None:
+    before, epoch = session.tokens[verdict.at.base :], session.epoch
+    if session.apply(verdict):
+        if session.epoch != epoch:
+            send_again(session, counters)
+    else:
+        common = verdict.at.base + common_prefix(before, verdict.tokens)
+        # The last token is always run again: its logits start the next round.
+        kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
+    kv.index_prefix(session.kv, session.tokens, session.committed)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return how many leading elements two lists share."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

@@ -1,0 +1,60 @@
+"""Top-k and nucleus of rows in plain torch: the reference that the Triton kernels are tested against."""
+
+import torch
+from torch import Tensor
+
+
+def top_k_mask(weights: Tensor, valid: Tensor, k: Tensor) -> Tensor:
+    """Return what `kernels.selection.select_top_k` selects as bool [rows, n].
+
+    Raises ValueError, on a CPU, for weights that are negative or NaN.
+    """
+    if weights.device.type == "cpu" and not bool((weights >= 0).all()):
+        raise ValueError("select_top_k: weights must not be negative nor NaN")
+    columns = torch.arange(weights.shape[1], device=weights.device)
+    ranked = weights.where(columns < valid[:, None], -1.0)
+    return (rank_in_row(ranked) < torch.minimum(k, valid)[:, None]) & (columns < valid[:, None])
+
+
+def rank_in_row(values: Tensor) -> Tensor:
+    """Return how many entries of its row stand before each entry of [rows, n]: int64, ties by the lower index."""
+    order = values.argsort(dim=1, descending=True, stable=True)
+    columns = torch.arange(values.shape[1], device=values.device)
+    return torch.empty_like(order).scatter_(1, order, columns.expand_as(order))
+
+
+def nucleus_mask(weights: Tensor, valid: Tensor, mass: float, iterations: int = 24) -> Tensor:
+    """Return what `kernels.selection.select_nucleus` selects as bool [rows, n].
+
+    Raises ValueError for a mass outside (0, 1] and, on a CPU, for weights that are negative or not finite.
+    """
+    if weights.device.type == "cpu" and not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("select_nucleus: weights must be finite and not negative")
+    check_mass(mass)
+    inside = torch.arange(weights.shape[1], device=weights.device) < valid[:, None]
+    masked = weights.double().where(inside, 0)
+    wanted = mass * masked.sum(1)
+    low, high = torch.zeros_like(wanted), masked.amax(1) if masked.shape[1] else torch.zeros_like(wanted)
+    for _ in range(iterations):
+        middle = (low + high) / 2
+        enough = masked.where(masked >= middle[:, None], 0).sum(1) >= wanted
+        low, high = middle.where(enough, low), high.where(enough, middle)
+    return inside & (masked >= low[:, None])
+
+
+def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Turn bool [rows, n] into ascending lists [rows, width] int32, padded with 0, and counts [rows] int32.
+
+    width: at least the greatest count, which it is if None.
+    """
+    counts = chosen.sum(1, dtype=torch.int32)
+    if width is None:
+        width = int(counts.max()) if counts.numel() else 0
+    order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :width].to(torch.int32)
+    order = torch.nn.functional.pad(order, (0, width - order.shape[1]))
+    return order.where(torch.arange(width, device=chosen.device) < counts[:, None], 0), counts
+
+
+def check_mass(mass: float) -> None:
+    if not 0 < mass <= 1:
+        raise ValueError(f"select_nucleus: mass must lie in (0, 1], got {mass}")

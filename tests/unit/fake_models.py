@@ -1,0 +1,310 @@
+"""Models for tests of sessions: logits follow from the tokens that they read back out of the KV pages.
+
+So a page that is wrong, stale, shared or missing changes the outcome or trips an assertion.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.announcing import choose_blocks, predict_weights
+from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from engine.judging import judge_rounds
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.runner import Runner
+from engine.sampling import Sampling, limit_support
+from kernels.rejection import draw, truncated_probs
+from kernels.shared_budget import score_blocks
+from kernels.shared_top_k import select_top_k_over_all
+from sparsity.plan import uniform_plan
+from wire import messages as m
+
+VOCAB, LAYERS, KV_HEADS = 32, 3, 2
+DRAFT_LAYERS, DRAFT_HEADS = 2, 3
+UNSEEN = 254
+RECENT = 8  # tokens that a model that sees only the ends looks back
+# A window of two blocks holds all that a model with `ends` looks at; other methods may read less of it.
+PLAN = uniform_plan(
+    *(LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS),
+    method="sts",
+    budget=0.6,
+    sink_blocks=1,
+    window_blocks=2,
+    dense_layers=(0,),
+)
+GREEDY = Sampling(temperature=0.0)
+TABLE = np.random.default_rng(0).normal(size=(97, VOCAB)).astype(np.float32) * 2
+
+Logits = Callable[[list[int]], np.ndarray]
+# By layer: the blocks that each KV head reads, None for all.
+Lists = list[list[np.ndarray] | None]
+
+
+def hashed(tokens: list[int], salt: int = 0) -> int:
+    return zlib.crc32(bytes(tokens), salt)
+
+
+def ends_view(tokens: list[int], recent: int) -> list[int]:
+    """What is never left out: the sink block and the last tokens."""
+    return [*tokens[:PAGE_SIZE], 255, *tokens[-recent:]]
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Next-token logits as a function of the tokens so far. `ends`: of the first and `recent` last ones alone."""
+
+    ends: bool = False
+    agreement: int = 4  # quarters of all contexts in which the draft's best token is the target's
+    recent: int = RECENT
+
+    def view(self, tokens: list[int]) -> list[int]:
+        return ends_view(tokens, self.recent) if self.ends else tokens
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return TABLE[hashed(self.view(tokens)) % len(TABLE)]
+
+    def draft(self, tokens: list[int]) -> np.ndarray:
+        agrees = hashed(self.view(tokens), salt=1) % 4 < self.agreement
+        return self.target(tokens) if agrees else np.roll(self.target(tokens), 1)
+
+    def plain(self, prompt: list[int], max_tokens: int, stop: list[int]) -> tuple[list[int], m.FinishReason]:
+        """Greedy decoding by the target alone."""
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(int(self.target(tokens).argmax()))
+            if tokens[-1] in stop:
+                return tokens, m.FinishReason.STOP
+        return tokens, m.FinishReason.LENGTH
+
+
+class FakeRunner(Runner):
+    """Keys hold (position, token). Logits come from what block tables and block lists lead to.
+
+    heads: of block weights. ends: whether the model looks at the ends alone; then only these must be readable. errors:
+    raised by the next calls of draft_rounds or forward, before anything has changed.
+    """
+
+    def __init__(
+        self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT
+    ) -> None:
+        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
+        self.vocab_size = VOCAB
+        self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
+        self.pages_read: list[int] = []  # by each input that wants all its logits
+        self.errors: list[Exception] = []
+        self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
+        self._rounds: RoundSettings | None = None
+
+    def tokens_in(self, kv: SequenceKV) -> list[int]:
+        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[: kv.length]
+        assert (content[:, 0] == np.arange(kv.length)).all()
+        return content[:, 1].tolist()
+
+    def block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:
+        """Much the same from round to round, so that differences are worth sending, but never quite."""
+        shape = (self.kv.num_layers, heads, -(-len(history) // block_size))
+        lasting = np.random.default_rng(0).random((*shape[:2], 40))[..., : shape[2]]
+        weights = lasting + 0.2 * np.random.default_rng(hashed(history)).random(shape)
+        return torch.from_numpy(weights / weights.sum(-1, keepdims=True)).float()
+
+    # Passes.
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        self._fail()
+        assert len({id(item.kv) for item in inputs}) == len(inputs)
+        for item in inputs:
+            item.check()
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        for item in inputs:
+            self._write(item.kv, item.kv.length, item.tokens)
+        outputs = [self._run(item) for item in inputs]
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        return outputs
+
+    def _fail(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def _write(self, kv: SequenceKV, start: int, tokens: list[int]) -> None:
+        for position, token in enumerate(tokens, start):
+            page, row = kv.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            for keys in self.kv.k_pages:
+                keys[page, :, row] = torch.tensor([position, token], dtype=keys.dtype)
+
+    def _run(self, item: SequenceInput) -> SequenceOutput:
+        length = item.kv.length + len(item.tokens)
+        lists = self._lists_of(item.read, length)
+        read = self._read_all(item.kv, length, lists)
+        pages = sum(len(blocks) for blocks, _ in read)
+        if item.logits == "all":
+            self.pages_read.append(pages)
+        first = length - len(item.tokens) if item.logits == "all" else length - 1
+        history = self._check(read, length, first)
+        assert history[length - len(item.tokens) :] == item.tokens
+        out = SequenceOutput()
+        if item.logits != "none":
+            out.logits = torch.from_numpy(
+                np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
+            )
+        if item.drafted is not None:
+            assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
+            (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+            out.logits = None
+        if item.read is not None:
+            self._report(item.read, history, read, out)
+        return out
+
+    def _report(
+        self,
+        given: SparseRead,
+        history: list[int],
+        read: list[tuple[np.ndarray, np.ndarray]],
+        out: SequenceOutput,
+    ) -> None:
+        weights = self.block_weights(history, given.block_size, KV_HEADS)
+        chosen = torch.zeros(weights.shape, dtype=torch.bool)
+        for row, (blocks, _) in zip(chosen.flatten(0, 1), read, strict=True):
+            row[torch.from_numpy(blocks)] = True
+        sparse = [layer for layer in range(self.kv.num_layers) if layer not in given.dense_layers]
+        if given.report_blocks:
+            out.blocks = chosen
+        if given.budget is not None:
+            out.blocks_read = int(chosen[sparse].sum())
+            memory = given.budget.memory
+            faded = self._remembered(memory, weights.shape[-1]) * memory.decay
+            read_weights = weights.where(chosen, 0.0)[sparse].flatten(0, 1)
+            self._memories[id(memory)] = memory, torch.maximum(read_weights, faded)
+        elif given.emit_weights:
+            out.read_weights = weights.where(chosen, 0.0)
+            out.read_weights[list(given.dense_layers)] = 0.0
+
+    def _lists_of(self, read: SparseRead | None, length: int) -> Lists:
+        if read is None:
+            return [None] * self.kv.num_layers
+        assert read.block_size == PAGE_SIZE
+        if read.budget is not None:
+            return self._share_out(read.budget, pages_for(length))
+        assert read.lists is not None
+        return [
+            None if entry is None else [b[:n].numpy() for b, n in zip(entry[0], entry[1], strict=True)]
+            for entry in read.lists
+        ]
+
+    def _share_out(self, budget: SharedBudget, blocks: int) -> Lists:
+        words = torch.zeros(1, len(budget.bitmap), -(-blocks // 64), dtype=torch.int64)
+        words[0, :, : budget.bitmap.shape[1]] = torch.tensor(budget.bitmap.view(np.int64))
+        first, last, count, room = (
+            torch.tensor([n], dtype=torch.int32)
+            for n in (budget.first, budget.last, blocks, max(0, budget.room))
+        )
+        memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
+        forced, scores = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
+        chosen, counts = select_top_k_over_all(scores, room, forced)
+        rows = [blocks_[:n].numpy() for blocks_, n in zip(chosen[0], counts[0], strict=True)]
+        lists: Lists = [None] * self.kv.num_layers
+        sparse = [layer for layer in range(self.kv.num_layers) if layer not in budget.dense_layers]
+        for i, layer in enumerate(sparse):
+            lists[layer] = rows[i * KV_HEADS : (i + 1) * KV_HEADS]
+        return lists
+
+    def _remembered(self, memory: ReadMemory, blocks: int) -> Tensor:
+        kept = self._memories.get(id(memory))
+        if kept is None:
+            return torch.zeros(len(memory.importance), blocks)
+        return torch.nn.functional.pad(kept[1], (0, blocks - kept[1].shape[-1]))
+
+    def _read_all(self, kv: SequenceKV, length: int, lists: Lists) -> list[tuple[np.ndarray, np.ndarray]]:
+        """By layer and KV head: the pages that it reads, and the token that it gets to see at each position."""
+        places = [(layer, head) for layer in range(self.kv.num_layers) for head in range(KV_HEADS)]
+        read = []
+        for layer, head in places:
+            blocks = lists[layer]
+            pages = np.arange(pages_for(length)) if blocks is None else blocks[head]
+            assert (np.diff(pages) > 0).all()
+            assert not len(pages) or pages[-1] < pages_for(length)
+            physical = np.array(kv.pages)[pages]
+            content = self.kv.k_pages[layer].numpy()[physical, head].astype(int).reshape(-1, 2)
+            at = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).flatten()
+            content, at = content[at < length], at[at < length]
+            assert (content[:, 0] == at).all()
+            seen = np.full(length, UNSEEN)
+            seen[at] = content[:, 1]
+            read.append((pages, seen))
+        return read
+
+    def _check(self, read: list[tuple[np.ndarray, np.ndarray]], length: int, first: int) -> list[int]:
+        """All heads must see the same tokens wherever the model looks; returns what the first of them sees."""
+        needed = np.arange(length)
+        if self.ends:
+            needed = needed[(needed < PAGE_SIZE) | (needed > first - self.recent)]
+        tokens = read[0][1]
+        for _, seen in read:
+            assert (seen[needed] == tokens[needed]).all()
+            assert (seen[needed] != UNSEEN).all()
+        return tokens.tolist()
+
+    # Rounds.
+
+    def prepare_rounds(self, settings: RoundSettings) -> None:
+        self._rounds = settings
+
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        self._fail()
+        assert self._rounds is not None
+        assert len({id(item.kv) for item in requests}) == len(requests)
+        for item in requests:
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens) + self._rounds.gamma)
+        return [self._draft(item, self._rounds) for item in requests]
+
+    def _draft(self, item: RoundRequest, settings: RoundSettings) -> RoundOutput:
+        self._write(item.kv, item.kv.length, item.tokens)
+        base = item.kv.length + len(item.tokens)
+        tokens: list[int] = []
+        supports: list[tuple[Tensor, Tensor]] = []
+        weights = []
+        for index in range(settings.gamma + 1):
+            length = base + index
+            history = self._check(
+                self._read_all(item.kv, length, [None] * self.kv.num_layers), length, length - 1
+            )
+            blocks = pages_for(base)
+            weights.append(self.block_weights(history, settings.block_size, self.heads)[..., :blocks])
+            token, support = self._sample(item, settings, self.logits(history), index)
+            tokens.append(token)
+            supports.append(support)
+            if index < settings.gamma:
+                self._write(item.kv, length, [token])
+        ids, probs = (torch.cat(part).numpy() for part in zip(*supports, strict=True))
+        bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
+        drawn = item.temperature > 0
+        return RoundOutput(tokens, ids if drawn else None, probs if drawn else None, bitmap)
+
+    def _sample(
+        self, item: RoundRequest, settings: RoundSettings, logits: np.ndarray, index: int
+    ) -> tuple[int, tuple[Tensor, Tensor]]:
+        if item.temperature == 0:
+            return int(logits.argmax()), (torch.zeros(1, 1), torch.zeros(1, 1))
+        heat, top_p = torch.tensor([item.temperature]), torch.tensor([item.top_p])
+        probs = truncated_probs(torch.from_numpy(logits)[None], heat, top_p)
+        ids, top = limit_support(probs, settings.support)
+        pick = draw(top, torch.from_numpy(item.uniforms[index : index + 1]))
+        return int(ids[0, pick[0]]), (ids, top)
+
+
+def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
+    """weights: [γ + 1, layers, heads, blocks], of each query"""
+    announcer = settings.announcers[request.method]
+    evidence = weights.mean(0)[None]
+    before = torch.zeros(1, len(announcer.projection), -(-evidence.shape[-1] // 64), dtype=torch.int64)
+    if request.before is not None:
+        before[0] = torch.tensor(request.before.view(np.int64))
+    limits = torch.tensor([[request.first], [request.last], [max(0, request.count)]], dtype=torch.int32)
+    scores = predict_weights(announcer, evidence, before, limits)
+    return choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)

@@ -1,0 +1,377 @@
+"""Where a setting's value comes from, what is refused, and that each is declared once."""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from config import Config, DraftSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
+from config.resolve import describe
+from config.setting import Section, declared_in
+
+SECTIONS = ("target", "draft", "clients", "cluster")
+
+
+def resolve(*flags: str, **environment: str) -> Config:
+    return resolve_launch(flags, environment)
+
+
+def alone(default: TargetSettings | DraftSettings, *flags: str, **environment: str) -> Any:
+    return resolve_service(argparse.ArgumentParser(), default, flags, environment)[0]
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_defaults() -> None:
+    assert resolve() == Config()
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = config(tmp_path, "gamma: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
+    settings = resolve(
+        "--config", file, "--gamma", "8", SPECAHEAD_GAMMA="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin"
+    )
+    assert (settings.target.gamma, settings.draft.gamma) == (8, 8)
+    assert (settings.clients.grpc_port, settings.clients.http_port) == (1006, 2002)
+    assert settings.target.max_sessions == TargetSettings().max_sessions
+
+
+def test_a_source_wins_even_with_the_default_value(tmp_path: Path) -> None:
+    file = config(tmp_path, "gamma: 2\nahead: false\n")
+    assert resolve("--config", file, "--gamma", "4").target.gamma == 4
+    assert resolve("--config", file, "--ahead").draft.ahead is True
+    assert resolve("--config", file, SPECAHEAD_AHEAD="true").draft.ahead is True
+    assert resolve("--no-ahead", SPECAHEAD_AHEAD="true").draft.ahead is False
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
+def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
+    assert resolve("--config", config(tmp_path, text)) == Config()
+
+
+def test_values_have_their_types(tmp_path: Path) -> None:
+    file = config(tmp_path, "budget: 1\ndraft_timeout: 0.5\nserved_model_name: 7\n")
+    settings = resolve("--config", file, SPECAHEAD_MAX_QUEUED="0", SPECAHEAD_AHEAD="no")
+    target = settings.target
+    assert (target.budget, target.draft_timeout, target.max_queued) == (1.0, 0.5, 0)
+    assert isinstance(target.budget, float)
+    assert settings.clients.served_model_name == "7"
+    assert settings.draft.ahead is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gamma", "four"), ("gamma", "4.5"), ("draft_timeout", "soon"), ("grpc_port", "")],
+)
+def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=rf"flag: {name} is '{value}'"):
+        resolve(f"--{name.replace('_', '-')}", value)
+    with pytest.raises(SettingsError, match=rf"environment: {name} is '{value}'"):
+        resolve(**{f"SPECAHEAD_{name.upper()}": value})
+
+
+def test_an_environment_switch_must_be_true_or_false() -> None:
+    with pytest.raises(SettingsError, match="environment: ahead is 'maybe', expected bool"):
+        resolve(SPECAHEAD_AHEAD="maybe")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["gamma: 4.5", "gamma: true", "gamma: null", "gamma: [4]", "ahead: 2", "plan: null", "host: [a, b]"],
+)
+def test_a_files_value_of_the_wrong_type_is_refused(tmp_path: Path, line: str) -> None:
+    """It is not rounded or spelled out; the message names the file and the setting."""
+    file = config(tmp_path, line)
+    with pytest.raises(SettingsError, match=rf"{file}: {line.split(':')[0]} is "):
+        resolve("--config", file)
+
+
+def test_unknown_keys_are_refused_and_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="gama"):
+        resolve("--config", config(tmp_path, "gama: 4\ngamma: 4\n"))
+    with pytest.raises(SettingsError, match="gama"):
+        resolve("--config", config(tmp_path, "gama: 4\n1: 2\n"))
+
+
+def test_an_unknown_variable_is_a_warning_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Others may set variables of this prefix; what is a setting counts all the same."""
+    with caplog.at_level(logging.WARNING):
+        assert resolve(SPECAHEAD_GAMA="4", SPECAHEAD_GAMMA="6").target.gamma == 6
+    (record,) = caplog.records
+    assert record.getMessage() == "environment: no such setting, ignored: SPECAHEAD_GAMA"
+
+
+KUBERNETES = {  # as it sets them for a Service called specahead, and one called specahead-grpc
+    "SPECAHEAD_SERVICE_HOST": "10.0.0.1",
+    "SPECAHEAD_SERVICE_PORT": "80",
+    "SPECAHEAD_SERVICE_PORT_HTTP": "80",
+    "SPECAHEAD_PORT": "tcp://10.0.0.1:80",
+    "SPECAHEAD_PORT_80_TCP": "tcp://10.0.0.1:80",
+    "SPECAHEAD_PORT_80_TCP_PORT": "80",
+    "SPECAHEAD_GRPC_SERVICE_HOST": "10.0.0.2",
+    "SPECAHEAD_GRPC_SERVICE_PORT": "50051",
+    "SPECAHEAD_GRPC_PORT": "tcp://10.0.0.2:50051",
+}
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Two of its variables have the names of settings; those beside them tell whose they are."""
+    with caplog.at_level(logging.WARNING):
+        assert resolve(**KUBERNETES, SPECAHEAD_HTTP_PORT="81") == resolve("--http-port", "81")
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in KUBERNETES)
+    assert "SPECAHEAD_HTTP_PORT" not in record.getMessage()
+    assert resolve(SPECAHEAD_SERVICE_HOST="0.0.0.0", SPECAHEAD_GRPC_PORT="1").target.host == "0.0.0.0"
+
+
+def test_a_launch_starts_where_kubernetes_has_a_service_of_our_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.launch", "--dry-run"],
+        env=os.environ | KUBERNETES,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["service_host"] == "127.0.0.1"
+    assert "SPECAHEAD_SERVICE_HOST" in done.stderr
+
+
+def test_an_unknown_flag_ends_with_a_usage_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve("--gama", "4")
+    assert "--gama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["just words", "- a\n- list\n", "gamma: [", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = config(tmp_path, text)
+    with pytest.raises(SettingsError, match=file):
+        resolve("--config", file)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(b"host: \xff\xfe\n")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        resolve("--config", str(path))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.yaml"):
+        resolve("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--gamma", "0"),
+        ("--gamma", "65"),
+        ("--budget", "-0.1"),
+        ("--budget", "1.5"),
+        ("--budget", "nan"),
+        ("--grpc-port", "65536"),
+        ("--http-port", "-1"),
+        ("--target-port", "70000"),
+        ("--max-sessions", "0"),
+        ("--max-queued", "-1"),
+        ("--prefill-chunk", "1"),
+        ("--draft-timeout", "0"),
+        ("--draft-timeout", "nan"),
+        ("--resume-timeout", "-1"),
+        ("--host-kv-memory", "-0.5"),
+        ("--host-kv-memory", "nan"),
+    ],
+)
+def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
+    with pytest.raises(SettingsError):
+        resolve(flag, value)
+
+
+def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> None:
+    flags = ("--draft-waves", "2", "--draft-read-share", "0.1")
+    file = config(tmp_path, "draft_waves: 2\ndraft_read_share: 0.1\n")
+    environment = {"SPECAHEAD_DRAFT_WAVES": "2", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
+    for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
+        assert (settings.draft.micro_batches, settings.draft.read_share) == (2, 0.1)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
+def test_the_ends_of_the_ranges_are_allowed(flag: str, value: str) -> None:
+    assert resolve(flag, value) != Config()
+
+
+def test_host_memory_is_the_targets() -> None:
+    assert resolve().target.host_kv_memory == 0
+    settings = resolve("--host-kv-memory", "1.5")
+    assert (settings.target.host_kv_memory, settings.draft.host_kv_memory) == (1.5, 0)
+
+
+def test_gpus_of_the_services() -> None:
+    from orchestrator.cluster import gpus_of  # imports Ray
+
+    assert [gpus_of("auto", there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
+    assert gpus_of("cuda", 0) == (1, 1)
+    assert gpus_of("cpu", 2) == (0, 0)
+
+
+def test_what_a_launch_decides_for_its_services() -> None:
+    """The draft dials the target; of a deterministic pair the target alone is."""
+    from orchestrator.cluster import placed_settings  # imports Ray
+
+    config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
+    target, draft = placed_settings(config)
+    assert draft.targets == ("127.0.0.1:4567",)
+    assert 0 < draft.port != target.port == 4567
+    assert (target.deterministic, draft.deterministic) == (True, False)
+    assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
+    automatic, _ = placed_settings(resolve())
+    assert automatic.port > 0 and automatic.threads >= 1
+
+
+@pytest.mark.parametrize(
+    "flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")]
+)
+def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError, match="bundled plan"):
+        resolve(*flags)
+    assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
+
+
+def test_a_budget_of_its_own_for_the_bundled_pair_is_allowed() -> None:
+    assert resolve("--budget", "0.3").target.plan == str(models.PLAN)
+
+
+def test_a_method_of_its_own_for_the_bundled_pair_is_allowed() -> None:
+    settings = resolve("--sparsity", "sts", SPECAHEAD_SPARSITY="quest")
+    assert (settings.draft.plan, settings.target.method) == (str(models.PLAN), "sts")
+
+
+def test_model_name() -> None:
+    assert Config().model_name == models.TARGET.name
+    assert resolve("--target", "org/name", "--plan", "mine.json").model_name == "name"
+    assert resolve("--served-model-name", "mine").model_name == "mine"
+
+
+# Services by themselves
+
+
+def test_a_service_calls_its_own_settings_by_short_names() -> None:
+    common = ("--kv-tokens", "800", "--method", "sts", "--host", "0.0.0.0", "--port", "1", "--plan", "p")
+    target = alone(TargetSettings(), "--model", "m", *common)
+    assert (target.model, target.kv_tokens, target.method, target.host, target.port) == (
+        *("m", 800, "sts", "0.0.0.0", 1),
+    )
+    draft = alone(
+        DraftSettings(), *common, "--model", "m", "--waves", "2", "--read-share", "0.5", "--no-ahead",
+        "--target", "a:1", "--target", "b:2",
+    )  # fmt: skip
+    assert (draft.model, draft.micro_batches, draft.read_share, draft.ahead) == ("m", 2, 0.5, False)
+    assert draft.targets == ("a:1", "b:2")
+
+
+def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path: Path) -> None:
+    """What is another's is left to it: SPECAHEAD_TARGET is a model, and the draft's --target an address."""
+    environment = {
+        "SPECAHEAD_TARGET": "t",
+        "SPECAHEAD_PLAN": "p",
+        "SPECAHEAD_GRPC_PORT": "5",
+        "SPECAHEAD_HOST": "h",
+    }
+    target = alone(TargetSettings(), **environment)
+    assert (target.model, target.plan, target.host) == ("t", "p", "127.0.0.1")
+    draft = alone(DraftSettings(), **environment, SPECAHEAD_DRAFT="d")
+    assert (draft.model, draft.targets) == ("d", ())
+    file = config(tmp_path, "target_kv_tokens: 3\ndraft_kv_tokens: 4\nhttp_port: 5\n")
+    assert alone(TargetSettings(), "--config", file).kv_tokens == 3
+    assert alone(DraftSettings(), "--config", file).kv_tokens == 4
+
+
+def test_a_service_has_defaults_of_its_own() -> None:
+    assert alone(TargetSettings(port=50052)).port == 50052
+    assert alone(TargetSettings(port=50052), "--port", "0").port == 0
+    assert (alone(TargetSettings()).max_context, resolve().target.max_context) == (32768, 0)
+
+
+# Declarations
+
+
+def test_what_is_printed_is_a_file_that_gives_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (
+        "--gamma",
+        "7",
+        "--no-ahead",
+        "--draft-kv-tokens",
+        "999",
+        "--budget",
+        "0.5",
+        "--namespace",
+        "mine",
+    )
+    with pytest.raises(SystemExit) as ended:
+        resolve(*flags, "--dry-run")
+    assert ended.value.code == 0
+    file = config(tmp_path, capsys.readouterr().out)
+    assert resolve("--config", file) == resolve(*flags) != Config()
+
+
+def test_help_is_grouped_and_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve("--help")
+    text = capsys.readouterr().out
+    for section in sections(Config()):
+        for item in declared_in(type(section)):
+            if item.name:
+                assert f"\n{item.rule.group}:\n" in text
+                assert f"--{item.name.replace('_', '-')}" in text
+
+
+def sections(settings: Config) -> list[Section]:
+    return [getattr(settings, name) for name in SECTIONS]
+
+
+def test_a_name_is_declared_once() -> None:
+    """What both services need is one declaration, that of what they have in common."""
+    rules: dict[str, Any] = {}
+    for section in sections(Config()):
+        for item in declared_in(type(section)):
+            if item.name:
+                assert rules.setdefault(item.name, item.rule) is item.rule, item.name
+    assert set(describe(sections(Config()))) == set(rules)
+
+
+@pytest.mark.parametrize("name", ["max_queued", "gamma", "host_kv_memory", "draft_timeout"])
+def test_what_exists_holds_allowed_values(name: str) -> None:
+    """Also where no command line made it."""
+    with pytest.raises(SettingsError, match=f"{name} is -1, expected "):
+        TargetSettings(**{name: -1})
+
+
+def test_one_message_names_source_setting_value_and_range() -> None:
+    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 1 and at most 64$"):
+        resolve("--gamma", "65")
+    with pytest.raises(
+        SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"
+    ):
+        resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")
+    with pytest.raises(SettingsError, match="load_format is 'gguf', expected auto, dummy"):
+        resolve("--load-format", "gguf")
+
+
+def test_command_lines_open_without_torch() -> None:
+    program = "import sys, config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr

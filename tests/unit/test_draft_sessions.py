@@ -1,0 +1,293 @@
+"""A draft alone: what single events from a target do to its sessions, and what it says of a round."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from config import DraftSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
+from engine.kv.pages import OutOfPages
+from engine.step_loop import MOST_FAILURES, run_step_loop
+from sparsity.announce import announce
+from sparsity.methods import METHODS
+from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
+from wire import messages as m
+from wire.selection_codec import decode_selection
+
+
+@dataclass
+class DraftStand:
+    """A draft alone with one greedy session begun, of 40 tokens or as many as there are in `tokens`."""
+
+    ahead: bool = True
+    pages: int = 20
+    sent: list[m.DraftEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
+        self.peer = TargetPeer("target", self.sent.append)
+        self.drafter.attach(self.peer)
+        self.tokens = [7] * 40
+        self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "sts")
+        self.receive(self.begin)
+
+    def receive(self, *events: m.TargetEvent) -> list[m.DraftEvent]:
+        """What the draft says to it, in all the steps that it then takes."""
+        self.sent.clear()
+        for event in events:
+            self.drafter.receive(self.peer, event)
+        while (step := self.drafter.plan_step()) is not None:
+            self.drafter.finish_step(step, self.drafter.execute(step))
+        return list(self.sent)
+
+    @property
+    def state(self) -> Any:
+        session = self.peer.sessions["a"]
+        known = (session.at, list(session.tokens), session.committed, session.judged, session.proposal)
+        return *known, session.kv.length, list(session.kv.pages)
+
+
+def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
+    for ahead in (False, True):
+        stand = DraftStand(ahead)
+        kinds = [type(event) for event in stand.sent]
+        proposals = [event for event in stand.sent if isinstance(event, m.Proposal)]
+        assert kinds == [m.Ready, *[m.Announcement, m.Proposal] * (1 + ahead)]
+        assert all(p.announces for p in proposals)
+        assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
+        if ahead:
+            assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
+
+
+def test_repeated_verdicts_and_begins_change_nothing() -> None:
+    stand = DraftStand()
+    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
+    verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
+    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposal]
+    before = stand.state
+    assert stand.receive(verdict, stand.begin, verdict) == []
+    assert stand.state == before
+    assert stand.drafter.counters["repeated_verdicts"] == 2
+    assert stand.drafter.counters["stale_frames"] == 1
+
+
+def test_a_begin_of_an_earlier_epoch_changes_nothing() -> None:
+    """It was overtaken by the Begin that answers a resync in the same round."""
+    stand = DraftStand()
+    later = replace(stand.begin, at=m.At("a", 3, 0, 40))
+    assert stand.receive(later)[0] == m.Ready(m.At("a", 3, 0, 40))
+    before = stand.state
+    assert stand.receive(stand.begin) == []
+    assert stand.state == before
+
+
+def test_verdicts_out_of_order_are_applied_in_order() -> None:
+    plain = FakeModel().plain([7] * 40, 9, [])[0]
+    first = m.Verdict(m.At("a", 0, 1, 40), 4, plain[40:45], plain=False)
+    second = m.Verdict(m.At("a", 1, 2, 45), 1, [plain[45], (plain[46] + 1) % VOCAB], plain=False)
+    orders = ([first, second], [second, first], [second, second, first, second])
+    states = []
+    for order in orders:
+        stand = DraftStand()
+        for event in order:
+            stand.receive(event)
+        states.append((stand.state[1][:47], *stand.state[2:4], stand.peer.sessions["a"].epoch))
+    assert states[0] == states[1] == states[2]
+    assert states[0] == (plain[:46] + second.tokens[1:], 47, 2, 1)
+
+
+def test_a_verdict_that_does_not_fit_asks_for_resync() -> None:
+    stand = DraftStand()
+    assert stand.receive(m.Verdict(m.At("a", 1, 1, 41), 0, [1], plain=False))[0] == m.Resync("a")
+    assert stand.drafter.counters["resyncs"] == 1
+
+
+def test_a_verdict_of_an_unknown_session_asks_for_resync_unless_it_is_over() -> None:
+    stand = DraftStand()
+    verdict = m.Verdict(m.At("b", 1, 1, 41), 0, [1], plain=False)
+    assert stand.receive(verdict) == [m.Resync("b")]
+    assert stand.receive(m.End("b"), verdict) == []
+
+
+def test_a_refusal_asks_for_resync() -> None:
+    stand = DraftStand()
+    assert stand.receive(m.Refusal(m.At("a", 0, 0, 40), "a gap")) == [m.Resync("a")]
+
+
+def test_a_begin_that_comes_after_its_end_lasts_until_the_target_answers() -> None:
+    """The first word on it reaches a target that does not know the session, and says once more that it is over."""
+    stand = DraftStand()
+    sent = stand.receive(m.End("a"), stand.begin)
+    assert sent[0] == m.Ready(stand.begin.at)
+    assert stand.receive(m.End("a")) == []
+    assert stand.drafter.session_count == 0
+    assert stand.drafter.runner.kv.pool.held == 0
+
+
+def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
+    """KV of the tokens that still hold is kept; the epoch is the verdict's."""
+    stand = DraftStand()
+    plain = FakeModel().plain(stand.tokens, 3, [])[0]
+    other = (plain[42] + 1) % VOCAB
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
+    assert [type(event) for event in sent] == [m.Announcement, m.Proposal] * 2
+    proposal = sent[1]
+    assert isinstance(proposal, m.Proposal)
+    committed = [*plain[:42], other]
+    assert proposal.at == m.At("a", 1, 1, 43)
+    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
+    assert proposal.assumed_token == other
+
+
+def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
+    """All that was proposed is kept, so the length is as foreseen, but not the text."""
+    stand = DraftStand()
+    plain = FakeModel().plain(stand.tokens, 5, [])[0]
+    committed = [*plain[:44], (plain[44] + 1) % VOCAB]
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
+    proposal = sent[1]
+    assert isinstance(proposal, m.Proposal)
+    assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
+
+
+def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
+    """The target had not heard of the round ahead when it judged; what it then hears is of the new epoch."""
+    stand = DraftStand()
+    before = [event for event in stand.sent if not isinstance(event, m.Ready)]
+    kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
+    sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
+    announcement, proposal = sent[:2]
+    assert isinstance(announcement, m.Announcement)
+    assert isinstance(proposal, m.Proposal)
+    assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
+    assert isinstance(before[3], m.Proposal)
+    assert proposal.tokens == before[3].tokens
+
+
+def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
+    """Room that a broken stream leaves goes to a session of a stream that stands."""
+    stand = DraftStand()  # holds 7 of 20 pages
+    big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, method="")
+    sent: list[m.DraftEvent] = []
+    other = TargetPeer("other", sent.append)
+    stand.drafter.attach(other)
+    assert isinstance(stand.receive(big)[0], m.Decline)
+    stand.drafter.receive(other, replace(big, at=big.at._replace(session="c")))
+    assert stand.receive() == []
+    assert isinstance(sent.pop(), m.Decline)
+    stand.drafter.detach(stand.peer)
+    stand.receive()
+    assert sent == [m.Resync("c")]
+
+
+@pytest.mark.parametrize("method", ["sts", "specattn", "ahead"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) -> None:
+    """Against the block weights of a run of the same tokens, one after another."""
+    plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
+    runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
+    drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
+    peer = TargetPeer("target", sent.append)
+    drafter.attach(peer)
+    drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
+    while (step := drafter.plan_step()) is not None:
+        drafter.finish_step(step, drafter.execute(step))
+    (proposal, *_) = [event for event in sent if isinstance(event, m.Proposal)]
+    assert proposal.announces
+    (said,) = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
+    runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + 1)]
+    blocks = plan.num_blocks(200)
+    weights = [runner.block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
+    announcing = METHODS[method].announcing
+    assert announcing is not None
+    expected = announce(announcing, torch.stack(weights).mean(0), plan, METHODS[method].rule, 200)
+    found = decode_selection(said.selection, {}, announcing.rows(plan), blocks)
+    assert (found.matrix() == expected.matrix()).all()
+
+
+def test_the_last_round_before_the_limit_announces_too() -> None:
+    """There is no room for all γ tokens, nor for a guess at the target's."""
+    for room in (1, 2, 3):
+        stand = DraftStand()
+        stand.receive(m.End("a"))
+        begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
+        events = stand.receive(begin)
+        assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
+        (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
+        assert len(proposal.tokens) == max(1, room - 1)
+
+
+# Steps that fail
+
+
+async def serve(stand: DraftStand, seconds: float) -> None:
+    """Drive the drafter by the loop of the services, for some time; raises what ends the loop."""
+    drafter = stand.drafter
+    steps = drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(run_step_loop(*steps, asyncio.Event(), lambda: None), seconds)
+
+
+def begin(name: str, epoch: int = 0) -> m.Begin:
+    """A session whose prompt is short enough to be run with its first round."""
+    return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, "sts")
+
+
+@pytest.fixture
+def failing() -> tuple[DraftStand, FakeRunner]:
+    """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d", the first two at once."""
+    stand = DraftStand(ahead=False, pages=100)
+    runner = stand.drafter.runner
+    assert isinstance(runner, FakeRunner)
+    stand.sent.clear()
+    for name in "bcd":
+        stand.drafter.receive(stand.peer, begin(name))
+    return stand, runner
+
+
+def test_a_step_that_fails_costs_its_own_sessions_alone(
+    failing: tuple[DraftStand, FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    stand, runner = failing
+    runner.errors.append(OutOfPages("3 pages wanted,\n2 available"))
+    asyncio.run(serve(stand, 0.3))
+    declined = [event for event in stand.sent if isinstance(event, m.Decline)]
+    assert [event.session for event in declined] == ["b", "c"]
+    assert all("OutOfPages: 3 pages wanted, 2 available" in event.reason for event in declined)
+    assert [event.at.session for event in stand.sent if isinstance(event, m.Proposal)] == ["d"]
+    assert set(stand.peer.sessions) == {"a", "d"}
+    assert stand.drafter.counters["failed_steps"] == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "OutOfPages: 3 pages wanted, 2 available" in line and "\n" not in line
+    # Verdicts on what was declined are of no interest, others are drafted on, and the names can be used again.
+    late = m.Verdict(m.At("b", 1, 1, 8), 0, [2], plain=True)
+    judged = m.Verdict(m.At("a", 1, 1, 40), 0, [9], plain=False)
+    said = stand.receive(late, judged, begin("c", epoch=2))
+    assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a", "c"}
+    assert not any(isinstance(event, m.Resync) for event in said)
+    stand.receive(*(m.End(name) for name in "acd"))
+    assert stand.drafter.is_idle
+    assert runner.kv.pool.held == 0
+
+
+def test_steps_that_fail_for_ever_end_the_service(failing: tuple[DraftStand, FakeRunner]) -> None:
+    stand, runner = failing
+    runner.errors += [ValueError(f"number {i}") for i in range(10)]
+    for name in "efgh":
+        stand.drafter.receive(stand.peer, begin(name))
+    with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} model steps failed .* ValueError: number 2"):
+        asyncio.run(serve(stand, 5))
+
+
+def test_a_lost_gpu_ends_the_service_at_once(failing: tuple[DraftStand, FakeRunner]) -> None:
+    stand, runner = failing
+    runner.errors.append(torch.AcceleratorError("an illegal memory access was encountered"))
+    with pytest.raises(torch.AcceleratorError):
+        asyncio.run(serve(stand, 5))
+    assert not any(isinstance(event, m.Decline) for event in stand.sent)

@@ -1,0 +1,109 @@
+"""The loop of both services, driven by functions: what becomes of a step that fails, and how prompts share a step."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.step_loop import MOST_FAILURES, run_step_loop, share_prefill
+
+
+@dataclass
+class Loop:
+    """Steps are numbers; `errors` says which of them raise what. The loop is cancelled after the last step."""
+
+    steps: int
+    errors: dict[int, Exception]
+    handles: bool = True
+    planned: int = 0
+    finished: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    def plan(self) -> int | None:
+        if self.planned == self.steps:
+            return None
+        self.planned += 1
+        return self.planned - 1
+
+    def execute(self, step: int) -> int:
+        if step in self.errors:
+            raise self.errors[step]
+        return step
+
+    def finish(self, step: int, result: int) -> None:
+        self.finished.append(result)
+
+    def fail(self, step: int, error: Exception) -> bool:
+        assert error is self.errors[step]
+        self.failed.append(step)
+        return self.handles
+
+    def run(self) -> None:
+        async def until_idle() -> None:
+            loop = run_step_loop(
+                self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None
+            )
+            await asyncio.wait_for(loop, 0.2)
+
+        try:
+            asyncio.run(until_idle())
+        except TimeoutError:
+            assert self.planned == self.steps
+
+
+def test_a_failed_step_is_handed_over_and_the_next_ones_run() -> None:
+    loop = Loop(5, {1: ValueError("no"), 3: RuntimeError("no")})
+    loop.run()
+    assert (loop.finished, loop.failed) == ([0, 2, 4], [1, 3])
+
+
+def test_an_error_that_is_not_handled_ends_the_loop() -> None:
+    loop = Loop(3, {1: ValueError("this one")}, handles=False)
+    with pytest.raises(ValueError, match="this one"):
+        loop.run()
+    assert loop.finished == [0]
+
+
+def test_steps_that_fail_in_a_row_end_the_loop_with_the_last_error() -> None:
+    loop = Loop(10, {i: ValueError(f"step\n{i}") for i in range(2, 10)})
+    with pytest.raises(
+        RuntimeError, match=f"{MOST_FAILURES} .* in a row, .*ValueError: step {1 + MOST_FAILURES}"
+    ):
+        loop.run()
+    assert loop.planned == 2 + MOST_FAILURES
+
+
+def test_failures_with_a_success_between_them_never_end_the_loop() -> None:
+    loop = Loop(20, {i: ValueError("no") for i in range(20) if i % MOST_FAILURES})
+    loop.run()
+    assert len(loop.finished) + len(loop.failed) == 20
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("an illegal memory access was encountered"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+    ],
+)
+def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception) -> None:
+    loop = Loop(3, {0: error})
+    with pytest.raises(type(error)):
+        loop.run()
+    assert (loop.planned, loop.failed) == (1, [])
+
+
+@given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))
+def test_prompts_share_a_step(remaining: list[int], budget: int) -> None:
+    """The whole budget is used where there is work; the shortest prompt and the oldest both move on."""
+    shares = share_prefill(remaining, budget)
+    assert all(0 <= share <= left for share, left in zip(shares, remaining, strict=True))
+    assert sum(shares) == min(budget, sum(remaining))
+    if remaining:
+        shortest = min(remaining)
+        assert shares[remaining.index(shortest)] >= min(shortest, budget // 2)
+        assert shares[0] >= min(remaining[0], budget // 2)
