@@ -191,16 +191,14 @@ def _generate(
 
 
 def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
-    """Return a runner with all pages on the device, or with so many there and a backing store for all."""
-    tokens = requests.pages(mix) * PAGE_SIZE
-    device = next(model.parameters()).device.type
+    pages = requests.pages(mix)
     return make_runner(
         model,
-        tokens if frames is None else frames * PAGE_SIZE,
-        0 if frames is None else tokens,
-        requests.longest,
+        (frames or pages) * PAGE_SIZE,
+        backing_tokens=0 if frames is None else pages * PAGE_SIZE,
+        max_context=requests.longest,
         step_queries=requests.gamma + 1,
-        deterministic=_is_deterministic(device),
+        deterministic=_is_deterministic(default_device()),
     )
 
 
