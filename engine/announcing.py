@@ -66,7 +66,7 @@ def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend:
         inside = torch.arange(blocks, device=flat.device) >= first[:, None]
         raised = flat.clamp(min=torch.finfo(torch.float32).tiny).where(inside, 0.0)
         lists, counts = select_top_k(raised, last, count, backend, blocks)
-    return _bits_of_lists(lists, counts, blocks).view(sequences, rows, -1)
+    return _bits_of_lists(lists, counts, blocks).view(sequences, rows, -(-blocks // WORD))
 
 
 def _bits_of_lists(lists: Tensor, counts: Tensor, blocks: int) -> Tensor:

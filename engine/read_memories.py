@@ -9,21 +9,25 @@ from engine.inputs import ReadMemory
 
 
 class ReadMemories:
-    """Room for the weights of `sequences` sequences, made with the first pass that needs it."""
+    """Room for the weights of `sequences` sequences, made with the first pass that needs it.
+
+    Sequences whose plans differ in sparse heads or block size are kept in tensors of their own.
+    """
 
     def __init__(self, sequences: int) -> None:
+        self._sequences = sequences
         self._free = list(range(sequences - 1, -1, -1))
-        self._weights: Tensor | None = None
+        self._weights: dict[tuple[int, int], Tensor] = {}  # by rows and blocks
 
     @property
     def made(self) -> bool:
-        return self._weights is not None
+        return bool(self._weights)
 
     def weights(self, rows: int, blocks: int, device: torch.device) -> Tensor:
-        """Return the tensor of all: [sequences, rows, blocks] float32."""
-        if self._weights is None:
-            self._weights = torch.zeros(len(self._free), rows, blocks, device=device)
-        return self._weights
+        """Return the tensor of all sequences with these sizes: [sequences, rows, blocks] float32."""
+        if (rows, blocks) not in self._weights:
+            self._weights[rows, blocks] = torch.zeros(self._sequences, rows, blocks, device=device)
+        return self._weights[rows, blocks]
 
     def index_of(self, memory: ReadMemory) -> int:
         """Return the index of a sequence's memory: given with its first pass, free again when `memory` is dropped.
@@ -31,10 +35,10 @@ class ReadMemories:
         Raises RuntimeError if there is no room for one more.
         """
         if memory.index is None:
-            assert self._weights is not None
             if not self._free:
-                raise RuntimeError(f"{len(self._weights)} sequences share budgets out: keep more memories")
+                raise RuntimeError(f"{self._sequences} sequences share budgets out: keep more memories")
             memory.index = self._free.pop()
-            self._weights[memory.index].zero_()
+            for weights in self._weights.values():
+                weights[memory.index].zero_()
             weakref.finalize(memory, self._free.append, memory.index)
         return memory.index

@@ -1,26 +1,44 @@
 """Methods that choose while the target runs: each layer's choice is made from that layer's own queries.
 
-Each is one scoring function; `JustInTime` is the selector that the engine calls, with what a sequence remembers.
+Each is one scoring function; `JustInTime` asks it layer by layer and keeps what one sequence remembers.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from engine.batch import SequenceKeys
 from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.kv.pages import PAGE_SIZE
+from evaluation.sharing import share
 from kernels.block_weights import pool_blocks
-from kernels.paged_attention import pack_heads
-from sparsity.choice import mandatory, share, shares_of
+from kernels.paged_attention import gather_pages, pack_heads
+from sparsity.choice import mandatory, shares_of
 from sparsity.plan import Plan, Rule
+from sparsity.selection import BlockSelection
+
+
+@dataclass(frozen=True)
+class SequenceKeys:
+    """The keys of one sequence in one layer.
+
+    k_pages: [pages, kv_heads, PAGE_SIZE, dim], of all sequences. table: [pages] int64, the sequence's own.
+    """
+
+    k_pages: Tensor
+    table: Tensor
+    length: int
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return the keys of tokens first … last - 1, `first` at a page's start: [kv_heads, last - first, dim]."""
+        pages = self.table[None, first // PAGE_SIZE : -(-last // PAGE_SIZE)]
+        return gather_pages(self.k_pages, pages)[:, : last - first]
 
 
 @dataclass
 class LayerView:
-    """One layer at the moment of its choice. queries [rows, heads, dim]."""
+    """One layer at the moment of its choice. queries: [rows, heads, dim]."""
 
     layer: int
     queries: Tensor
@@ -44,32 +62,28 @@ Choose = Callable[[LayerView], Tensor | None]
 
 @dataclass
 class JustInTime:
-    """The engine's LayerSelector for one sequence. `chosen` is what the last pass read, a layer each."""
+    """The selector (evaluation.readers) of one sequence that reads by a method of this file."""
 
     plan: Plan
     rule: Rule
     method: Choose
     base: int = 0
-    chosen: list[Tensor | None] = field(default_factory=list)
     bounds: "KeyBounds" = field(default_factory=lambda: KeyBounds())
     anchors: dict[int, Tensor] = field(default_factory=dict)
 
-    def begin(self, base: int) -> None:
-        """Before each pass. base: committed tokens."""
-        self.base, self.chosen, self.anchors = base, [], {}
+    def begin(self, announced: list[BlockSelection], base: int, length: int) -> None:
+        """Prepare a pass that builds on `base` committed tokens; it takes no announcement."""
+        self.base, self.anchors = base, {}
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
-        chosen = None
-        if layer not in self.plan.dense_layers:
-            view = LayerView(
-                layer, queries, keys, scale, self.plan, self.rule, self.base, self.bounds, self.anchors
-            )
-            chosen = self.method(view)
-            if chosen is not None:
-                always = mandatory(self.plan, self.base, chosen.shape[-1]).to(chosen.device)
-                chosen = chosen | always
-        self.chosen.append(chosen)
-        return chosen
+        """Return what the layer reads, mandatory blocks included; None: everything."""
+        if layer in self.plan.dense_layers:
+            return None
+        how = self.plan, self.rule, self.base, self.bounds, self.anchors
+        chosen = self.method(LayerView(layer, queries, keys, scale, *how))
+        if chosen is None:
+            return None
+        return chosen | mandatory(self.plan, self.base, chosen.shape[-1]).to(chosen.device)
 
 
 def oracle(view: LayerView) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.report import Row
+from evaluation.report import QualityRow
 from sparsity.plan import Plan
 
 
@@ -29,15 +29,15 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-def _by_method(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    methods: dict[str, list[Row]] = {}
+def _by_method(rows: Sequence[QualityRow]) -> dict[str, list[QualityRow]]:
+    methods: dict[str, list[QualityRow]] = {}
     for row in rows:
         if row.method != "dense":
             methods.setdefault(row.method, []).append(row)
     return {name: sorted(found, key=lambda row: row.kv_read) for name, found in methods.items()}
 
 
-def plot_quality(rows: Sequence[Row], path: Path) -> Path:
+def plot_quality(rows: Sequence[QualityRow], path: Path) -> Path:
     """Relative increase of the perplexity against the share of the KV read, a line a method."""
     figure, (axis,) = make_figure()
     for name, found in _by_method(rows).items():
@@ -59,7 +59,7 @@ def plot_quality(rows: Sequence[Row], path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def plot_churn(rows: Sequence[Row], path: Path) -> Path:
+def plot_churn(rows: Sequence[QualityRow], path: Path) -> Path:
     """What of a round's blocks is not in a hot buffer of what the last rounds read, against the buffer's size."""
     figure, (axis,) = make_figure()
     for row in rows:

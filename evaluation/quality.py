@@ -17,7 +17,7 @@ from engine.loading import load_tokenizer
 from evaluation import cases, drafts, plots, report
 from evaluation.cases import Case
 from evaluation.drafts import DraftRow, DraftStudy
-from evaluation.report import Row
+from evaluation.report import QualityRow
 from evaluation.rounds import Variant
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from sparsity.plan import Plan, load_plan
@@ -25,7 +25,7 @@ from sparsity.plan import Plan, load_plan
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
 MASSES = ["p0.8", "p0.95"]
 LONG = 4096
-RIVALS = "streaming quest pillar sts ahead oracle"
+COMPARED = "streaming quest pillar sts ahead oracle"
 
 
 @dataclass
@@ -36,9 +36,9 @@ class Study:
     plan: Plan
     texts: dict[str, str]
     tokenizer: object
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[QualityRow]]
 
-    def run(self, title: str, chosen: list[Case], variants: list[Variant]) -> list[Row]:
+    def run(self, title: str, chosen: list[Case], variants: list[Variant]) -> list[QualityRow]:
         rows = report.to_rows(title, variants, evaluate(self.pair, chosen, variants, description=title))
         self.rows[title] = rows
         return rows
@@ -62,39 +62,39 @@ def main_variants(study: Study) -> list[Variant]:
     return shares + [v for v in some + masses if v.method != "dense"]
 
 
-def long_text(study: Study) -> list[Row]:
+def long_text(study: Study) -> list[QualityRow]:
     return study.run("long text", study.passages(LONG, LONG - 512, 5), main_variants(study))
 
 
-def pass_key(study: Study) -> list[Row]:
+def pass_key(study: Study) -> list[QualityRow]:
     chosen = cases.recall_cases(["pass-key"], study.texts, study.tokenizer, LONG, 12)
     return study.run("pass key", chosen, main_variants(study))
 
 
-def recall(study: Study, context: int) -> list[Row]:
+def recall(study: Study, context: int) -> list[QualityRow]:
     chosen = cases.recall_cases(
         ["named-keys", "pairs"], study.texts, study.tokenizer, context, 2 if context > LONG else 4
     )
     return study.run(
         f"recall at {context}",
         chosen,
-        study.variants(RIVALS, ["0.03", "0.06"]),
+        study.variants(COMPARED, ["0.03", "0.06"]),
     )
 
 
-def copying(study: Study) -> list[Row]:
+def copying(study: Study) -> list[QualityRow]:
     chosen = cases.copy_cases(study.texts, study.tokenizer, LONG, 8)
-    return study.run("copy", chosen, study.variants(RIVALS, ["0.03", "0.06"]))
+    return study.run("copy", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
 
 
-def specattn_protocol(study: Study) -> list[Row]:
+def specattn_protocol(study: Study) -> list[QualityRow]:
     """2,048 tokens, a tenth prefilled; shares as in SpecAttn's Table 1 (77.4 % of the KV not read)."""
     shares = study.variants("streaming quest ahead", ["0.226"])
     masses = study.variants("specattn", ["p0.6", "p0.8", "p0.9", "p0.95"])
     return study.run("SpecAttn protocol", study.passages(2048, 205, 3), shares + masses[1:])
 
 
-def eight_thousand(study: Study) -> list[Row]:
+def eight_thousand(study: Study) -> list[QualityRow]:
     return study.run(
         "8,192 tokens",
         study.passages(2 * LONG, 2 * LONG - 512, 2),
@@ -102,7 +102,7 @@ def eight_thousand(study: Study) -> list[Row]:
     )
 
 
-def sharing(study: Study) -> list[Row]:
+def sharing(study: Study) -> list[QualityRow]:
     """MatX: one selection for a round's queries, or each its own, for k = 1, 3, 7 drafted tokens."""
     variants = []
     for k in (1, 3, 7):
@@ -114,7 +114,7 @@ def sharing(study: Study) -> list[Row]:
     return study.run("sharing", study.passages(LONG, LONG - 512, 2), variants)
 
 
-def block_sizes(study: Study) -> list[Row]:
+def block_sizes(study: Study) -> list[QualityRow]:
     variants = [study.dense()]
     for size in (1, 16, 32, 64):
         # Sinks and window stay as many tokens.
@@ -130,7 +130,7 @@ def block_sizes(study: Study) -> list[Row]:
     return study.run("block sizes", study.passages(LONG, LONG - 512, 2), variants)
 
 
-def dense_layers(study: Study) -> list[Row]:
+def dense_layers(study: Study) -> list[QualityRow]:
     variants = [study.dense()]
     for count in (0, 1, 2):
         plan = replace(parse_budget("0.06", study.plan), dense_layers=tuple(range(count)))
@@ -138,7 +138,7 @@ def dense_layers(study: Study) -> list[Row]:
     return study.run("dense first layers", study.passages(LONG, LONG - 512, 3), variants)
 
 
-def parts_of_ahead(study: Study) -> list[Row]:
+def parts_of_ahead(study: Study) -> list[QualityRow]:
     """`ahead` without one of its parts, or with another value of one setting; and calibrated budgets for the oracle."""
     plan = study.plan
     ones = tuple(tuple(1.0 for _ in row) for row in plan.head_importance)
@@ -164,7 +164,7 @@ def parts_of_ahead(study: Study) -> list[Row]:
     return study.run("parts of ahead", study.passages(LONG, LONG - 512, 3), variants)
 
 
-STUDIES: list[tuple[str, Callable[[Study], list[Row]]]] = [
+STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
     ("long text", long_text),
     ("pass key", pass_key),
     ("recall at 2048", lambda study: recall(study, 2048)),

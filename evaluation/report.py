@@ -4,11 +4,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-from evaluation.rounds import HOT_ROUNDS, Sums, Variant
+from evaluation.rounds import HOT_ROUNDS, Variant, VariantSums
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """One variant over all cases of a task. Shares and rates lie in [0, 1]; None: does not apply.
 
     increase: of the perplexity over the dense one's. kv_read: share of the KV that rounds read, summaries included.
@@ -32,7 +32,7 @@ class Row:
     hot: tuple[tuple[float, float], ...]
 
 
-def to_rows(task: str, variants: list[Variant], results: list[Sums]) -> list[Row]:
+def to_rows(task: str, variants: list[Variant], results: list[VariantSums]) -> list[QualityRow]:
     """The increase is over the first variant named dense, if there is one."""
     dense = next(
         (math.exp(s.nll / s.scored) for v, s in zip(variants, results, strict=True) if v.method == "dense"),
@@ -41,11 +41,11 @@ def to_rows(task: str, variants: list[Variant], results: list[Sums]) -> list[Row
     return [_row(task, v, s, dense) for v, s in zip(variants, results, strict=True)]
 
 
-def _row(task: str, variant: Variant, sums: Sums, dense: float | None) -> Row:
+def _row(task: str, variant: Variant, sums: VariantSums, dense: float | None) -> QualityRow:
     perplexity = math.exp(sums.nll / sums.scored)
     compared, later = max(1, sums.compared), max(1, sums.rounds - 1)
     fresh = [count / compared for count in sums.fresh]
-    return Row(
+    return QualityRow(
         task=task,
         method=variant.name,
         budget=variant.budget,
@@ -76,7 +76,7 @@ COLUMNS = (
 )
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: QualityRow) -> list[str]:
     return [
         row.method,
         row.budget,
@@ -91,11 +91,11 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def to_text(rows: list[Row]) -> str:
+def to_text(rows: list[QualityRow]) -> str:
     return align([list(COLUMNS), *(cells(row) for row in rows)])
 
 
-def to_markdown(rows: list[Row]) -> str:
+def to_markdown(rows: list[QualityRow]) -> str:
     return markdown_table([list(COLUMNS), *(cells(row) for row in rows)])
 
 
@@ -119,5 +119,5 @@ def markdown_table(table: list[list[str]], left: int = 2) -> str:
     return "\n".join([head, rule, *lines])
 
 
-def to_json(rows: list[Row]) -> str:
+def to_json(rows: list[QualityRow]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=1)

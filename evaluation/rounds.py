@@ -1,7 +1,7 @@
 """One case through the engine's verify path, for many variants at once.
 
 A variant is a method with a plan. The draft reads a case once and leaves its evidence; the target reads the dense
-part once, and every variant goes on from a fork of its KV, in rounds of γ + 1 tokens, reading what its `Reader` says.
+part once, and every variant goes on from a fork of its KV, in rounds of γ + 1 tokens, reading what its reader says.
 All tokens are the text's own, so every variant sees the same rounds; what it writes into its KV is its own.
 """
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.inputs import SequenceInput
+from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.pages import SequenceKV
+from engine.model_runner import ModelRunner
 from engine.runner import Runner
 from evaluation.cases import Case
-from sparsity.announce import announce
-from sparsity.methods import METHODS
+from evaluation.methods import Rival, compared_method
+from evaluation.readers import LayerReader, make_reader
+from evaluation.sharing import announce_shared
 from sparsity.plan import Plan
-from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 
 PREFILL_CHUNK = 512
@@ -41,7 +42,7 @@ class Variant:
 
 
 @dataclass
-class Sums:
+class VariantSums:
     """What a variant did, added up over rounds and cases; ratios are taken at the end."""
 
     nll: float = 0.0
@@ -62,7 +63,7 @@ class Sums:
         default_factory=lambda: [0.0] * len(HOT_ROUNDS)
     )  # share of all blocks that is hot
 
-    def add(self, other: "Sums") -> None:
+    def add(self, other: "VariantSums") -> None:
         for name, value in vars(other).items():
             mine = getattr(self, name)
             both = (
@@ -72,11 +73,15 @@ class Sums:
 
 
 @dataclass
-class Drafted:
-    """What the draft makes of a case: evidence [queries, layers, heads, blocks] by round, log-probabilities."""
+class DraftedCase:
+    """What the draft makes of a case.
+
+    evidence: by round, its weights on blocks [queries, layers, heads, blocks]. log_probs: [tokens from start on,
+    vocab].
+    """
 
     evidence: list[Tensor]
-    log_probs: Tensor  # [tokens from start on, vocab]
+    log_probs: Tensor
 
 
 def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
@@ -86,9 +91,11 @@ def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
     ]
 
 
-def evaluate_case(draft: Runner, target: Runner, case: Case, variants: list[Variant]) -> list[Sums]:
+def evaluate_case(
+    draft: Runner, target: ModelRunner, case: Case, variants: list[Variant]
+) -> list[VariantSums]:
     """All variants of one case; they may differ in everything but their models."""
-    results = [Sums() for _ in variants]
+    results = [VariantSums() for _ in variants]
     prompt = SequenceKV()
     try:
         prefill(target, prompt, case.tokens[: case.start])
@@ -112,7 +119,7 @@ def prefill(runner: Runner, sequence: SequenceKV, tokens: list[int], chunk: int 
         runner.forward([SequenceInput(sequence, tokens[at : at + chunk])])
 
 
-def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> Drafted:
+def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> DraftedCase:
     sequence, evidence, logits = SequenceKV(), [], []
     try:
         prefill(draft, sequence, case.tokens[: case.start])
@@ -126,7 +133,7 @@ def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> Drafted
             logits.append(output.logits)
     finally:
         draft.kv.release(sequence)
-    return Drafted(evidence, torch.cat(logits).log_softmax(-1))
+    return DraftedCase(evidence, torch.cat(logits).log_softmax(-1))
 
 
 def asked_of(case: Case, first: int, rows: int) -> tuple[list[int], Tensor]:
@@ -139,23 +146,35 @@ def asked_of(case: Case, first: int, rows: int) -> tuple[list[int], Tensor]:
 class _Run:
     """One variant on its way through a case."""
 
-    def __init__(self, target: Runner, prompt: SequenceKV, variant: Variant) -> None:
+    def __init__(self, target: ModelRunner, prompt: SequenceKV, variant: Variant) -> None:
         self.variant = variant
-        self.reader = Reader(METHODS[variant.method], variant.plan)
+        self.method = compared_method(variant.method)
+        self.reader = make_reader(self.method, variant.plan)
         self.kv = target.kv.fork(prompt)
-        self.sums = Sums()
+        self.sums = VariantSums()
         self.right = True
         self.last_announced: BlockSelection | None = None
         self.last_read: Tensor | None = None  # round in which each block was read last, int32
 
     def announced(self, evidence: Tensor, base: int) -> list[BlockSelection]:
-        announcing, plan = self.reader.method.announcing, self.variant.plan
-        if announcing is None:
+        """Return the selection that the draft announces, or one for each query; nothing where the method has none."""
+        method, plan = self.method, self.variant.plan
+        if isinstance(method, Rival) or method.announcing is None:
             return []
-        rule = self.reader.method.rule_of(plan)
-        selections = announce(announcing, evidence, plan, rule, base, self.last_announced)
+        rule = method.rule_of(plan)
+        selections = announce_shared(method.announcing, evidence, plan, rule, base, self.last_announced)
         self.last_announced = selections[0]
         return selections
+
+    def prepare(self, case: Case, first: int, last: int, evidence: Tensor) -> SequenceInput:
+        """Return the input of the round from token `first` on, up to `last`."""
+        announced = self.announced(evidence, first + 1)
+        read = None
+        if isinstance(self.reader, LayerReader):
+            self.reader.read(announced, first + 1, last)
+        else:
+            read = self.reader.read(announced[0] if announced else None, first + 1, last)
+        return SequenceInput(self.kv, case.tokens[first:last], "all", read)
 
     def count(self, case: Case, first: int, logits: Tensor, draft_log_probs: Tensor) -> None:
         """logits and draft_log_probs [rows, vocab], at tokens `first` … of the case"""
@@ -189,32 +208,45 @@ class _Run:
         self.last_read = known
 
 
+def _forward(target: ModelRunner, runs: list[_Run], inputs: list[SequenceInput]) -> list[SequenceOutput]:
+    """Run one round of all variants: by one call where the engine reads, one by one where layers choose."""
+    outputs: dict[int, SequenceOutput] = {}
+    together = []
+    for i, (run, item) in enumerate(zip(runs, inputs, strict=True)):
+        if isinstance(run.reader, LayerReader):
+            outputs[i] = target.forward_attending(item, run.reader.attend(target, item))
+            run.reader.finish()
+        else:
+            together.append(i)
+    if together:
+        outputs.update(zip(together, target.forward([inputs[i] for i in together]), strict=True))
+    for i in together:
+        reader = runs[i].reader
+        assert not isinstance(reader, LayerReader)
+        reader.finish(outputs[i])
+    return [outputs[i] for i in range(len(runs))]
+
+
 def _run_variants(
-    target: Runner, case: Case, prompt: SequenceKV, drafted: Drafted, variants: list[Variant]
-) -> list[Sums]:
+    target: ModelRunner, case: Case, prompt: SequenceKV, drafted: DraftedCase, variants: list[Variant]
+) -> list[VariantSums]:
+    """Run variants of one γ, block size and group size side by side."""
     group_size = variants[0].plan.group_size
     if group_size:
         target.kv.keep_group_means(group_size, len(variants) * (len(case.tokens) // group_size))
     runs = [_Run(target, prompt, variant) for variant in variants]
     try:
         for round_, (first, last) in enumerate(rounds_of(case, variants[0].gamma)):
-            inputs = []
-            for run in runs:
-                announced = run.announced(drafted.evidence[round_], first + 1)
-                read = run.reader.read(announced, first + 1, last)
-                inputs.append(SequenceInput(run.kv, case.tokens[first:last], "all", read))
-            rows = slice(first - case.start, last - case.start)
-            for run, output in zip(runs, target.forward(inputs), strict=True):
-                run.reader.finish(output.read_weights)
+            inputs = [run.prepare(case, first, last, drafted.evidence[round_]) for run in runs]
+            log_probs = drafted.log_probs[first - case.start : last - case.start]
+            for run, output in zip(runs, _forward(target, runs, inputs), strict=True):
                 assert output.logits is not None
-                run.count(case, first, output.logits, drafted.log_probs[rows])
+                run.count(case, first, output.logits, log_probs)
                 run.count_blocks(round_)
     finally:
         for run in runs:
             target.kv.release(run.kv)
     for run in runs:
-        run.sums.asked, run.sums.recalled = (
-            int(case.asked is not None),
-            int(case.asked is not None and run.right),
-        )
+        run.sums.asked = int(case.asked is not None)
+        run.sums.recalled = int(case.asked is not None and run.right)
     return [run.sums for run in runs]

@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from engine.kv.pages import PAGE_SIZE
 from engine.loading import default_device, load_runner, resolve_dtype
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from evaluation.cases import Case
-from evaluation.rounds import SIDE_BY_SIDE, Sums, Variant, evaluate_case
-from sparsity.methods import check_method, method_named
+from evaluation.methods import check_compared, compared_method
+from evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
 from sparsity.plan import Plan
 
 
@@ -45,14 +45,14 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
     """
     variants = [Variant("dense", "", plan, gamma)]
     for name in methods:
-        method = method_named(name)
+        method = compared_method(name)
         if name == "dense":
             continue
         refusals = []
         for budget in budgets:
             asked = parse_budget(budget, plan)
             try:
-                check_method(method, asked)
+                check_compared(method, asked)
             except ValueError as error:
                 refusals.append(error)
                 continue
@@ -64,13 +64,13 @@ def variants_of(methods: list[str], budgets: list[str], plan: Plan, gamma: int) 
 
 def evaluate(
     pair: Pair, cases: list[Case], variants: list[Variant], workers: int = 0, description: str = "evaluating"
-) -> list[Sums]:
+) -> list[VariantSums]:
     """Sums of each variant over all cases. workers 0: one a core; results do not depend on it."""
     longest = max(len(case.tokens) for case in cases)
     forked = max(len(case.tokens) - case.start for case in cases) + 2 * PAGE_SIZE
     room = 2 * longest + SIDE_BY_SIDE * forked
     count = min(workers or os.cpu_count() or 1, len(cases))
-    totals = [Sums() for _ in variants]
+    totals = [VariantSums() for _ in variants]
     with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, longest + PAGE_SIZE, room)) as pool:
         parts = pool.map(_evaluate, cases, [variants] * len(cases))
         for sums in tqdm(parts, total=len(cases), desc=description, unit="case"):
@@ -91,6 +91,6 @@ def _load(pair: Pair, draft_tokens: int, target_tokens: int) -> None:
     )
 
 
-def _evaluate(case: Case, variants: list[Variant]) -> list[Sums]:
+def _evaluate(case: Case, variants: list[Variant]) -> list[VariantSums]:
     assert _loaded is not None
     return evaluate_case(*_loaded, case, variants)

@@ -71,7 +71,7 @@ def announce(
     announcer = method.announcer(plan, rule)
     before = torch.zeros(1, len(announcer.projection), row_words(blocks), dtype=torch.int64)
     if last is not None:
-        before[0] = torch.tensor(last.resized(blocks).words.view(np.int64))
+        before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64).copy())
     limits = torch.tensor(method.limits(plan, rule, base), dtype=torch.int32)[:, None]
     scores = predict_weights(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
     words = choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)

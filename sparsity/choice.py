@@ -1,4 +1,4 @@
-"""From scores of blocks to a choice of blocks: top-k and top-p budgets, one budget for all heads, one for all queries.
+"""From scores of blocks to a choice of blocks: top-k and top-p budgets, one budget for all heads.
 
 Scores are float [..., blocks], not negative; choices are bool of the same shape. Knows no models and no methods.
 """
@@ -40,22 +40,6 @@ def choose_over_all(scores: Tensor, count: int) -> Tensor:
     chosen = torch.zeros_like(flat, dtype=torch.bool)
     chosen[best.indices[best.values > 0]] = True
     return chosen.view(scores.shape)
-
-
-def share(
-    scores: Tensor, plan: Plan, rule: Rule, base: int, pool: str = "mean", shares: Tensor | None = None
-) -> Tensor:
-    """One choice for a round's queries by plan.sharing: scores [queries, rows, blocks] -> [rows, blocks].
-
-    pooled: chosen from the queries' mean (or maximum) score; first: from the first query's alone; union: what any
-    query would choose; per_query: [queries, rows, blocks], each query its own (MatX's two cases and the worst one).
-    """
-    if plan.sharing == "pooled":
-        return choose(scores.mean(0) if pool == "mean" else scores.amax(0), plan, rule, base, shares)
-    if plan.sharing == "first":
-        return choose(scores[0], plan, rule, base, shares)
-    each = choose(scores, plan, rule, base, shares)
-    return each.any(0) if plan.sharing == "union" else each
 
 
 def shares_of(plan: Plan, layers: list[int]) -> Tensor | None:

@@ -35,7 +35,8 @@ class Plan:
     own. sharing: how the γ + 1 queries of a round share a selection. allocation: of top_k budgets to heads, where a
     method chooses for each target head by itself: all the same, or by head_budgets. block_size, group_size: tokens;
     a group's means stand in for its unread blocks in methods that use them. sink_blocks, window_blocks: always read.
-    dense_layers: target layers that read everything. anchor_layers: `tidal`'s. announced_share: the part of its
+    dense_layers: target layers that read everything. anchor_layers: those that choose
+    for later ones in a method that evaluation compares with. announced_share: the part of its
     budget that `ahead` gives to the draft's choice; stickiness: how much more than its weight a block counts that it
     announced last round; memory_decay: of the target's own weights, a round.
     """

@@ -58,6 +58,7 @@ class Reader:
             (method.in_advance is None and not method.shares_budget)
             or (method.announcing is not None and announced is None)
             or (method.shares_budget and plan.budget == 1)
+            or not plan.sparse_layers
         )
         if self._reads_all:
             return None

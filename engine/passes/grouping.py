@@ -100,7 +100,8 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
     kv.check_dense_layers(read.dense_layers)
     shape = replace(shape, block_size=read.block_size, dense_layers=read.dense_layers)
     if read.group_means:
-        assert kv.means is not None
+        if kv.means is None:
+            raise ValueError("no room for group means was made: call keep_group_means first")
         shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
     if read.budget is not None:
         return replace(shape, width=shape.blocks, read_weights=True, decay=read.budget.memory.decay)

@@ -134,7 +134,7 @@ def test_a_full_host_refuses_what_comes_and_goes_on_with_what_runs(
     assert "2048 tokens need 129 KV pages of 16, the target has 128" in details
     status, details = refusal(small, second, max_tokens=8, exactness=APPROXIMATE, sparsity="quest")
     assert status is grpc.StatusCode.INVALID_ARGUMENT
-    assert "quest chooses while the target runs" in details
+    assert "sparsity must be one of dense, streaming, pillar, sts, specattn, ahead; got 'quest'" in details
     for response in call:
         tokens += response.token_ids
     assert tokens == wanted

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import models
 from engine.loading import load_model, load_runner, output_projections
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from orchestrator.demo import TEXT
 from sparsity.calibration import (
     CalibrationSettings,
-    Sums,
+    CalibrationSums,
     calibrate,
     calibrate_files,
     load_progress,
@@ -39,15 +39,24 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
 
 
 @pytest.fixture(scope="module")
+def projections() -> list[Tensor]:
+    return output_projections(load_model(str(models.TARGET), torch.float32, "cpu"))
+
+
+@pytest.fixture(scope="module")
 def passages(tokenizer: Any) -> list[list[int]]:
     tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
     return [tokens[:320], tokens[1000:1320]]
 
 
 def count(
-    pair: tuple[ModelRunner, ModelRunner], texts: list[list[int]], sums: Sums | None = None, **options: Any
-) -> Sums:
-    return calibrate(*pair, texts, SETTINGS, output_projections(pair[1].model), 4, sums, **options)
+    pair: tuple[ModelRunner, ModelRunner],
+    texts: list[list[int]],
+    projections: list[Tensor],
+    sums: CalibrationSums | None = None,
+    **options: Any,
+) -> CalibrationSums:
+    return calibrate(*pair, texts, SETTINGS, projections, 4, sums, **options)
 
 
 def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
@@ -59,10 +68,10 @@ def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
 
 
 def test_the_sums_are_those_of_whole_attention_matrices(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
 ) -> None:
     with torch.no_grad():
-        sums = count(pair, passages[:1])
+        sums = count(pair, passages[:1], projections)
         assert (sums.samples, sums.texts) == (2, 1)
         similarity, gram, cross = torch.zeros(4, 10), torch.zeros(16, 16), torch.zeros(16, 40)
         overlap = torch.zeros(40, 16)
@@ -85,21 +94,24 @@ def test_the_sums_are_those_of_whole_attention_matrices(
 
 
 def test_a_stopped_calibration_goes_on(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], tmp_path: Path
+    pair: tuple[ModelRunner, ModelRunner],
+    passages: list[list[int]],
+    projections: list[Tensor],
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "plan.progress"
-    whole = count(pair, passages, on_text=lambda sums: None)
+    whole = count(pair, passages, projections, on_text=lambda sums: None)
 
-    def stop(sums: Sums) -> None:
+    def stop(sums: CalibrationSums) -> None:
         save_progress(file, "this", sums)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        count(pair, passages, on_text=stop)
+        count(pair, passages, projections, on_text=stop)
     started = load_progress(file, "this")
     assert started is not None
     assert started.texts == 1
-    resumed = count(pair, passages, started)
+    resumed = count(pair, passages, projections, started)
     assert (resumed.samples, resumed.texts) == (whole.samples, whole.texts) == (4, 2)
     for name in ("similarity", "gram", "cross", "head_blocks", "prunable", "value_spread"):
         torch.testing.assert_close(getattr(resumed, name), getattr(whole, name))
@@ -109,8 +121,10 @@ def test_a_stopped_calibration_goes_on(
     assert load_progress(tmp_path / "none", "this") is None
 
 
-def test_a_plan_from_sums_is_whole(pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]) -> None:
-    plan = to_plan(count(pair, passages), 4, 4, 4, SETTINGS)
+def test_a_plan_from_sums_is_whole(
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
+) -> None:
+    plan = to_plan(count(pair, passages, projections), 4, 4, 4, SETTINGS)
     assert [budget for budget, _ in plan.head_maps] == [0.35, 0.6]
     assert list(plan.layer_map) == sorted(plan.layer_map)
     for rows in (plan.head_importance, plan.head_budgets):
@@ -123,10 +137,10 @@ def test_a_plan_from_sums_is_whole(pair: tuple[ModelRunner, ModelRunner], passag
 
 
 def test_texts_and_settings_without_a_sample_are_refused(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]]
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor]
 ) -> None:
     with pytest.raises(ValueError, match="too short"):
-        count(pair, [passages[0][:150]])
+        count(pair, [passages[0][:150]], projections)
     with pytest.raises(ValueError, match="no sample fits"):
         CalibrationSettings(context=512, skipped=1024)
     assert pair[1].kv.pool.held == 0

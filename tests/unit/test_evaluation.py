@@ -18,11 +18,12 @@ from cli.evaluate import add_evaluate
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
-from engine.runner import ModelRunner
-from evaluation import cases, drafts, plots, quality, report
+from engine.model_runner import ModelRunner
+from evaluation import cases, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
-from evaluation.drafts import DraftStudy, Reading
-from evaluation.rounds import Sums, Variant, evaluate_case, prefill, rounds_of
+from evaluation.continuations import Continuation, Reading
+from evaluation.drafts import DraftStudy
+from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from orchestrator.demo import TEXT
 from sparsity.plan import PlanError, load_plan
@@ -198,7 +199,7 @@ def test_workers_give_what_one_process_gives(
     apart = evaluate(Pair(str(models.TARGET), str(models.DRAFT)), chosen, variants, workers=2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    together = [Sums() for _ in variants]
+    together = [VariantSums() for _ in variants]
     for case in chosen:
         for total, part in zip(together, evaluate_case(*pair, case, variants), strict=True):
             total.add(part)
@@ -208,8 +209,8 @@ def test_workers_give_what_one_process_gives(
         assert (a.read, a.blocks, a.rounds, a.fresh) == (b.read, b.blocks, b.rounds, b.fresh)
 
 
-def some_rows() -> list[report.Row]:
-    plain = Sums(nll=math.log(20) * 10, scored=10, judged=10, accepted=6.5, read=100, present=100)
+def some_rows() -> list[report.QualityRow]:
+    plain = VariantSums(nll=math.log(20) * 10, scored=10, judged=10, accepted=6.5, read=100, present=100)
     plain.rounds, plain.blocks = 2, 8
     changes: dict[str, Any] = {
         "nll": math.log(22) * 10,
@@ -217,7 +218,7 @@ def some_rows() -> list[report.Row]:
         "compared": 4,
         "fresh": [3, 2, 1, 1, 0, 0],
     }
-    sparse = Sums(**(vars(plain) | changes | {"recalled": 2, "asked": 3}))
+    sparse = VariantSums(**(vars(plain) | changes | {"recalled": 2, "asked": 3}))
     return report.to_rows("t", [Variant("dense", "", PLAN), Variant("sts", "0.06", PLAN)], [plain, sparse])
 
 
@@ -254,8 +255,8 @@ def test_ways_of_drafting_lead_to_one_text(tokenizer: Any, texts: dict[str, str]
         prefill(runner, prompt, case.tokens[:-1])
     sums = []
     for reading in readings:
-        loaded[0].prepare_rounds(drafts.settings_of(PLAN, 4, reading))
-        run = drafts._Continuation(*loaded, PLAN, case, reading, 4)
+        loaded[0].prepare_rounds(continuations.settings_of(PLAN, 4, reading))
+        run = Continuation(*loaded, PLAN, case, reading, 4)
         sums.append(run.run(prompts[0], prompts[1], 24))
         ends.append(run.tokens[:424])
     for runner, prompt in zip(loaded, prompts, strict=True):
@@ -273,7 +274,7 @@ def test_drafts_of_answers_count_the_answer(tokenizer: Any, texts: dict[str, str
     loaded = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 440)
     (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 400, 1)
     assert case.asked is not None
-    (sums,) = drafts.measure_case(*loaded, PLAN, case, [Reading()], 1)
+    (sums,) = continuations.measure_case(*loaded, PLAN, case, [Reading()], 1)
     length = case.asked[1] - case.asked[0]
     assert 0 < sums.accepted <= sums.drafted <= length
     assert 0 < sums.rounds <= length
@@ -288,10 +289,10 @@ def test_attention_that_is_announced() -> None:
     rows = len(PLAN.sparse_layers) * PLAN.target_kv_heads
     every, none = (BlockSelection.from_matrix(np.full((rows, 10), value)) for value in (True, False))
     always = (PLAN.sink_blocks + 2) / blocks  # a sink, the window of one block, the round's own
-    assert drafts.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
-    assert drafts.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
+    assert continuations.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
+    assert continuations.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
     one = BlockSelection(rows, 10, np.array([5]))
-    mass, of_mandatory = drafts.announced_mass(weights, one, PLAN, base)
+    mass, of_mandatory = continuations.announced_mass(weights, one, PLAN, base)
     assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
 
 

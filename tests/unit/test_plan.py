@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TargetSettings
+from engine.inputs import SequenceOutput
 from models import PLAN
 from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
 from sparsity.head_map import best_draft_heads, top_k_overlap
@@ -189,12 +190,14 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
         settings = TargetSettings(model=str(tmp_path), plan=str(path), method=method)
         asyncio.run(run(settings, lambda server: None))
 
-    with pytest.raises(PlanError, match="per_query' is for evaluation"):
-        opened(replace(SMALL, sharing="per_query", method="sts"))
-    with pytest.raises(PlanError, match="'nonesuch'; known are dense"):
-        opened(SMALL, method="nonesuch")
-    with pytest.raises(PlanError, match="'tidal' needs anchor_layers"):
-        opened(SMALL, method="tidal")
+    for sharing in ("first", "union", "per_query"):
+        with pytest.raises(PlanError, match=f"{sharing}' is for evaluation"):
+            opened(replace(SMALL, sharing=sharing, method="sts"))  # type: ignore[arg-type]
+    for name in ("nonesuch", "oracle", "quest", "tidal", "twilight"):
+        with pytest.raises(
+            PlanError, match=f"'{name}'; known are dense, streaming, pillar, sts, specattn, ahead"
+        ):
+            opened(SMALL, method=name)
     with pytest.raises((OSError, ValueError)) as refusal:
         opened(SMALL, method="sts")
     assert not isinstance(refusal.value, PlanError)
@@ -222,15 +225,14 @@ def contexts(draw: st.DrawFn) -> tuple[Plan, int, np.ndarray]:
 
 
 def sts(plan: Plan, base: int, weights: np.ndarray) -> BlockSelection:
-    (selection,) = announce(BY_DRAFT_HEAD, torch.from_numpy(weights)[None], plan, "top_k", base)
-    return selection
+    return announce(BY_DRAFT_HEAD, torch.from_numpy(weights), plan, "top_k", base)
 
 
 def read_by(plan: Plan, base: int, length: int, selection: BlockSelection) -> np.ndarray:
     """bool [layers, kv_heads, blocks]"""
     reader = Reader(METHODS["sts"], plan)
-    reader.read([selection], base, length)
-    reader.finish(None)
+    reader.read(selection, base, length)
+    reader.finish(SequenceOutput())
     assert reader.chosen is not None
     return reader.chosen.numpy()
 
@@ -287,11 +289,11 @@ def test_a_plan_without_sparse_layers_announces_nothing() -> None:
     for name in ("sts", "specattn", "ahead"):
         announcing = METHODS[name].announcing
         assert announcing is not None
-        (selection,) = announce(announcing, torch.rand(1, 2, 2, 30), plan, "top_k", 480)
+        selection = announce(announcing, torch.rand(2, 2, 30), plan, "top_k", 480)
         assert (selection.num_heads, selection.num_blocks, len(selection.keys)) == (0, 30, 0)
         reader = Reader(METHODS[name], plan)
-        reader.read([selection], 480, 484)
-        reader.finish(None)
+        assert reader.read(selection, 480, 484) is None
+        reader.finish(SequenceOutput())
         assert reader.chosen is not None
         assert reader.chosen.all()
 

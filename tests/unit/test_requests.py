@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from evaluation.methods import RIVALS
 from orchestrator.requests import GenerationRequest, Limits, check_stop, encode_prompt, to_record
+from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import Exactness, FinishReason
 
@@ -151,7 +153,19 @@ def test_a_sparsity_method_is_for_approximate_requests_and_of_the_plan() -> None
     assert record().sparsity == record(exactness="approximate").sparsity == ""
     assert record(exactness="approximate", sparsity="sts").to_open().sparsity == "sts"
     refused("'approximate'", sparsity="sts")
-    refused("one of sts, ahead; got 'tidal'", exactness="approximate", sparsity="tidal")
+    refused("one of sts, ahead; got 'nonesuch'", exactness="approximate", sparsity="nonesuch")
+
+
+@pytest.mark.parametrize("rival", ["oracle", "quest", "tidal", "twilight"])
+def test_a_method_that_only_evaluation_runs_is_refused_with_those_that_are_served(rival: str) -> None:
+    served = replace(LIMITS, methods=tuple(METHODS))
+    assert rival in RIVALS
+    for name in METHODS:
+        request = replace(REQUEST, exactness="approximate", sparsity=name)
+        assert to_record(request, None, served).sparsity == name
+    known = "dense, streaming, pillar, sts, specattn, ahead"
+    with pytest.raises(InvalidArgument, match=f"one of {known}; got '{rival}'"):
+        to_record(replace(REQUEST, exactness="approximate", sparsity=rival), None, served)
 
 
 def test_an_unknown_model_is_not_found() -> None:

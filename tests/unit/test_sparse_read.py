@@ -1,19 +1,25 @@
-"""Sparse reads through the engine, on the bundled pair's draft model: lists, selectors, means, weights, forks."""
+"""Sparse reads through the engine, on the bundled pair's draft: lists, budgets, selectors, means, weights, forks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from torch import Tensor
 
+from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.kv.pages import SequenceKV
-from engine.loading import load_runner, output_projections
-from engine.runner import ModelRunner, SequenceOutput
+from engine.loading import load_model, load_runner, output_projections
+from engine.model_runner import ModelRunner
+from evaluation.just_in_time import SequenceKeys
+from evaluation.methods import RIVALS
+from evaluation.readers import LayerReader
 from kernels.selection import compact
 from models import DRAFT
+from sparsity.plan import uniform_plan
+from sparsity.selection import BlockSelection, row_words
 
 LAYERS, KV_HEADS = 4, 2
 TOKENS = [(7 * i * i + 3 * i) % 4000 + 50 for i in range(203)]
@@ -41,10 +47,13 @@ def prompt(runner: ModelRunner) -> Iterator[SequenceKV]:
 
 @dataclass
 class Fixed:
-    """A selector that has made up its mind; `seen`: what it was asked with."""
+    """A selector (evaluation.readers) that has made up its mind; `seen`: what it was asked with."""
 
     chosen: list[Tensor | None]
     seen: list[tuple[int, Tensor, SequenceKeys, float]] = field(default_factory=list)
+
+    def begin(self, announced: list[BlockSelection], base: int, length: int) -> None:
+        pass
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
         self.seen.append((layer, queries, keys, scale))
@@ -81,6 +90,25 @@ def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> l
     return [output.logits for output in outputs if output.logits is not None]
 
 
+def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size: int) -> Tensor:
+    """Logits of the last tokens of a fork whose layers read what the selector says."""
+    plan = uniform_plan(LAYERS, KV_HEADS, 1, 1, block_size=block_size)
+    reader = LayerReader(RIVALS["oracle"], plan, selector)
+    fork = runner.kv.fork(prompt)
+    item = SequenceInput(fork, TOKENS[PREFIX:], "all")
+    reader.read([], PREFIX, len(TOKENS))
+    output = runner.forward_attending(item, reader.attend(runner, item))
+    reader.finish()
+    runner.kv.release(fork)
+    assert fork.length == 0
+    assert reader.chosen is not None
+    assert output.logits is not None
+    for read, mask in zip(reader.chosen, selector.chosen, strict=True):
+        wanted = torch.ones_like(read) if mask is None else mask.any(0) if mask.dim() == 3 else mask
+        assert torch.equal(read, wanted)
+    return output.logits
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])
 def test_reading_every_block_is_reading_densely(
     runner: ModelRunner, prompt: SequenceKV, block_size: int
@@ -89,20 +117,19 @@ def test_reading_every_block_is_reading_densely(
     runner.kv.keep_group_means(64)
     reads = [
         listed(everything, block_size),
-        listed(everything, block_size, group_means=True, emit=True),
-        SparseRead(block_size, selector=Fixed([*everything[:2], None, everything[3]])),
+        listed(everything, block_size, group_means=True, emit_weights=True),
     ]
     dense, *others = run(runner, prompt, None, *reads)
-    for logits in others:
+    selected = attend(runner, prompt, Fixed([*everything[:2], None, everything[3]]), block_size)
+    for logits in (*others, selected):
         torch.testing.assert_close(logits, dense, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_a_selector_reads_what_it_chooses(runner: ModelRunner, prompt: SequenceKV, block_size: int) -> None:
     chosen = masks(block_size)
-    dense, by_list, by_selector = run(
-        runner, prompt, None, listed(chosen, block_size), SparseRead(block_size, selector=Fixed(list(chosen)))
-    )
+    dense, by_list = run(runner, prompt, None, listed(chosen, block_size))
+    by_selector = attend(runner, prompt, Fixed(list(chosen)), block_size)
     torch.testing.assert_close(by_selector, by_list, atol=1e-4, rtol=1e-3)
     assert (by_list - dense).abs().max() > 0.05, "the choice matters"
 
@@ -111,7 +138,8 @@ def test_queries_that_choose_alike_read_as_one_choice_does(runner: ModelRunner, 
     chosen = masks(16)
     rows = len(TOKENS) - PREFIX
     each = [mask.expand(rows, -1, -1) for mask in chosen]
-    together, apart = run(runner, prompt, listed(chosen, 16), SparseRead(16, selector=Fixed(list(each))))
+    (together,) = run(runner, prompt, listed(chosen, 16))
+    apart = attend(runner, prompt, Fixed(list(each)), 16)
     torch.testing.assert_close(apart, together, atol=1e-4, rtol=1e-3)
 
 
@@ -122,12 +150,8 @@ def test_queries_that_choose_for_themselves_read_as_passes_of_one_query_do(
     """One after another on one fork: each pass writes the KV that its query writes in the common pass."""
     rows = len(TOKENS) - PREFIX
     chosen = masks(block_size, seed=1, rows=(rows,))
-    together, first_for_all = run(
-        runner,
-        prompt,
-        SparseRead(block_size, selector=Fixed(list(chosen))),
-        listed([mask[0] for mask in chosen], block_size),
-    )
+    together = attend(runner, prompt, Fixed(list(chosen)), block_size)
+    (first_for_all,) = run(runner, prompt, listed([mask[0] for mask in chosen], block_size))
     fork, alone = runner.kv.fork(prompt), []
     for row in range(rows):
         blocks = -(-(PREFIX + row + 1) // block_size)
@@ -144,15 +168,11 @@ def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(
     runner: ModelRunner, prompt: SequenceKV
 ) -> None:
     rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
-    dense, fork = runner.kv.fork(prompt), runner.kv.fork(prompt)
-    # Another sequence stands before it in the pass.
-    runner.forward(
-        [
-            SequenceInput(fork, TOKENS[PREFIX:], read=SparseRead(16, selector=selector)),
-            SequenceInput(dense, TOKENS[PREFIX:]),
-        ]
-    )
-    heads = runner.model.config.num_attention_heads
+    fork = runner.kv.fork(prompt)
+    item = SequenceInput(fork, TOKENS[PREFIX:])
+    reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1), selector)
+    runner.forward_attending(item, reader.attend(runner, item))
+    heads = runner.decoder.heads
     assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
     for layer, queries, keys, scale in selector.seen:
         dim = runner.kv.k_pages[layer].shape[-1]
@@ -162,8 +182,7 @@ def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(
         held = runner.kv.k_pages[layer][fork.pages].transpose(0, 1).flatten(1, 2)
         for first, last in ((0, len(TOKENS)), (0, 5), (64, 128), (96, 131), (192, 203)):
             assert torch.equal(keys.read(first, last), held[:, first:last])
-    for kv in (dense, fork):
-        runner.kv.release(kv)
+    runner.kv.release(fork)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
@@ -173,11 +192,10 @@ def test_read_weights_of_everything_are_the_dense_weights(
     everything = [torch.ones_like(mask) for mask in masks(block_size)]
     runner.kv.keep_group_means(64)
     rows = len(TOKENS) - PREFIX
-    forks = [runner.kv.fork(prompt) for _ in range(4)]
+    forks = [runner.kv.fork(prompt) for _ in range(3)]
     reads = [
-        listed(everything, block_size, emit=True),
-        listed(everything, block_size, emit=True, group_means=True),
-        SparseRead(block_size, selector=Fixed(list(everything)), emit=True),
+        listed(everything, block_size, emit_weights=True),
+        listed(everything, block_size, emit_weights=True, group_means=True),
     ]
     dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
     sparse = [
@@ -196,17 +214,13 @@ def test_read_weights_of_everything_are_the_dense_weights(
 def test_layers_that_are_read_densely_give_no_read_weights(runner: ModelRunner, prompt: SequenceKV) -> None:
     chosen: list[Tensor | None] = [*masks(16)]
     chosen[1] = None
-    forks = [runner.kv.fork(prompt) for _ in range(2)]
-    reads = [listed(chosen, 16, emit=True), SparseRead(16, selector=Fixed(chosen), emit=True)]
-    inputs = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)]
-    by_list, by_selector = (output.read_weights for output in runner.forward(inputs))
-    assert by_list is not None
-    assert by_selector is not None
-    assert not by_list[1].any()
-    assert (by_list[[0, 2, 3]].sum(-1) > 1.99).all()
-    torch.testing.assert_close(by_selector, by_list, atol=1e-5, rtol=1e-4)
-    for kv in forks:
-        runner.kv.release(kv)
+    fork = runner.kv.fork(prompt)
+    read = listed(chosen, 16, emit_weights=True)
+    (output,) = runner.forward([SequenceInput(fork, TOKENS[PREFIX:], read=read)])
+    assert output.read_weights is not None
+    assert not output.read_weights[1].any()
+    assert (output.read_weights[[0, 2, 3]].sum(-1) > 1.99).all()
+    runner.kv.release(fork)
 
 
 def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV) -> None:
@@ -215,7 +229,11 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
     for means in (False, True):
         fork = runner.kv.fork(prompt)
         (output,) = runner.forward(
-            [SequenceInput(fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit=True))]
+            [
+                SequenceInput(
+                    fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True)
+                )
+            ]
         )
         assert output.read_weights is not None
         assert not output.read_weights[~torch.stack(chosen)].any()
@@ -223,6 +241,55 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
         # Two query heads to a KV head; stand-ins take a part of it.
         assert (mass < 1.999).any() if means else torch.allclose(mass, torch.full_like(mass, 2.0), atol=1e-4)
         runner.kv.release(fork)
+
+
+def shared(
+    prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = (), **options: bool
+) -> SparseRead:
+    """A budget without room for more than what is read in any case: one block of three, the first and the last ones."""
+    rows, blocks = (LAYERS - len(dense_layers)) * KV_HEADS, -(-length // size)
+    selection = BlockSelection.from_matrix(np.arange(rows * blocks).reshape(rows, blocks) % 3 == 0)
+    assert selection.words.shape == (rows, row_words(blocks))
+    memory = ReadMemory(torch.linspace(0.5, 1.5, rows), 0.8)
+    last = (prefix - 1) // size
+    budget = SharedBudget(selection.words, min(1, last), last, 0, memory, dense_layers)
+    return SparseRead(size, budget=budget, emit_weights=True, report_blocks=True, **options)
+
+
+def test_budgets_of_several_shapes_are_shared_out_side_by_side(
+    runner: ModelRunner, prompt: SequenceKV
+) -> None:
+    """Each reads in a second pass, by its memory alone, what it read in the first."""
+    sizes: list[tuple[int, tuple[int, ...]]] = [(16, ()), (16, (0,)), (1, ()), (64, (1, 2)), (16, ())]
+    reads = [shared(PREFIX, len(TOKENS), size, dense) for size, dense in sizes]
+    kept = []
+    for room in (0, 10_000):
+        forks = [runner.kv.fork(prompt) for _ in reads]
+        for read in reads:
+            assert read.budget is not None
+            read.budget.room = room
+        inputs = [
+            SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)
+        ]
+        outputs = runner.forward(inputs)
+        for kv in forks:
+            runner.kv.release(kv)
+        kept.append(outputs)
+        for read in reads:  # nothing is read in any case the next time
+            assert read.budget is not None
+            read.budget.bitmap = np.zeros_like(read.budget.bitmap)
+    for (size, dense), first, second in zip(sizes, *kept, strict=True):
+        assert first.blocks is not None
+        assert second.blocks is not None
+        assert first.blocks.shape[2] == -(-len(TOKENS) // size)
+        assert first.blocks[list(dense)].all()
+        sparse = [layer for layer in range(LAYERS) if layer not in dense]
+        assert first.blocks_read == first.blocks[sparse].sum() < first.blocks[sparse].numel()
+        assert torch.equal(second.blocks, first.blocks), "what was read is remembered, nothing else is"
+    alone, other = kept[0][0].blocks, kept[0][-1].blocks
+    assert alone is not None
+    assert other is not None
+    assert torch.equal(alone, other)
 
 
 def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, prompt: SequenceKV) -> None:
@@ -245,31 +312,32 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
     def lists(prefix: int, count: int, size: int, seed: int, **options: bool) -> SparseRead:
         return listed(masks(size, seed, (), prefix, prefix + count), size, **options)
 
-    def selector(prefix: int, count: int, seed: int, *rows: int, **options: bool) -> SparseRead:
-        chosen = masks(16, seed, rows, prefix, prefix + count)
-        return SparseRead(16, selector=Fixed(list(chosen)), **options)
+    def budget(prefix: int, count: int, size: int, *dense_layers: int, **options: bool) -> SparseRead:
+        return shared(prefix, prefix + count, size, dense_layers, **options)
 
     batch: list[tuple[int, int, dict[str, Any]]] = [
-        (160, 3, {"logits": "all", "read": selector(160, 3, 1, group_means=True, emit=True)}),
-        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit=True)}),
+        (160, 3, {"logits": "all", "read": budget(160, 3, 16, group_means=True)}),
+        (199, 4, {"logits": "all", "read": lists(199, 4, 16, 2, group_means=True, emit_weights=True)}),
         (199, 4, {"logits": "all"}),
-        (199, 4, {"logits": "all", "read": selector(199, 4, 3, 4)}),
+        (199, 4, {"logits": "all", "read": budget(199, 4, 16, 0)}),
+        (199, 4, {"logits": "all", "read": budget(199, 4, 1)}),
+        (199, 4, {"logits": "all", "read": budget(199, 4, 16)}),
         (
             32,
             5,
-            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit=True)},
+            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)},
         ),  # no groups yet
         (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
-        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit=True)}),
+        (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit_weights=True)}),
         (16, 1, {"logits": "last"}),
         (199, 4, {"logits": "all", "block_size": 32, "emitting": 2}),
         (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
         (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
         (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
-        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit=True)}),
+        (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit_weights=True)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
         (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
-        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit=True)}),
+        (160, 3, {"logits": "all", "read": lists(160, 3, 16, 11, emit_weights=True)}),
     ]
     for item, together in zip(batch, forward(batch), strict=True):
         prefix, count, options = item
@@ -278,7 +346,8 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         assert (None if together.logits is None else len(together.logits)) == rows
         assert (together.block_weights is not None) == ("emitting" in options)
         read: SparseRead | None = options.get("read")
-        assert (together.read_weights is not None) == (read is not None and read.emit)
+        emits = read is not None and read.emit_weights and read.budget is None
+        assert (together.read_weights is not None) == emits
         for name, wanted in vars(alone).items():
             got = getattr(together, name)
             if wanted is None:
@@ -356,15 +425,16 @@ def test_group_means_are_those_of_the_pages(runner: ModelRunner, prompt: Sequenc
     assert len(runner.kv.means.free) == free + 2
 
 
-def test_a_read_is_by_lists_or_by_a_selector() -> None:
-    with pytest.raises(ValueError, match="one of lists, a selector and a budget"):
-        SparseRead(16)
-    with pytest.raises(ValueError, match="one of lists, a selector and a budget"):
-        SparseRead(16, [None], Fixed([None]))
+def test_a_read_is_by_lists_or_by_a_budget() -> None:
+    budget = shared(PREFIX, len(TOKENS), 16).budget
+    for lists, other in ((None, None), ([None], budget)):
+        with pytest.raises(ValueError, match="either lists or a budget"):
+            SparseRead(16, lists, other)
 
 
-def test_output_projections(runner: ModelRunner) -> None:
-    found = output_projections(runner.model)
+def test_output_projections() -> None:
+    loaded = load_model(str(DRAFT), torch.float32, "cpu")
+    found = output_projections(loaded)
     assert [tuple(weight.shape) for weight in found] == [(128, 256)] * LAYERS
     with pytest.raises(NotImplementedError, match="no output projection"):
-        output_projections(type("Bare", (torch.nn.Module,), {"config": runner.model.config})())
+        output_projections(type("Bare", (torch.nn.Module,), {"config": loaded.config})())
