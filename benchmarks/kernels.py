@@ -15,7 +15,7 @@ from benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_lis
 from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
 from benchmarks.shapes import GROUP, Shape
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import (
     BlockLists,

@@ -52,7 +52,7 @@ from benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import Shape, random_decoder
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from evaluation.plots import make_figure, save_figure
 
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces

@@ -13,23 +13,25 @@ from functools import partial
 import numpy as np
 import torch
 from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
-from engine.steps import StepBuffers, StepShape, lay_out_step, make_buffers, run_step
+from engine.steps import make_buffers
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
 from engine.decoder import Decoder
-from engine.host_memory import host_zeros
 from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.judging import Drafted
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.kv.cache import KVCache
+from engine.kv.host_memory import host_zeros
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.tiered import TieredKV
 from engine.passes.buffers import PassBuffers, make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
 from engine.passes.shape import PassShape
 from engine.sampling import Sampling
-from engine.tiered_kv import TieredKV
 from kernels.backends import default_backend, power_of_two
 from kernels.shared_budget import WORD
 
@@ -37,9 +39,8 @@ IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and what is remembered from a pass to the next
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
 
-Home = tuple[
-    list[Tensor], list[Tensor]
-]  # keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim]
+# Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
+Home = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -138,20 +139,20 @@ def tiered_kv(
     """hot: share of all pages that there are frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    keys, values = ([part[: case.pages] for part in side] for side in home)
+    stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
     sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, home=(keys, values))
+    return TieredKV(*of_model, *sizes, case.dtype, device, stored=stored)
 
 
-def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
+def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
     """Before a pass: all full pages hold KV, in tiers at home and nowhere else; there is room for the queries'."""
     sequences = [SequenceKV() for _ in range(case.batch)]
     for sequence in sequences:
         kv.grow(sequence, case.context)
         sequence.length = case.context
         if isinstance(kv, TieredKV):
-            kv.adopt_home(sequence)
-    kv.begin([(sequence, case.queries) for sequence in sequences])
+            kv.adopt_stored(sequence)
+    kv.begin_pass([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
     count = case.context // GROUP
     for i, sequence in enumerate(sequences):
@@ -160,7 +161,7 @@ def open_sequences(kv: PagedKV, case: Case) -> list[SequenceKV]:
     return sequences
 
 
-def _make_up_means(kv: PagedKV, sequence: SequenceKV, seed: int) -> None:
+def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
     """As those of normal numbers are, the same for a sequence wherever its KV lies; not made from its pages."""
     assert kv.means is not None
     random = torch.Generator(kv.device).manual_seed(seed)
@@ -205,11 +206,11 @@ class Measured:
 class Step:
     """One step over a KV, whose tokens are never committed, so that it can be run over and over."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, case: Case, words: Tensor, way: str = IN_STEP) -> None:
+    def __init__(self, decoder: Decoder, kv: KVCache, case: Case, words: Tensor, way: str = IN_STEP) -> None:
         """words: int64 [batch, rows, words], what the step reads while it is captured; way: IN_STEP or ON_DEMAND, where
         KV lies in tiers"""
         self.kv, self.case, device = kv, case, kv.device
-        shape = step_shape(case, isinstance(kv, TieredKV))
+        shape = step_shape(case, kv.offloads)
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
         self.buffers: PassBuffers = make_buffers(shape, kv, device, memory)
         sequences = open_sequences(kv, case)
@@ -227,14 +228,14 @@ class Step:
         budget = self.buffers.budget
         assert budget is not None
         budget.bitmaps[: len(words), :, : words.shape[-1]].copy_(words)
-        if isinstance(self.kv, TieredKV) and self.buffers.round is not None:
+        if self.buffers.round is not None:
             self.buffers.round.fill_(self.kv.next_round())
 
     def forget(self) -> None:
         """Nothing is hot any more."""
         if isinstance(self.kv, TieredKV):
             for name, part in self._tables.items():
-                getattr(self.kv.tables, name).copy_(part)
+                getattr(self.kv.memory.tables, name).copy_(part)
 
     def counts(self) -> Tensor:
         """[3]: pages that the last run read, fetched, and had no slot for."""
@@ -252,7 +253,10 @@ class Step:
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, TieredKV):
             return {}
-        return {item.name: getattr(self.kv.tables, item.name).clone() for item in fields(self.kv.tables)}
+        return {
+            item.name: getattr(self.kv.memory.tables, item.name).clone()
+            for item in fields(self.kv.memory.tables)
+        }
 
 
 def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from engine.runner import Runner
 from sparsity.selection import BlockSelection
 from wire.messages import At
 
@@ -59,16 +58,6 @@ class ReadRecording:
 
     def save(self) -> None:
         save_reads(self._sessions, self._file)
-
-
-def open_recording(file: str, runner: Runner) -> ReadRecording:
-    """Raises ValueError for a runner whose reads are known on its device only."""
-    if runner.shares_budgets:
-        raise ValueError(
-            f"--record-reads {file}: this runner chooses blocks on its GPU and leaves them there, where they are not "
-            "recorded; give --device cpu, and no --host-kv-memory"
-        )
-    return ReadRecording(file)
 
 
 def save_reads(sessions: list[SessionReads], file: str) -> None:

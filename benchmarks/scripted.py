@@ -13,7 +13,7 @@ import torch
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.inputs import SequenceInput
-from engine.paged_kv import PagedKV
+from engine.kv.paged import PagedKV
 from engine.runner import Runner, SequenceOutput
 from sparsity.plan import Plan, uniform_plan
 from target_service import service as target_service

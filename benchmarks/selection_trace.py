@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import models
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner, load_tokenizer, model_hash
-from engine.paged_kv import SequenceKV
 from engine.runner import Runner
 from sparsity.choice import choose_over_all
 from sparsity.plan import Plan, load_plan

@@ -11,7 +11,8 @@ from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds,
 from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
 from engine.announcing import Announcer
 from engine.decoder import Decoder
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import PassBuffers, make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.shape import PassShape

@@ -4,7 +4,8 @@ from collections import Counter, deque
 
 from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
-from engine.paged_kv import PagedKV, pages_for
+from engine.kv.paged import PagedKV
+from engine.kv.pages import pages_for
 from wire.messages import Begin, Decline, Resync
 
 

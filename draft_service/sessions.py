@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from engine.sampling import Sampling, Support
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection

@@ -4,7 +4,7 @@ from collections import Counter
 
 from draft_service.proposals import send_again
 from draft_service.sessions import DraftSession
-from engine.paged_kv import PagedKV
+from engine.kv.paged import PagedKV
 from wire.messages import Resync, Verdict
 
 _MOST_EARLY = 64  # verdicts that a session holds back

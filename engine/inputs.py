@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.judging import Drafted
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 
 Logits = Literal["none", "last", "all"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
@@ -48,7 +48,7 @@ class SharedBudget:
 class SparseRead:
     """What a sequence's queries read: lists that are known before the pass, or a budget that the pass shares out.
 
-    group_means: let means stand in for what is not read (PagedKV.means). emit_weights: return what weight each listed
+    group_means: let means stand in for what is not read (KVCache.means). emit_weights: return what weight each listed
     block got. report_blocks: return which blocks were read.
     """
 

@@ -18,9 +18,10 @@ from engine.decoder import Attend, Decoder
 from engine.graphs import Captured, GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
+from engine.kv.cache import KVCache
+from engine.kv.pages import SequenceKV, pages_for
 from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PagedKV, SequenceKV, pages_for
 from engine.passes.buffers import PassBuffers, make_buffers
 from engine.passes.grouping import Limits, exact_shape, kind_of, step_shape
 from engine.passes.launches import heads_of, run_pass
@@ -32,7 +33,6 @@ from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling
-from engine.tier_reads import StagedReads, count_step, parts_to_stage
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
 from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace, plan_rows
 
@@ -58,7 +58,7 @@ class ModelRunner(Runner):
     def __init__(
         self,
         decoder: Decoder | ModulesDecoder,
-        kv: PagedKV,
+        kv: KVCache,
         vocab_size: int,
         max_context: int,
         enforce_eager: bool = False,
@@ -102,7 +102,7 @@ class ModelRunner(Runner):
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         for item in inputs:
             item.check()
-        self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
         for i, item in enumerate(inputs):
@@ -180,7 +180,7 @@ class ModelRunner(Runner):
         For comparisons: methods that look at a layer's queries before they choose. item.read must be None.
         """
         item.check()
-        self.kv.begin([(item.kv, len(item.tokens))])
+        self.kv.begin_pass([(item.kv, len(item.tokens))])
         shape = exact_shape([item], self.kv, self._limits)
         return self._run_shape([item], shape, attend=attend)[0]
 
@@ -251,10 +251,12 @@ class ModelRunner(Runner):
                 half = len(inputs) // 2
                 return self._run(inputs[:half]) + self._run(inputs[half:])
         outputs = []
-        for part in parts_to_stage(self.kv, inputs):
+        for indices in self.kv.staging_parts([item.kv for item in inputs]):
+            part = [inputs[i] for i in indices]
             rows = shape.rows if shape.pinned else 0
             of_part = exact_shape(part, self.kv, self._limits, rows)
-            staged = StagedReads(self.kv, [item.kv for item in part])
+            staged = self.kv.stage([item.kv for item in part])
+            assert staged is not None
             brought = self._run_shape(part, of_part, staged.tables, staged.layer)
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
@@ -267,7 +269,7 @@ class ModelRunner(Runner):
         self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
         step.run()
         results = step.buffers.results.fetch()
-        if not count_step(self.kv, results, shape.block_size):
+        if not self.kv.count_step(results, shape.block_size):
             return None
         return read_outputs(step.buffers, shape, inputs, self.kv, results)
 

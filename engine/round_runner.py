@@ -6,8 +6,8 @@ from tqdm import tqdm
 
 from engine.decoder import Decoder
 from engine.graphs import Captured, GraphPool
+from engine.kv.cache import KVCache
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PagedKV
 from engine.rounds.buffers import (
     RoundBuffers,
     RoundShape,
@@ -30,14 +30,14 @@ class RoundRunner:
     def __init__(
         self,
         decoder: Decoder | ModulesDecoder,
-        kv: PagedKV,
+        kv: KVCache,
         settings: RoundSettings,
         vocab_size: int,
         max_pages: int,
         attention: Backend,
         pool: GraphPool | None,
     ) -> None:
-        if kv.is_tiered:
+        if kv.offloads:
             raise NotImplementedError("rounds are drafted over KV that lies on one device: no backing store")
         self._decoder, self._kv, self._attention = decoder, kv, attention
         self._settings = settings.to(kv.device)

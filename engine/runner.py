@@ -1,7 +1,7 @@
 """What the services need of a model. Tests and benchmarks may stand in another."""
 
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.paged_kv import PagedKV
+from engine.kv.cache import KVCache
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 
 
@@ -12,7 +12,7 @@ class Runner:
     beside it.
     """
 
-    kv: PagedKV
+    kv: KVCache
     vocab_size: int
     deterministic = False
 

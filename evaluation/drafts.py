@@ -23,8 +23,8 @@ from tqdm import tqdm
 from engine.families import read_decoder
 from engine.graphs import GraphRunner
 from engine.inputs import SequenceInput
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading import default_device, load_runner, load_tokenizer, resolve_dtype
-from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.report import align, markdown_table

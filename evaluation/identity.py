@@ -21,14 +21,14 @@ from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.families import read_decoder
 from engine.graphs import MAX_OVERHANG, GraphRunner
+from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
-from engine.paged_kv import PAGE_SIZE, pages_for
 from engine.sampling import Sampling
-from engine.tiered_kv import TierCounters, TieredKV
 from evaluation.cases import tokens_of
 from evaluation.report import align
 from sparsity.plan import Plan
-from target_service.verifier import DraftPeer, Verifier
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
 from wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 
 Event = TypeVar("Event")
@@ -78,7 +78,7 @@ def prompts_of(texts: dict[str, str], tokenizer: Any, context: int) -> list[list
 
 @dataclass(frozen=True)
 class IdentityRow:
-    """frames, of pages in all. fetched, staged, refused: pages of a layer and KV head. tokens: generated,
+    """frames, of pages in all. fetched, staged, overflow: pages of a layer and KV head. tokens: generated,
     all of them compared with those without tiers. difference: of the first session that differs its name and the place
     among its tokens; empty: none does."""
 
@@ -88,7 +88,7 @@ class IdentityRow:
     pages: int
     fetched: int
     staged: int
-    refused: int
+    overflow: int
     tokens: int
     difference: str
 
@@ -132,16 +132,16 @@ def _row(
     frames: int,
     wanted: dict[str, list[int]],
     got: dict[str, list[int]],
-    counters: TierCounters,
+    totals: dict[str, float],
 ) -> IdentityRow:
     return IdentityRow(
         mix=mix,
         sessions=requests.sessions(mix),
         frames=frames,
         pages=requests.pages(mix),
-        fetched=counters.fetched_pages,
-        staged=counters.staged_pages,
-        refused=counters.refused_pages,
+        fetched=int(totals["kv_fetched_pages"]),
+        staged=int(totals["kv_staged_pages"]),
+        overflow=int(totals["kv_overflow_pages"]),
         tokens=sum(map(len, got.values())),
         difference=_first_difference(wanted, got),
     )
@@ -158,7 +158,7 @@ def _first_difference(wanted: dict[str, list[int]], got: dict[str, list[int]]) -
 
 def _generate(
     target: nn.Module, draft: nn.Module, plan: Plan, requests: Requests, mix: str, frames: int | None
-) -> tuple[dict[str, list[int]], TierCounters]:
+) -> tuple[dict[str, list[int]], dict[str, float]]:
     """What each session generated. frames None: no tiers."""
     verifier = Verifier(
         _open_target(target, requests, mix, frames),
@@ -188,8 +188,7 @@ def _generate(
             sizes = len(prompt), requests.generated
             openings.append(Open(name, prompt, *sizes, [], Sampling(temperature=0.0), exactness))
     _take_turns(verifier, drafter, openings, emit)
-    kv = verifier.runner.kv
-    return tokens, kv.counters if isinstance(kv, TieredKV) else TierCounters()
+    return tokens, verifier.totals
 
 
 def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> GraphRunner:
@@ -246,7 +245,7 @@ def to_text(rows: list[IdentityRow]) -> str:
         "hot",
         "fetched",
         "staged",
-        "refused",
+        "overflow",
         "tokens",
         "identical",
     ]
@@ -258,7 +257,7 @@ def to_text(rows: list[IdentityRow]) -> str:
             f"{row.frames / row.pages:.1%}",
             f"{row.fetched:,}",
             f"{row.staged:,}",
-            f"{row.refused:,}",
+            f"{row.overflow:,}",
             f"{row.tokens:,}",
             "yes" if row.identical else f"no, {row.difference}",
         ]

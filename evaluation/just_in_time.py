@@ -11,7 +11,7 @@ from engine.batch import SequenceKeys
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from kernels.block_weights import pool_blocks
 from kernels.paged_attention import pack_heads
 from sparsity.choice import mandatory, share, shares_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.inputs import SequenceInput
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from engine.runner import Runner
 from evaluation.cases import Case
 from sparsity.announce import announce

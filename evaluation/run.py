@@ -8,8 +8,8 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
+from engine.kv.pages import PAGE_SIZE
 from engine.loading import default_device, load_runner, resolve_dtype
-from engine.paged_kv import PAGE_SIZE
 from engine.runner import ModelRunner
 from evaluation.cases import Case
 from evaluation.rounds import SIDE_BY_SIDE, Sums, Variant, evaluate_case

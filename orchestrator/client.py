@@ -15,6 +15,7 @@ class Speculation:
     """How the rounds of a request went; seconds are sums over its rounds."""
 
     rounds: int = 0
+    plain_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)

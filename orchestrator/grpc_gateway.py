@@ -122,6 +122,7 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
 def _totals_to_pb(totals: SpeculationTotals) -> inference_pb2.SpeculationSummary:
     return inference_pb2.SpeculationSummary(
         rounds=totals.rounds,
+        plain_rounds=totals.plain_rounds,
         drafted=totals.drafted,
         accepted=totals.accepted,
         accepted_per_position=totals.accepted_per_position,

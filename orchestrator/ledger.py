@@ -32,9 +32,10 @@ class Entry:
 
 @dataclass
 class SpeculationTotals:
-    """Sums over a session's rounds, as a client sees them."""
+    """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without."""
 
     rounds: int = 0
+    plain_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
@@ -66,6 +67,7 @@ class SpeculationTotals:
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
+        self.plain_rounds += commit.drafted == 0
         self.drafted += commit.drafted
         self.accepted += commit.accepted
         while len(self.accepted_per_position) < commit.drafted:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine.inputs import SequenceInput
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading import (
     default_device,
     load_runner,
@@ -24,7 +25,6 @@ from engine.loading import (
     output_projections,
     resolve_dtype,
 )
-from engine.paged_kv import PAGE_SIZE, SequenceKV
 from engine.runner import ModelRunner, Runner
 from kernels.selection import nucleus_mask
 from sparsity.blends import fit_blends, to_blend

@@ -4,11 +4,8 @@ import argparse
 import asyncio
 import os
 import sys
-from functools import partial
 
 from config import SettingsError, TargetSettings, resolve_service
-from engine.runner import Runner
-from target_service.recording import ReadRecording
 from target_service.service import run
 from wire.server import serve_until_signal
 
@@ -18,21 +15,27 @@ def main() -> None:
     parser.add_argument(
         "--record-reads",
         metavar="FILE",
-        help="write what approximate sessions read, round by round, when the service stops (CPU only)",
+        help="write what approximate sessions read, round by round, when the service stops",
     )
     try:
         settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:
         sys.exit(f"error: {error}")
-    record = partial(_open_recording, flags.record_reads) if flags.record_reads is not None else None
-    asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready, record)))
+    if flags.record_reads is None:
+        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready)))
+    else:
+        _run_recording(settings, flags.record_reads)
 
 
-def _open_recording(file: str, runner: Runner) -> ReadRecording:
-    """Measurements are loaded only where they are asked for."""
-    from benchmarks.recording import open_recording
+def _run_recording(settings: TargetSettings, file: str) -> None:
+    """Run the service, then write what its sparse rounds read to a file."""
+    from benchmarks.recording import ReadRecording  # measurements are loaded only where they are asked for
 
-    return open_recording(file, runner)
+    recording = ReadRecording(file)
+    try:
+        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready, recording.add)))
+    finally:
+        recording.save()
 
 
 if __name__ == "__main__":

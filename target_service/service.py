@@ -12,21 +12,18 @@ from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
-from target_service.recording import ReadRecording
 from target_service.servicer import ControlServicer, SpeculationServicer
-from target_service.verifier import Verifier
+from target_service.verifier import OnRound, Verifier
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, start_server
 
-OpenRecording = Callable[[Runner], ReadRecording]
-
 
 async def run(
     settings: TargetSettings,
     on_ready: Callable[[RunningServer], None],
-    open_recording: OpenRecording | None = None,
+    on_round: OnRound | None = None,
 ) -> None:
     """Load the model, then serve until cancelled.
 
@@ -45,7 +42,7 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready, open_recording)
+    await serve(settings, opened.runner, plan, hello, on_ready, on_round)
 
 
 async def serve(
@@ -54,14 +51,14 @@ async def serve(
     plan: Plan,
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
-    open_recording: OpenRecording | None = None,
+    on_round: OnRound | None = None,
 ) -> None:
-    """Runs until cancelled; ends with an exception if a step fails, or if `open_recording` raises one.
+    """Serve until cancelled. on_round: told of each sparse round, for measurements.
 
-    open_recording: given the runner, opens what is told of each sparse round; None: nothing is.
+    Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
+    cannot be bound.
     """
-    recording = None if open_recording is None else open_recording(runner)
-    verifier = Verifier(runner, plan, settings, recording)
+    verifier = Verifier(runner, plan, settings, on_round)
     verifier.warm_up()
     wake = asyncio.Event()
     speculation = SpeculationServicer(verifier, hello, wake)
@@ -89,10 +86,13 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            verifier.plan_step, verifier.execute, verifier.finish_step, wake, verifier.next_deadline
+            plan_step=verifier.plan_step,
+            execute=verifier.execute,
+            finish_step=verifier.finish_step,
+            fail_step=verifier.fail_step,
+            wake=wake,
+            next_deadline=verifier.next_deadline,
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))
-        if recording is not None:
-            recording.save()
         await server.stop(0.5)

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
-from target_service.verifier import DraftPeer, Verifier
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
 from wire import convert
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
 from wire.messages import Abort, Closed, Hello, ServedEvent, ServiceStatus, TargetEvent

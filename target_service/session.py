@@ -1,19 +1,27 @@
 """One session as the target sees it. The target is the authority on committed tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
-from wire.messages import At, Proposal, Verdict
+from target_service.usefulness import Usefulness
+from wire.errors import ServiceError
+from wire.messages import At, Begin, Closed, Proposal, ServedEvent, TargetEvent, Verdict
 from wire.selection_codec import MAX_REFERENCES
 
-if TYPE_CHECKING:
-    from target_service.verifier import DraftPeer
-
 RoundKey = tuple[int, int]  # (epoch, round)
+
+
+@dataclass(eq=False)
+class DraftPeer:
+    """A draft at the other end of a stream. send: how to send to it. sessions: the names of those it drafts for."""
+
+    name: str
+    send: Callable[[TargetEvent], None]
+    sessions: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -26,7 +34,8 @@ class Announced:
 
 @dataclass
 class RoundStats:
-    """Of the round in the making; reset with every commit."""
+    """Statistics of the round in the making; reset with every commit. waiting_since: when the target began to wait for
+    its proposal, None if it does not."""
 
     stale_rounds: int = 0
     announced_bytes: int = 0
@@ -34,34 +43,43 @@ class RoundStats:
     waiting_since: float | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class TargetSession:
-    """`tokens` are committed, the prompt included; KV exists for all but the last once the prompt is read."""
+    """All that the target knows of a session.
+
+    tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
+    its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
+    proposals. held: the selections of the rounds judged last; a draft that goes ahead may not know yet of the newest
+    verdict. last_judged: the round judged last, and its verdict.
+    """
 
     id: str
     tokens: list[int]
     max_length: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
-    reader: Reader | None = None  # how an approximate session reads; None: exactly, everything
+    emit: Callable[[ServedEvent], None]
+    reader: Reader | None = None
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
-    draft: "DraftPeer | None" = None
-    drafted: bool = False  # whether to wait for the draft's proposals
+    draft: DraftPeer | None = None
+    drafted: bool = False
+    usefulness: Usefulness = field(default_factory=Usefulness)
     proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
     announced: dict[RoundKey, Announced] = field(default_factory=dict)
-    # Of the last rounds judged by announcement: a draft that goes ahead may not know yet of the last one's verdict.
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
 
     @property
     def at(self) -> At:
+        """The position of the current round."""
         return At(self.id, self.epoch, self.round, len(self.tokens))
 
     @property
     def key(self) -> RoundKey:
+        """The current round."""
         return self.epoch, self.round
 
     @property
@@ -80,19 +98,32 @@ class TargetSession:
         return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it goes without a draft for now, because its proposals were of no use."""
+        return self.usefulness.is_paused(len(self.tokens))
+
+    @property
     def known_selections(self) -> dict[RoundKey, BlockSelection]:
         """What an announcement may refer to: of judged rounds, and of one that waits for its judgement."""
         return self.held | {key: announced.selection for key, announced in self.announced.items()}
 
+    def fail(self, error: ServiceError) -> None:
+        """Tell the session's owner why it ends."""
+        self.emit(Closed(self.id, error.status.value[0], str(error)))
+
+    def begin(self) -> Begin:
+        """Return the message with which a draft begins to draft for this session, from where it stands."""
+        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by)
+
     def ready_proposal(self) -> Proposal | None:
-        """The proposal for the current round, if it and the announcement that it speaks of are here."""
+        """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
         proposal = self.proposals.get(self.key)
         if proposal is None or (proposal.announces and self.key not in self.announced):
             return None
         return proposal
 
     def foreseen(self, round_: int) -> int | None:
-        """The token that the draft assumed to be the last one before `round_`, if it has said so in this epoch."""
+        """Return the token that the draft assumed to be the last before `round_`, if it has said so in this epoch."""
         announced = self.announced.get((self.epoch, round_))
         if announced is not None:
             return announced.assumed_token
@@ -120,7 +151,9 @@ class TargetSession:
         return key[0] == self.epoch and key[1] >= self.round
 
     def forget_draft(self) -> None:
-        """The draft is gone or the session moves to another: nothing that it sent counts any more."""
+        """Go on without the present draft: nothing that it has sent counts any more."""
+        if self.draft is not None:
+            self.draft.sessions.discard(self.id)
         self.draft, self.drafted = None, False
         self.epoch += 1
         self.proposals.clear()

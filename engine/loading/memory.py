@@ -5,9 +5,9 @@ import sys
 import torch
 
 from config import ModelSettings
+from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
-from engine.paged_kv import PAGE_SIZE
 
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV

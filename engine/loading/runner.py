@@ -7,12 +7,14 @@ from torch import nn
 
 from engine.decoder import Decoder
 from engine.families import read_decoder, unbuilt_feature
+from engine.kv.cache import KVCache
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.kv.tiered import TieredKV
 from engine.loading.model import load_model
 from engine.loading.shape import read_shape
 from engine.model_runner import MAX_OVERHANG, ModelRunner
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PAGE_SIZE, PagedKV, pages_for
-from engine.tiered_kv import TieredKV
 
 
 def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
@@ -41,7 +43,7 @@ def make_runner(
 
 def _make_kv(
     loaded: nn.Module, kv_tokens: int, backing_tokens: int, longest: int, dense_layers: tuple[int, ...]
-) -> PagedKV:
+) -> KVCache:
     """Return empty KV of the model's sizes, dtype and device. longest: tokens of a sequence, at most"""
     shape, parameter = read_shape(loaded.config), next(loaded.parameters())
     of_model = shape.num_layers, shape.num_kv_heads, shape.head_dim

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.judging import verdict_layout
+from engine.kv.cache import KVCache
 from engine.layer_attention import BlockWeights
-from engine.paged_kv import PagedKV
 from engine.passes.layout import lay_out_rows
 from engine.passes.shape import PassShape
 from engine.staging import Layout, Staging
@@ -91,7 +91,7 @@ def rows_layout(sequences: int, rows: int, pages: int, kept: bool = False) -> La
 
 def make_buffers(
     shape: PassShape,
-    kv: PagedKV,
+    kv: KVCache,
     device: torch.device,
     memory: Tensor | None = None,
     logits_rows: int | None = None,
@@ -130,7 +130,7 @@ def make_buffers(
     return buffers
 
 
-def _lists_layout(shape: PassShape, kv: PagedKV) -> Layout:
+def _lists_layout(shape: PassShape, kv: KVCache) -> Layout:
     if not shape.width or shape.decay is not None:
         return {}
     heads = kv.num_layers - len(shape.dense_layers), shape.sequences, kv.kv_heads
@@ -146,7 +146,7 @@ def _groups_layout(shape: PassShape) -> Layout:
     }
 
 
-def _budget_layout(shape: PassShape, kv: PagedKV) -> Layout:
+def _budget_layout(shape: PassShape, kv: KVCache) -> Layout:
     if shape.decay is None:
         return {}
     rows = (kv.num_layers - len(shape.dense_layers)) * kv.kv_heads

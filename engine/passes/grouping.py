@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from engine.inputs import SequenceInput
 from engine.judging import support_of
-from engine.paged_kv import PAGE_SIZE, PagedKV
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.passes.shape import PassShape
 from kernels.backends import power_of_two
 from kernels.paged_attention import MAX_ROWS
@@ -57,7 +58,7 @@ def kind_of(item: SequenceInput, limits: Limits) -> Hashable:
     return (*kind, memory.decay, memory.importance.numpy().tobytes())
 
 
-def step_shape(inputs: list[SequenceInput], kv: PagedKV, limits: Limits) -> PassShape:
+def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits) -> PassShape:
     """Return the shape of the captured step that inputs of one kind run in."""
     longest = max(len(item.tokens) for item in inputs)
     sizes = (1, limits.step_queries, limits.queries)[limits.pinned :]
@@ -70,7 +71,7 @@ def step_shape(inputs: list[SequenceInput], kv: PagedKV, limits: Limits) -> Pass
     return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
 
 
-def exact_shape(inputs: list[SequenceInput], kv: PagedKV, limits: Limits, rows: int = 0) -> PassShape:
+def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits, rows: int = 0) -> PassShape:
     """Return the shape of a pass that has room for these inputs of one kind and for nothing more.
 
     rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
@@ -85,7 +86,7 @@ def exact_shape(inputs: list[SequenceInput], kv: PagedKV, limits: Limits, rows: 
     return _complete(PassShape(len(inputs), count, longest, pages, pinned=rows > 0), inputs, kv)
 
 
-def _complete(shape: PassShape, inputs: list[SequenceInput], kv: PagedKV) -> PassShape:
+def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> PassShape:
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, kept=bool(kv.kept_layers))

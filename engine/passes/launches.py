@@ -5,6 +5,9 @@ from torch import Tensor
 
 from engine.decoder import Attend, Decoder
 from engine.judging import judge
+from engine.kv.cache import KVCache
+from engine.kv.fetch import FetchPlan
+from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import (
     BlockWeights,
     Heads,
@@ -17,10 +20,8 @@ from engine.layer_attention import (
     plan_listed,
 )
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PAGE_SIZE, PagedKV
 from engine.passes.buffers import BudgetBuffers, PassBuffers
 from engine.passes.shape import PassShape
-from engine.tier_reads import Fetched, fetch_listed
 from kernels.backends import Backend, default_backend
 from kernels.flashinfer_attention import Planned
 from kernels.paged_attention import BlockLists, GroupMeans, Tuning, pinned_tuning
@@ -28,14 +29,14 @@ from kernels.shared_budget import remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
 
-def heads_of(decoder: Decoder | ModulesDecoder, kv: PagedKV) -> Heads:
+def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
     """Return what attention needs to know of a model's heads."""
     return Heads(kv.kv_heads, decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3], decoder.attention_scale)
 
 
 def run_pass(
     decoder: Decoder | ModulesDecoder,
-    kv: PagedKV,
+    kv: KVCache,
     shape: PassShape,
     buffers: PassBuffers,
     attention: Backend,
@@ -56,7 +57,7 @@ def run_pass(
     if shape.fetches:
         assert buffers.lists is not None and buffers.counts is not None and buffers.round is not None
         listed = buffers.lists, buffers.counts, shape.block_size, buffers.block_tables
-        fetched = fetch_listed(kv, *listed, buffers.round, overlap)
+        fetched = kv.fetch_plan(*listed, buffers.round, overlap)
     if attend is None:
         attend = own = _attention_of(heads_of(decoder, kv), kv, shape, buffers, attention, fetched)
         own.prompt = prompt
@@ -82,11 +83,11 @@ def _share_out(buffers: PassBuffers, budget: BudgetBuffers, shape: PassShape, kv
 
 def _attention_of(
     heads: Heads,
-    kv: PagedKV,
+    kv: KVCache,
     shape: PassShape,
     buffers: PassBuffers,
     attention: Backend,
-    fetched: Fetched | None,
+    fetched: FetchPlan | None,
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
     rows = Rows(buffers.query_starts, buffers.lengths, buffers.block_tables, shape.queries)
@@ -113,11 +114,11 @@ def _attention_of(
 def _listed_reads(
     heads: Heads,
     rows: Rows,
-    kv: PagedKV,
+    kv: KVCache,
     shape: PassShape,
     buffers: PassBuffers,
     attention: Backend,
-    fetched: Fetched | None,
+    fetched: FetchPlan | None,
     tuning: Tuning | None,
 ) -> ListedReads:
     assert buffers.lists is not None and buffers.counts is not None
@@ -125,7 +126,7 @@ def _listed_reads(
     if shape.groups:
         assert kv.means is not None and buffers.group_tables is not None and buffers.group_counts is not None
         means = kv.means.over(buffers.group_tables, buffers.group_counts)
-    lines = None if fetched is None else fetched.slots
+    lines = None if fetched is None else fetched.lines
     blocks = BlockLists(buffers.lists, buffers.counts, shape.block_size, lines)
     work = plan_listed(heads, rows, PAGE_SIZE, attention, blocks, means, tuning)
     sparse = [layer for layer in range(kv.num_layers) if layer not in shape.dense_layers]
@@ -133,16 +134,16 @@ def _listed_reads(
     return ListedReads(blocks, index, work, means, None if fetched is None else fetched.wait)
 
 
-def _leave_results(shape: PassShape, buffers: PassBuffers, fetched: Fetched | None) -> None:
+def _leave_results(shape: PassShape, buffers: PassBuffers, fetched: FetchPlan | None) -> None:
     """Leave what the host is to know, and remember the weights that were read."""
     assert buffers.logits is not None
     results, backend = buffers.results.device, default_backend(buffers.token_ids.device)
     if fetched is not None:
         assert buffers.counts is not None
         results["listed"].copy_(buffers.counts.sum())
-        results["overflow"].copy_(fetched.refused)
+        results["overflow"].copy_(fetched.overflow)
         results["fetched"].copy_(fetched.transfers.counts.sum())
-        results["missed"].copy_(fetched.cold)
+        results["missed"].copy_(fetched.missed)
     if shape.judged:
         by_sequence = buffers.logits.view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, buffers.verdicts, backend)
@@ -155,6 +156,6 @@ def _leave_results(shape: PassShape, buffers: PassBuffers, fetched: Fetched | No
     results["blocks_read"].copy_(buffers.counts.sum((0, 2)))
     budget, indices = buffers.budget, buffers.budget.indices
     if fetched is not None:  # a void pass will run again
-        indices = indices.masked_fill(fetched.refused > 0, -1)
+        indices = indices.masked_fill(fetched.overflow > 0, -1)
     read = buffers.lists, buffers.counts, buffers.read_weights
     remember_weights(budget.memory, indices, *read, budget.blocks, shape.decay, backend)

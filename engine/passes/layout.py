@@ -4,7 +4,8 @@ import numpy as np
 
 from engine.inputs import SequenceInput
 from engine.judging import lay_out_verdicts
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.passes.shape import PassShape
 from engine.staging import Staging
 
@@ -14,7 +15,7 @@ def lay_out_pass(
     shape: PassShape,
     inputs: list[SequenceInput],
     indices: list[int],
-    kv: PagedKV,
+    kv: KVCache,
     tables: list[np.ndarray] | None = None,
 ) -> None:
     """Bring the inputs of a pass to the device, through the inputs of its buffers.
@@ -24,7 +25,7 @@ def lay_out_pass(
     """
     staging.begin()
     host = staging.host
-    gpu_pages = [kv.frames(item.kv) for item in inputs]
+    gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
     lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
     if shape.fetches:
         host["round"][0] = kv.next_round()

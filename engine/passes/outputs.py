@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.inputs import SequenceInput, SequenceOutput
-from engine.paged_kv import PagedKV
+from engine.kv.cache import KVCache
 from engine.passes.buffers import PassBuffers
 from engine.passes.shape import PassShape
 
@@ -14,7 +14,7 @@ def read_outputs(
     buffers: PassBuffers,
     shape: PassShape,
     inputs: list[SequenceInput],
-    kv: PagedKV,
+    kv: KVCache,
     results: dict[str, np.ndarray],
 ) -> list[SequenceOutput]:
     """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
@@ -68,7 +68,7 @@ def _give_logits(buffers: PassBuffers, inputs: list[SequenceInput], outputs: lis
 def _by_layer(
     buffers: PassBuffers,
     shape: PassShape,
-    kv: PagedKV,
+    kv: KVCache,
     sequence: int,
     blocks: int,
     values: Tensor,

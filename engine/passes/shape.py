@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 
 
 @dataclass(frozen=True)

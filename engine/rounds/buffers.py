@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
 from engine.passes.layout import lay_out_rows
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_dense, plan_listed
 from engine.modules import ModulesDecoder
-from engine.paged_kv import PAGE_SIZE, PagedKV
 from engine.passes.launches import heads_of
 from engine.rounds.buffers import RoundBuffers, RoundShape
 from engine.rounds.requests import RoundSettings
@@ -23,7 +24,7 @@ class _Round:
     """What all passes of a round share. evidence: [sequences, layers, heads, blocks] float32, if any pass needs it."""
 
     decoder: Decoder | ModulesDecoder
-    kv: PagedKV
+    kv: KVCache
     settings: RoundSettings
     shape: RoundShape
     buffers: RoundBuffers
@@ -43,7 +44,7 @@ class _Round:
 
 def run_round(
     decoder: Decoder | ModulesDecoder,
-    kv: PagedKV,
+    kv: KVCache,
     settings: RoundSettings,
     shape: RoundShape,
     buffers: RoundBuffers,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.announcing import Announcer
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 
 
 @dataclass(frozen=True)

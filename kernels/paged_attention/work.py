@@ -16,7 +16,7 @@ from kernels.paged_attention.kernel import first_tile
 
 MAX_ROWS = 64  # of a tile of queries: heads of a group times queries
 GROUP_TILE = 32  # group means that the kernel takes at once
-# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.tiered_kv), each
+# So many programs fewer than a GPU holds at once attend over lists. Beside eight that copy KV (engine.kv.tiered), each
 # in the place of two, none has to wait until another has ended, which would take a layer's attention nearly twice its
 # time. The same everywhere: what a step gives does not depend on where its KV comes from.
 LEFT_FREE = 16

@@ -83,10 +83,10 @@ def test_from_fifty_pages_the_answers_are_the_same(
     assert answers(stack, prompts, 1) == wanted
     assert count(stack, "kv_stages") > 0
     assert count(stack, "kv_fetched_pages") > 0
-    assert count(stack, "kv_copied_home") > 50
-    assert count(stack, "kv_spills") >= 1
-    assert service_state(stack.http, "target", "kv_frames") == 50
-    assert service_state(stack.http, "target", "kv_spilled") == 1
+    assert count(stack, "kv_stored_pages") > 50
+    assert count(stack, "kv_offloads") >= 1
+    assert service_state(stack.http, "target", "kv_gpu_pages") == 50
+    assert service_state(stack.http, "target", "kv_offload_active") == 1
     assert answers(stack, prompts, 6) == wanted
     wait_until_idle(stack.http)
     stack.stop()
@@ -96,8 +96,8 @@ def test_from_ninety_pages_the_answers_are_the_same(
     small: Stack, prompts: list[list[int]], wanted: list[list[int]]
 ) -> None:
     assert answers(small, prompts, 1) == wanted
-    assert service_state(small.http, "target", "kv_frames") == 90
-    assert count(small, "kv_spills") >= 1
+    assert service_state(small.http, "target", "kv_gpu_pages") == 90
+    assert count(small, "kv_offloads") >= 1
 
 
 def refusal(stack: Stack, prompt: list[int], **fields: Any) -> tuple[grpc.StatusCode, str]:

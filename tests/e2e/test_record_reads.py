@@ -18,7 +18,7 @@ TARGET = "import sys; from target_service.__main__ import main; sys.argv += ['--
 
 
 def test_a_recording_agrees_with_its_sessions_summaries(tmp_path: Path) -> None:
-    """Of a method that chooses in advance, and of one that chooses while the target runs."""
+    """Of a method whose blocks are known before a pass, and of one whose pass shares out a budget."""
     file = tmp_path / "reads.npz"
     services = start_services("--budget", "0.2", target_command=("-c", TARGET, str(file)))
     gateway = start_gateway(services, "--budget", "0.2")
@@ -26,14 +26,14 @@ def test_a_recording_agrees_with_its_sessions_summaries(tmp_path: Path) -> None:
         stub = gateway.stub()
         generate(stub, TEXT, max_tokens=8, exactness=EXACT)  # not recorded
         summaries = {}
-        for name in ("ahead", "oracle"):
+        for name in ("ahead", "pillar"):
             fields = {"exactness": APPROXIMATE, "sparsity": name, "request_id": name, "ignore_eos": True}
             summaries[name] = generate(stub, TEXT, max_tokens=40, **fields).speculation
     finally:
         gateway.stop()
         services.stop()  # by SIGTERM
     sessions = load_reads(file)
-    assert [session.session for session in sessions] == ["ahead", "oracle"]
+    assert [session.session for session in sessions] == ["ahead", "pillar"]
     for session in sessions:
         _check(session, summaries[session.session])
 

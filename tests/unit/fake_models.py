@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import judge_rounds
-from engine.paged_kv import PAGE_SIZE, PagedKV, SequenceKV, pages_for
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling, limit_support
@@ -119,7 +120,7 @@ class FakeRunner(Runner):
         assert len({id(item.kv) for item in inputs}) == len(inputs)
         for item in inputs:
             item.check()
-        self.kv.begin([(item.kv, len(item.tokens)) for item in inputs])
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         for item in inputs:
             self._write(item.kv, item.kv.length, item.tokens)
         outputs = [self._run(item) for item in inputs]

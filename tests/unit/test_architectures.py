@@ -13,10 +13,10 @@ import transformers
 from engine.decoder import Decoder, run_decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, load_runner, read_shape
 from engine.loading import runner as loading_runner
 from engine.modules import ModulesDecoder
-from engine.paged_kv import SequenceKV
 from engine.runner import Runner
 from kernels.backends import Backend
 

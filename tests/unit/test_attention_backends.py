@@ -27,9 +27,9 @@ from config import (
 from config.attention_backends import check_attention_backend
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
 from engine.loading import load_model, make_runner, open_model
 from engine.model_runner import ModelRunner
-from engine.paged_kv import SequenceKV
 from engine.sampling import Sampling
 from kernels import flashinfer_attention
 from kernels.backends import AttentionBackend

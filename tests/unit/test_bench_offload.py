@@ -29,8 +29,8 @@ from benchmarks.selection_trace import ROWS
 from benchmarks.shapes import SHAPES, random_decoder
 from cli.main import main
 from engine.decoder import Decoder
-from engine.paged_kv import SequenceKV
-from engine.tiered_kv import TieredKV
+from engine.kv.pages import SequenceKV
+from engine.kv.tiered import TieredKV
 from sparsity.selection import BlockSelection
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
         assert tiered[1].counts().tolist() == [read, fetched, refused]
         assert resident.counts().tolist() == [read, 0, 0]
         for name in ("slot_of", "page_in", "stamps", "hand"):
-            one, other = (getattr(step.kv.tables, name) for step in tiered)  # type: ignore[attr-defined]
+            one, other = (getattr(step.kv.memory.tables, name) for step in tiered)  # type: ignore[attr-defined]
             assert torch.equal(one, other)
         chosen = listed(tiered[0])
         assert chosen.sum() == read and refused == 0
@@ -208,12 +208,12 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
 def test_only_pages_without_frames_are_adopted() -> None:
     kv = TieredKV(1, 1, 4, 4, 8, 16)
     sequence = SequenceKV()
-    kv.begin([(sequence, 20)])
+    kv.begin_pass([(sequence, 20)])
     sequence.length = 20
-    with pytest.raises(ValueError, match="no frame"):
-        kv.adopt_home(sequence)
+    with pytest.raises(ValueError, match="no GPU page"):
+        kv.adopt_stored(sequence)
     with pytest.raises(ValueError, match="there already"):
-        TieredKV(1, 1, 4, 4, 8, 16, home=([torch.zeros(7, 1, 16, 4)], [torch.zeros(8, 1, 16, 4)]))
+        TieredKV(1, 1, 4, 4, 8, 16, stored=[(torch.zeros(7, 1, 16, 4), torch.zeros(8, 1, 16, 4))])
 
 
 @pytest.mark.parametrize("share", [1 / 32, 1 / 16, 1 / 10, 1 / 8])

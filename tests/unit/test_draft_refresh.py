@@ -22,7 +22,7 @@ from torch import Tensor
 import models
 from config import DraftSettings
 from engine.graphs import GraphRunner
-from engine.paged_kv import SequenceKV
+from engine.kv.pages import SequenceKV
 from evaluation.drafts import load_pair
 from evaluation.rounds import prefill
 from evaluation.run import Pair

@@ -11,7 +11,7 @@ import torch
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.paged_kv import OutOfPages
+from engine.kv.pages import OutOfPages
 from engine.step_loop import MOST_FAILURES, run_step_loop
 from sparsity.announce import announce
 from sparsity.methods import METHODS

@@ -16,8 +16,8 @@ import torch
 import models
 from cli.evaluate import add_evaluate
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
-from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner
 from evaluation import cases, drafts, plots, quality, report
 from evaluation.cases import Case

@@ -8,8 +8,8 @@ import torch
 import models
 from cli.main import main
 from config import TargetSettings
+from engine.kv.backing_store import BackingStore
 from engine.loading import load_model
-from engine.tiered_kv import TieredKV
 from evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from sparsity.plan import load_plan
 from target_service.verifier import Verifier
@@ -32,15 +32,15 @@ def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFix
 def test_a_token_that_differs_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is copied home, so that what has left the device is lost."""
-    monkeypatch.setattr(TieredKV, "_copy_layers_home", lambda *_: None)
+    """Nothing is stored, so that what has left the device is lost."""
+    monkeypatch.setattr(BackingStore, "_copy_layers", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", "identity", *SIZES])
     assert ended.value.code == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("float32 on ")
     assert said[1].split() == [
-        *("sessions", "frames", "hot", "fetched", "staged", "refused", "tokens", "identical")
+        *("sessions", "frames", "hot", "fetched", "staged", "overflow", "tokens", "identical")
     ]
     assert len(said) == 8
     assert all(any(f" no, {mix} " in line for line in said) for mix in ("exact", "approximate"))

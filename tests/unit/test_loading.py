@@ -8,6 +8,8 @@ import torch
 
 import models
 from config import ModelSettings
+from engine.kv.pages import pages_for
+from engine.kv.tiered import TieredKV
 from engine.loading import (
     DEFAULT_KV_TOKENS,
     ModelShape,
@@ -19,8 +21,6 @@ from engine.loading import (
     room_for_kv,
 )
 from engine.model_runner import MAX_OVERHANG
-from engine.paged_kv import pages_for
-from engine.tiered_kv import TieredKV
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
@@ -106,8 +106,8 @@ def test_with_a_backing_store_less_than_a_context_may_lie_on_the_device() -> Non
 def test_a_model_is_opened_over_tiers() -> None:
     runner = open_model(tiered(800)).runner
     assert isinstance(runner.kv, TieredKV)
-    assert (runner.kv.num_frames, runner.kv.pool.num_pages) == (20, 50)
-    assert runner.kv.staged_pages == pages_for(640 + MAX_OVERHANG)
+    assert (runner.kv.resident.count, runner.kv.pool.num_pages) == (20, 50)
+    assert runner.kv.memory.staged_pages == pages_for(640 + MAX_OVERHANG)
     assert not isinstance(open_model(replace(tiered(800), host_kv_memory=0.0)).runner.kv, TieredKV)
 
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine.batch import SequenceKeys
+from sparsity.just_in_time import JustInTime, KeyBounds, LayerView
 from torch import Tensor
 
-from engine.batch import SequenceKeys
-from engine.paged_kv import PAGE_SIZE
+from engine.kv.pages import PAGE_SIZE
 from sparsity import announce, in_advance, just_in_time
 from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
 from sparsity.choice import choose, choose_over_all, mandatory, share
 from sparsity.in_advance import RoundView
-from sparsity.just_in_time import JustInTime, KeyBounds, LayerView
 from sparsity.methods import METHODS, check_method, method_named, methods_of
 from sparsity.plan import Plan, PlanError, uniform_plan
 from sparsity.reader import Reader

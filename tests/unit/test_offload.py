@@ -13,11 +13,13 @@ from torch import Tensor
 import models
 from engine.inputs import SequenceInput
 from engine.judging import Drafted
+from engine.kv.cache import KVCache
+from engine.kv.counters import TierCounters
+from engine.kv.pages import OutOfPages, SequenceKV
+from engine.kv.tiered import TieredKV
 from engine.loading import load_model, make_runner
-from engine.paged_kv import OutOfPages, PagedKV, SequenceKV
 from engine.rounds.requests import RoundSettings
 from engine.sampling import Sampling
-from engine.tiered_kv import TierCounters, TieredKV
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, load_plan
 from sparsity.reader import Reader
@@ -52,7 +54,7 @@ class Side:
     ) -> None:
         sizes = 16 * (frames or PAGES), 16 * PAGES if frames else 0, CONTEXT
         self.runner = make_runner(model, *sizes, dense_layers=kept)
-        self.kv: PagedKV = self.runner.kv
+        self.kv: KVCache = self.runner.kv
         self.plan = plan
         self.kv.keep_group_means(plan.group_size)
         self.fetched = 0  # tokens, by what outputs say
@@ -120,7 +122,7 @@ class Outcome:
 
     outputs: list[Tensor]
     means: list[Tensor]
-    kv: PagedKV
+    kv: KVCache
     before: TierCounters
     fetched: int  # tokens of rounds, by what outputs say
 
@@ -189,9 +191,9 @@ def with_plan(**changes: Any) -> Case:
 def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: int) -> None:
     """From frames for everything on; group means are made from pages that are only at home, too."""
     got = check(model, plain, frames, Case())
-    assert got.tiered.spilled == (frames < 80)
+    assert got.tiered.offload_active == (frames < 80)
     assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
-    assert (got.tiered.counters.refused_pages, got.stages) == (0, 0)
+    assert (got.tiered.counters.overflow_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
 
 
@@ -237,7 +239,7 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, 
     got = check(model, plain, frames, case, method != "dense")
     sparse = frames < 80 and method != "dense"
     assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, frames < 80 and not sparse)
-    assert len(got.tiered.k_home) == len(got.tiered.k_pages) - 2
+    assert len(got.tiered.memory.stored) == len(got.tiered.k_pages) - 2
 
 
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
@@ -250,14 +252,14 @@ def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
 def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any) -> None:
     """Without staging: what was refused together has run apart."""
     got = check(model, plain, 36, replace(with_plan(budget=0.6), method="streaming"), exactly=False)
-    assert got.tiered.counters.refused_pages > 0
+    assert got.tiered.counters.overflow_pages > 0
     assert got.stages == 0
 
 
 def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, plain: Any) -> None:
     case = replace(with_plan(budget=0.6), method="streaming", chunk=64)
     got = check(model, plain, 20, case, exactly=False)
-    assert got.tiered.counters.refused_pages > 0
+    assert got.tiered.counters.overflow_pages > 0
     assert got.stages > 0
 
 
@@ -266,7 +268,7 @@ def test_the_least_frames_that_work(model: Any, plain: Any, method: str) -> None
     """Two pages of each of three sequences are written at once."""
     case = Case(method=method, chunk=32)
     check(model, plain, 6, case, exactly=False)
-    with pytest.raises(OutOfPages, match="6 frames wanted, 5 of 5 can be given"):
+    with pytest.raises(OutOfPages, match="6 GPU pages wanted, 5 of 5 can be given"):
         run(model, 5, case)
 
 

@@ -10,7 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.paged_kv import PAGE_SIZE, GroupMeanPool, OutOfPages, PagedKV, PagePool, SequenceKV, pages_for
+from engine.kv.group_means import GroupMeanPool
+from engine.kv.paged import PagedKV
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.kv.pool import PagePool
 from engine.sampling import Sampling
 from orchestrator.ledger import Ledger, LedgerError, Record
 from wire.messages import At, Commit, Exactness, FinishReason

@@ -1,16 +1,12 @@
 """Recorded reads come back from their file as they were, and what cannot be recorded is refused at once."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.recording import ReadRecording, load_reads, open_recording
-from config import TargetSettings
-from engine.runner import Runner
-from target_service.service import serve
-from wire.messages import At, Hello
+from benchmarks.recording import ReadRecording, load_reads
+from wire.messages import At
 
 
 def chosen(blocks: int, seed: int) -> torch.Tensor:
@@ -44,15 +40,3 @@ def test_nothing_recorded_is_a_file_too(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str) -> None:
     with pytest.raises(OSError, match="expected a file in a folder"):
         ReadRecording(str(tmp_path / name))
-
-
-async def test_a_runner_that_keeps_its_choices_is_refused_at_start(tmp_path: Path) -> None:
-    class OnDevice(Runner):
-        shares_budgets = True
-
-    record = partial(open_recording, str(tmp_path / "reads.npz"))
-    hello = Hello("target", "m", 10, "t", "p", 4, 16)
-    with pytest.raises(ValueError, match=r"--record-reads .*reads.npz: .*give --device cpu"):
-        await serve(TargetSettings(), OnDevice(), None, hello, lambda server: None, record)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="GPU"):
-        open_recording("reads.npz", OnDevice())

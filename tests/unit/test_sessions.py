@@ -18,9 +18,9 @@ from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.judging import Drafted, judge_rounds
-from engine.paged_kv import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.tiered import TieredKV
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
-from engine.tiered_kv import TieredKV
 from orchestrator.ledger import Ledger, Record
 from sparsity.announce import draft_heads
 from sparsity.methods import METHODS, methods_of
@@ -1370,10 +1370,10 @@ def test_counters_and_gauges_of_tiers_are_told() -> None:
     totals, gauges = verifier.totals, verifier.gauges
     assert totals["opened_sessions"] == 1
     assert {name for name in totals if name.startswith("kv_")} == {
-        *("kv_hit_pages", "kv_fetched_pages", "kv_refused_pages", "kv_staged_pages", "kv_stages"),
-        *("kv_copied_home", "kv_spills", "kv_bytes_fetched", "kv_bytes_copied_home"),
+        *("kv_hit_pages", "kv_fetched_pages", "kv_overflow_pages", "kv_staged_pages", "kv_stages"),
+        *("kv_stored_pages", "kv_offloads", "kv_bytes_fetched", "kv_bytes_stored"),
     }
-    assert (gauges["kv_frames"], gauges["kv_spilled"], gauges["kv_pages_held"]) == (40, 0, 0)
+    assert (gauges["kv_gpu_pages"], gauges["kv_offload_active"], gauges["kv_pages_held"]) == (40, 0, 0)
     assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
 
 

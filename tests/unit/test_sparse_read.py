@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from engine.batch import SequenceInput, SequenceKeys, SparseRead
 from torch import Tensor
 
-from engine.batch import SequenceInput, SequenceKeys, SparseRead
+from engine.kv.pages import SequenceKV
 from engine.loading import load_runner, output_projections
-from engine.paged_kv import SequenceKV
 from engine.runner import ModelRunner, SequenceOutput
 from kernels.selection import compact
 from models import DRAFT

@@ -23,9 +23,11 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.paged_kv import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.tier_reads import StagedReads, fetch_listed
-from engine.tiered_kv import CLOCK_SHARE, COPIED_AT_ONCE, PROGRAMS, TieredKV, head_rows
+from engine.kv.fetch import fetch_listed
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.kv.staged import StagedReads
+from engine.kv.tier_memory import PROGRAMS, head_rows
+from engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -80,16 +82,22 @@ def make(frames: int, pages: int = HOME, longest: int = LONGEST) -> TieredKV:
 def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: int, layer: int) -> None:
     """The last `count` of `tokens`, into the frames that they have."""
     at = np.arange(len(tokens) - count, len(tokens))
-    frames = torch.from_numpy(kv.frames(sequence)[at // PAGE_SIZE].astype(np.int64)).to(DEVICE)
+    frames = torch.from_numpy(kv.gpu_pages(sequence)[at // PAGE_SIZE].astype(np.int64)).to(DEVICE)
     assert (frames >= 0).all()
     offsets = torch.from_numpy(at % PAGE_SIZE).to(DEVICE)
     for which, pages in enumerate((kv.k_pages, kv.v_pages)):
         pages[layer][frames, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
 
 
+def stage(kv: TieredKV, sequences: list[SequenceKV]) -> StagedReads:
+    staged = kv.stage(sequences)
+    assert staged is not None
+    return staged
+
+
 def check_staged(kv: TieredKV, sequences: list[tuple[SequenceKV, tuple[int, ...]]]) -> None:
     """Whole sequences, layer by layer."""
-    staged = StagedReads(kv, [sequence for sequence, _ in sequences])
+    staged = stage(kv, [sequence for sequence, _ in sequences])
     for layer in range(LAYERS):
         check_layer(staged, layer, sequences)
 
@@ -211,22 +219,24 @@ class Tiers(RuleBasedStateMachine):
         writing = {id(kv): pages_for(kv.length + count) - kv.length // PAGE_SIZE for kv, count in work}
         partial = [1 for s in self.live if s.kv.length % PAGE_SIZE and id(s.kv) not in writing]
         fits = missing <= self.kv.pool.available
-        has_frames = sum(writing.values()) + len(partial) <= self.kv.num_frames
+        has_frames = sum(writing.values()) + len(partial) <= self.kv.resident.count
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # what is home decides what is drawn: the same each time
-        spilled, free = self.kv.spilled, self.kv.pool.free
+        spilled, free = self.kv.offload_active, self.kv.pool.free
         try:
-            self.kv.begin(work)
+            self.kv.begin_pass(work)
         except OutOfPages as error:
             assert not (fits and has_frames)
-            assert ("frames" in str(error)) == fits
+            assert ("GPU pages" in str(error)) == fits
             assert [(s.kv.length, s.kv.pages) for s in self.live] == before
             self.reached["out of frames" if fits else "out of pages"] += 1
             return False
         assert fits and has_frames
-        self.reached["spilled"] += self.kv.spilled and not spilled
-        self.reached["spilled again"] += self.kv.spilled and not spilled and self.kv.counters.spills > 1
-        self.reached["unspilled"] += spilled and not self.kv.spilled
+        self.reached["spilled"] += self.kv.offload_active and not spilled
+        self.reached["spilled again"] += (
+            self.kv.offload_active and not spilled and self.kv.counters.offloads > 1
+        )
+        self.reached["unspilled"] += spilled and not self.kv.offload_active
         self.reached["evicted"] += missing > free
         return True
 
@@ -259,10 +269,10 @@ class Tiers(RuleBasedStateMachine):
     ) -> None:
         self.check_means([session.kv for session, _ in planned])
         after = [(s.kv, tuple((s.tokens + s.drafted)[: s.kv.length + count])) for s, count in planned]
-        if self.kv.spilled and seed % 3:
+        if self.kv.offload_active and seed % 3:
             self.read_listed(np.random.default_rng(seed), planned, after, per_block, share)
-        elif self.kv.spilled and sum(len(kv.pages) for kv, _ in after) <= self.kv.staged_pages:
-            staged = StagedReads(self.kv, [kv for kv, _ in after])
+        elif self.kv.offload_active and sum(len(kv.pages) for kv, _ in after) <= self.kv.memory.staged_pages:
+            staged = stage(self.kv, [kv for kv, _ in after])
             for layer in range(LAYERS):
                 self.write(planned, after, layer)
                 check_layer(staged, layer, after)
@@ -273,11 +283,11 @@ class Tiers(RuleBasedStateMachine):
 
     def placed(self, layer: int, wanted: set[int]) -> int:
         """How many pages that are not hot a request will find slots for."""
-        tables = self.kv.tables
+        tables = self.kv.memory.tables
         slots = {row: int(tables.slot_of[layer, row]) for row in wanted}
         hot = {slot for slot in slots.values() if slot >= 0}
         dirty, stamps = tables.dirty[layer].tolist(), tables.stamps[layer].tolist()
-        free = sum(not dirty[s] and stamps[s] < self.kv.round and s not in hot for s in range(tables.slots))
+        free = sum(not dirty[s] and stamps[s] < self.kv._round and s not in hot for s in range(tables.slots))
         return min(len(wanted) - len(hot), free)
 
     def write(
@@ -295,7 +305,7 @@ class Tiers(RuleBasedStateMachine):
         share: float,
     ) -> None:
         """All that is listed, if the GPU has slots for it; whether it has is told."""
-        kv, tables = self.kv, self.kv.tables
+        kv, tables = self.kv, self.kv.memory.tables
         sequences = [sequence for sequence, _ in after]
         listed = Listed.draw(rng, sequences, per_block, share)
         round = next_round(kv)
@@ -307,14 +317,14 @@ class Tiers(RuleBasedStateMachine):
             refused += sum(int(tables.slot_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        done = fetch_listed(kv, lists, counts, size, pages, round, overlap=share < 1)
-        assert int(done.refused) == refused
+        done = fetch_listed(kv.memory, lists, counts, size, pages, round, overlap=share < 1)
+        assert int(done.overflow) == refused
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
             self.write(planned, after, layer)
             done.wait(layer)
             if not refused:
-                listed.check(kv, done.slots, layer, after)
+                listed.check(kv, done.lines, layer, after)
         self.reached["refused" if refused else "listed"] += 1
         self.reached["fetched"] += fetched > 0
 
@@ -346,7 +356,7 @@ class Tiers(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         self.end(self.live[data.draw(st.integers(0, len(self.live) - 1))])
 
-    @precondition(lambda self: len(self.live) > 1 and self.kv.spilled)
+    @precondition(lambda self: len(self.live) > 1 and self.kv.offload_active)
     @rule()
     def close_all(self) -> None:
         for session in list(self.live):
@@ -364,12 +374,14 @@ class Tiers(RuleBasedStateMachine):
     def what_is_hot_is_right(self) -> None:
         """Of all that the clock has, in every slot."""
         kv = self.kv
-        if not kv.spilled:
+        if not kv.offload_active:
             return
         for layer in range(LAYERS):
-            page_in, dirty = (part[layer].long() for part in (kv.tables.page_in, kv.tables.dirty))
+            page_in, dirty = (
+                part[layer].long() for part in (kv.memory.tables.page_in, kv.memory.tables.dirty)
+            )
             slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
-            for near, home in ((kv.k_pages, kv.k_home), (kv.v_pages, kv.v_home)):
+            for near, home in zip((kv.k_pages, kv.v_pages), zip(*kv.memory.stored, strict=True), strict=True):
                 got = head_rows(near[layer])[slots].cpu()
                 assert torch.equal(got, head_rows(home[layer])[page_in[slots].cpu()])
 
@@ -379,8 +391,8 @@ class Tiers(RuleBasedStateMachine):
         part: list[Session] = []
         for session in [*(s for s in self.live if s.run), None]:
             together = sum(len(s.kv.pages) for s in [*part, *([session] if session else [])])
-            if part and (session is None or together > self.kv.staged_pages):
-                if self.kv.spilled:
+            if part and (session is None or together > self.kv.memory.staged_pages):
+                if self.kv.offload_active:
                     check_staged(self.kv, [(s.kv, s.run) for s in part])
                 part = []
             if session is not None:
@@ -389,12 +401,12 @@ class Tiers(RuleBasedStateMachine):
 
     def check_where_it_lies(self, session: Session) -> None:
         wanted, written = in_pages(contents(session.run), len(session.kv.pages))
-        pages, frames = session.kv.table().copy(), self.kv.frames(session.kv)
-        framed, home = frames >= 0, self.kv._at_home[pages]
+        pages, frames = session.kv.table().copy(), self.kv.gpu_pages(session.kv)
+        framed, home = frames >= 0, self.kv.store.holds[pages]
         assert (framed | home).all()
         for places, where, chosen in (
             ((self.kv.k_pages, self.kv.v_pages), frames, framed),
-            ((self.kv.k_home, self.kv.v_home), pages, home),
+            ((*zip(*self.kv.memory.stored, strict=True),), pages, home),
         ):
             at = torch.from_numpy(where[chosen].astype(np.int64))
             there = torch.from_numpy(written.numpy()[chosen])
@@ -406,10 +418,10 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def home_never_changes(self) -> None:
         """From the copy of a page to its release; of pages that are kept for their prefix too."""
-        kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv._at_home)}
+        kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv.store.holds)}
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        layers = [*self.kv.k_home, *self.kv.v_home]
+        layers = [part for side in zip(*self.kv.memory.stored, strict=True) for part in side]
         for page, before in kept.items():
             now = zlib.crc32(b"".join(layer[page].numpy().tobytes() for layer in layers))
             assert before in (None, now)
@@ -421,7 +433,7 @@ class Tiers(RuleBasedStateMachine):
             self.end(session)
         if hasattr(self, "kv"):
             assert self.kv.pool.held == 0
-            self.kv.begin([])
+            self.kv.begin_pass([])
             self.kv.check_integrity()
 
 
@@ -457,7 +469,7 @@ def fill(kv: TieredKV, tokens: list[int], dense: bool = False, chunk: int = 2 * 
 def run_one(kv: TieredKV, sequence: SequenceKV, tokens: list[int]) -> None:
     """One pass over one sequence, which ends with `tokens`."""
     count = len(tokens) - sequence.length
-    kv.begin([(sequence, count)])
+    kv.begin_pass([(sequence, count)])
     for layer in range(LAYERS):
         write(kv, sequence, tuple(tokens), count, layer)
     sequence.length = len(tokens)
@@ -475,12 +487,12 @@ def test_what_fits_into_frames_stays_there() -> None:
     tokens = [token % 251 for token in range(69 * PAGE_SIZE)]
     run_one(kv, sequence, tokens[: (COPIED_AT_ONCE - 1) * PAGE_SIZE])
     run_one(kv, sequence, tokens[: COPIED_AT_ONCE * PAGE_SIZE])
-    assert kv.counters.copied_home == 0
+    assert kv.counters.stored_pages == 0
     run_one(kv, sequence, tokens)
-    assert kv.counters.copied_home == COPIED_AT_ONCE
+    assert kv.counters.stored_pages == COPIED_AT_ONCE
     run_one(kv, sequence, [*tokens, 1])
-    assert (kv.spilled, kv.counters.spills, kv.is_resident(sequence)) == (False, 0, True)
-    assert kv.gauges == {"kv_frames": 70, "kv_frames_written": 70, "kv_spilled": 0.0}
+    assert (kv.offload_active, kv.counters.offloads, kv.is_resident(sequence)) == (False, 0, True)
+    assert kv.gauges == {"kv_gpu_pages": 70, "kv_gpu_pages_given": 70, "kv_offload_active": 0.0}
     kv.check_integrity()
 
 
@@ -488,25 +500,25 @@ def test_kv_spills_comes_back_and_spills_again() -> None:
     kv = make(frames=6)
     for turn in range(1, 4):
         kept = fill(kv, text(turn, 3))
-        assert not kv.spilled
+        assert not kv.offload_active
         other = fill(kv, text(turn + 10, 7))
-        assert (kv.spilled, kv.counters.spills) == (True, turn)
-        assert (kv.frames(other) < 0).any()
+        assert (kv.offload_active, kv.counters.offloads) == (True, turn)
+        assert (kv.gpu_pages(other) < 0).any()
         check_staged(kv, [(kept, tuple(text(turn, 3)))])
         check_staged(kv, [(other, tuple(text(turn + 10, 7)))])
         kv.release(kept)
         kv.release(other)
-        kv.begin([])
-        assert (kv.spilled, kv.gauges["kv_frames_written"]) == (False, 0)
+        kv.begin_pass([])
+        assert (kv.offload_active, kv.gauges["kv_gpu_pages_given"]) == (False, 0)
         kv.check_integrity()
 
 
 def test_once_spilled_some_frames_are_left_to_the_clock() -> None:
     kv = make(frames=12, pages=40)
     sequences = [fill(kv, text(kind, 6)) for kind in range(4)]
-    assert kv.spilled
-    kv.begin([(sequences[0], 1)])
-    assert len(kv._free_frames) >= 12 // CLOCK_SHARE
+    assert kv.offload_active
+    kv.begin_pass([(sequences[0], 1)])
+    assert len(kv.resident._free) >= 12 // CLOCK_SHARE
 
 
 def test_what_is_read_wholly_leaves_last() -> None:
@@ -514,9 +526,9 @@ def test_what_is_read_wholly_leaves_last() -> None:
     dense = fill(kv, text(1, 5), dense=True)
     sparse = fill(kv, text(2, 5))
     fill(kv, text(3, 2))
-    assert kv.spilled
+    assert kv.offload_active
     assert kv.is_resident(dense)
-    assert (kv.frames(sparse)[:-1] < 0).all()
+    assert (kv.gpu_pages(sparse)[:-1] < 0).all()
     fill(kv, text(4, 5), chunk=6 * PAGE_SIZE)
     assert not kv.is_resident(dense)
     check_staged(kv, [(dense, tuple(text(1, 5)))])
@@ -553,9 +565,9 @@ def test_pages_taken_from_an_old_prefix_are_their_new_owners(frames: int) -> Non
         run_one(kv, sequence, [*text(50 + kind, 2), 7])
     kv.check_integrity()
     for kind, sequence in enumerate(held):
-        frames_of = kv.frames(sequence)
-        assert kv.spilled or (frames_of >= 0).all()
-        if kv.spilled:
+        frames_of = kv.gpu_pages(sequence)
+        assert kv.offload_active or (frames_of >= 0).all()
+        if kv.offload_active:
             check_staged(kv, [(sequence, (*text(50 + kind, 2), 7))])
         else:
             content, written = in_pages(contents((*text(50 + kind, 2), 7)), len(frames_of))
@@ -568,11 +580,11 @@ def test_a_pass_without_room_changes_nothing() -> None:
     held = fill(kv, text(1, 6))
     before = held.length, list(held.pages), kv.pool.available
     with pytest.raises(
-        OutOfPages, match=r"6 frames wanted, \d of 4 can be given: raise --kv-memory, or lower"
+        OutOfPages, match=r"6 GPU pages wanted, \d of 4 can be given: raise --kv-memory, or lower"
     ):
-        kv.begin([(held, 1), (SequenceKV(), 5 * PAGE_SIZE), (SequenceKV(), PAGE_SIZE)])
+        kv.begin_pass([(held, 1), (SequenceKV(), 5 * PAGE_SIZE), (SequenceKV(), PAGE_SIZE)])
     with pytest.raises(OutOfPages, match="8 pages wanted, 7 of 14 available"):
-        kv.begin([(held, 16), (SequenceKV(), 7 * PAGE_SIZE)])
+        kv.begin_pass([(held, 16), (SequenceKV(), 7 * PAGE_SIZE)])
     assert (held.length, held.pages, kv.pool.available) == before
     check_staged(kv, [(held, tuple(text(1, 6)))])
     run_one(kv, held, [*text(1, 6), 9])
@@ -587,21 +599,21 @@ def test_what_is_rolled_back_is_not_copied_home() -> None:
     kv.truncate(sequence, 2 * PAGE_SIZE + 1)
     run_one(kv, sequence, [*text(1, 2), *[99] * 12])
     fill(kv, text(3, 3))
-    assert kv.spilled
-    assert [bool(home) for home in kv._at_home[sequence.pages]] == [True, True, False]
+    assert kv.offload_active
+    assert [bool(home) for home in kv.store.holds[sequence.pages]] == [True, True, False]
     check_staged(kv, [(sequence, (*text(1, 2), *[99] * 12))])
 
 
 def test_what_is_not_built_or_does_not_fit() -> None:
     for frames, pages in ((0, 4), (5, 4)):
-        with pytest.raises(ValueError, match=f"{frames} frames on the GPU for 4 pages at home"):
+        with pytest.raises(ValueError, match=f"{frames} GPU pages for 4 pages in the backing store"):
             make(frames, pages)
     kv = make(frames=6, longest=3 * PAGE_SIZE)
     sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
     with pytest.raises(NotImplementedError, match="cannot be forked"):
         kv.fork(sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
-        StagedReads(kv, sequences)
+        stage(kv, sequences)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
@@ -612,9 +624,9 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
     copied = []
     for kind in (1, 2):
         sequence = fill(kv, text(kind, 1)[:-1])
-        kv.begin([])
-        kv._copy_home()
-        kv._home.copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
+        kv.begin_pass([])
+        kv._copy_to_store()
+        kv.store._copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
         event.query = lambda event=event: event.arrived
         copied.append((list(sequence.pages[:1]), event))
         if kind == 1:
@@ -623,18 +635,18 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
     page = copied[0][0][0]
     for (_, event), home in zip(copied, (False, True), strict=True):
         event.arrived = True
-        kv.begin([])
-        assert bool(kv._at_home[page]) is home
+        kv.begin_pass([])
+        assert bool(kv.store.holds[page]) is home
 
 
 def test_layers_wait_for_the_link() -> None:
     kv = make(frames=6)
     sequence = fill(kv, text(1, 8))
-    kv.begin([(sequence, 1)])
+    kv.begin_pass([(sequence, 1)])
     lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()
     counts = torch.full((LAYERS, 1, HEADS), 4, dtype=torch.int32, device=DEVICE)
     tables = torch.from_numpy(sequence.table().copy())[None].to(DEVICE)
-    done = fetch_listed(kv, lists, counts, PAGE_SIZE, tables, next_round(kv))
+    done = fetch_listed(kv.memory, lists, counts, PAGE_SIZE, tables, next_round(kv))
     for layer in range(LAYERS):
         done.wait(layer)
     assert done.done.tolist() == [PROGRAMS] * LAYERS

@@ -10,6 +10,7 @@ import transformers
 import models
 from config import ModelSettings
 from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
 from engine.loading import (
     OpenedModel,
     count_token_ids,
@@ -17,7 +18,6 @@ from engine.loading import (
     load_tokenizer,
     open_model,
 )
-from engine.paged_kv import SequenceKV
 from wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer

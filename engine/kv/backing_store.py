@@ -1,0 +1,146 @@
+"""The backing store: host memory that has a copy of every full page, so that the page may leave the GPU.
+
+Only full pages are copied, once: what a round has rolled back is never copied, and partial pages stay on the GPU.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.tier_memory import PROGRAMS, Pages
+from kernels.backends import Backend
+from kernels.kv_gather import gather_blocks
+
+
+@dataclass
+class _Copy:
+    """Pages on their way to the store; `done` is None where copying does not return before it is done."""
+
+    pages: list[int]
+    done: torch.cuda.Event | None
+
+
+class BackingStore:
+    """Which pages the store has, or will have, and which of these may leave their GPU pages.
+
+    holds: bool [pages], whether the store has the page. A full page waits, is copied, and may then leave; pages that
+    are read densely are told apart, because they leave last. All are kept in the order in which they came.
+    """
+
+    def __init__(
+        self, on_gpu: list[Pages], stored: list[Pages], pages: int, device: torch.device, backend: Backend
+    ) -> None:
+        """on_gpu, stored: from where to where each layer's pages are copied."""
+        self.holds = np.zeros(pages, bool)
+        self._layers = list(zip(on_gpu, stored, strict=True))
+        self._device, self._backend = device, backend
+        # Before what computes, or it would find no room on the multiprocessors.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._waiting: dict[int, bool] = {}  # whether the page is read densely
+        self._copying: dict[int, bool] = {}
+        self._copies: deque[_Copy] = deque()
+        self._movable: dict[int, None] = {}  # stored, and in a GPU page
+        self._movable_dense: dict[int, None] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Full pages that no copy has been started of."""
+        return len(self._waiting)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are full pages that are not stored yet."""
+        return bool(self._waiting or self._copying)
+
+    def offer(self, pages: np.ndarray, dense: bool) -> None:
+        """Let full, committed pages wait to be copied, unless they are stored or on their way. int32 [pages]"""
+        for page in pages[~self.holds[pages]].tolist():
+            if page not in self._copying and page not in self._waiting:
+                self._waiting[page] = dense
+
+    def start_copies(self, gpu_page_of: np.ndarray) -> int:
+        """Copy the pages that wait, on a stream of its own; returns how many they are. gpu_page_of: int32, by page."""
+        pages = list(self._waiting)
+        if not pages:
+            return 0
+        self._copying |= self._waiting
+        self._waiting.clear()
+        lists = self._list(gpu_page_of[pages].tolist()), self._list(pages), self._list([len(pages)])
+        done: torch.cuda.Event | None = None
+        if self._stream is None:
+            self._copy_layers(*lists)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._copy_layers(*lists)
+                done = torch.cuda.Event()
+                done.record()
+            for tensor in lists:
+                tensor.record_stream(self._stream)
+        self._copies.append(_Copy(pages, done))
+        return len(pages)
+
+    def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:
+        for source, destination in self._layers:
+            gather_blocks(
+                (source[0].flatten(1), source[1].flatten(1)),
+                (destination[0].flatten(1), destination[1].flatten(1)),
+                gpu_pages,
+                pages,
+                count,
+                PROGRAMS,
+                self._backend,
+            )
+
+    def take_up_copies(self, wait: bool) -> None:
+        """Note what has been stored. wait: let the device, not the host, wait for what is on its way."""
+        copies = self._copies
+        while copies and (wait or copies[0].done is None or copies[0].done.query()):
+            copy = copies.popleft()
+            if copy.done is not None:
+                torch.cuda.current_stream().wait_event(copy.done)
+            for page in copy.pages:
+                dense = self._copying.pop(page)
+                self.holds[page] = True
+                (self._movable_dense if dense else self._movable)[page] = None
+
+    def take_movable(self) -> list[int]:
+        """The pages that may leave the GPU and are not read densely; they are said once."""
+        pages = list(self._movable)
+        self._movable.clear()
+        return pages
+
+    def take_movable_dense(self, count: int) -> list[int]:
+        """Up to so many of those that are read densely, the first that came first."""
+        pages = list(self._movable_dense)[: max(0, count)]
+        for page in pages:
+            del self._movable_dense[page]
+        return pages
+
+    def forget(self, pages: list[int]) -> None:
+        """Drop pages that nobody holds any more."""
+        self.holds[pages] = False
+        for page in pages:
+            for kept in (self._waiting, self._copying, self._movable, self._movable_dense):
+                kept.pop(page, None)
+            for (
+                copy
+            ) in self._copies:  # a copy of what the page holds next does not count until it is done itself
+                if page in copy.pages:
+                    copy.pages.remove(page)
+
+    def _list(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(self._device)
+
+    def check_integrity(self, gpu_page_of: np.ndarray) -> None:
+        """Raise AssertionError unless what is stored is what is on the GPU, byte by byte."""
+        both = np.flatnonzero(self.holds & (gpu_page_of >= 0))
+        for source, destination in self._layers:
+            for near, far in zip(source, destination, strict=True):
+                assert torch.equal(near[gpu_page_of[both]].cpu(), far[both].cpu())
+        movable = {**self._movable, **self._movable_dense}
+        assert all(self.holds[page] and gpu_page_of[page] >= 0 for page in movable)
+        assert not (set(movable) & set(self._waiting)) and not (set(movable) & set(self._copying))

@@ -1,0 +1,236 @@
+"""What a runner and the services ask of a KV cache, wherever its pages lie.
+
+`PagedKV` (engine.kv.paged) has all pages on the model's device. `TieredKV` (engine.kv.tiered) has a backing store in
+host memory, and only some of the pages on the GPU. Both answer the same questions, so that nobody outside asks which
+of them it has. The order of a pass:
+
+    begin_pass        pages for the tokens to come, and GPU pages to write them to
+    gpu_pages         where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
+    can_fetch         otherwise: whether a step fetches what it lists (fetch_plan); else sequences are staged
+    count_step        after a step that fetched: its counters, and whether everything found room
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.fetch import FetchPlan
+from engine.kv.group_means import GroupMeanPool
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.pool import PagePool
+from engine.kv.prefix_index import next_prefix
+from engine.kv.staged import StagedReads
+from kernels.paged_attention import GroupMeans
+
+
+class KVCache(ABC):
+    """The KV tensors of one model, and the block tables over them.
+
+    k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
+    pool: of page numbers; block tables name these. kept_layers: layers whose pages always lie at their page numbers,
+    while those of the other layers lie where `gpu_pages` says.
+    """
+
+    kept_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+        kv_heads: int,
+        pool: PagePool,
+        device: torch.device,
+    ) -> None:
+        self.k_pages, self.v_pages = k_pages, v_pages
+        self.kv_heads = kv_heads
+        self.device = device
+        self.pool = pool
+        self.means: GroupMeanPool | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k_pages)
+
+    # Where pages lie.
+
+    @property
+    @abstractmethod
+    def offloads(self) -> bool:
+        """Whether pages may leave the GPU for a backing store."""
+
+    @abstractmethod
+    def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
+        """Make ready for a pass that adds so many tokens to each sequence: have pages, on the GPU, to write them to.
+
+        The tokens that these sequences have are committed from now on. Raises OutOfPages if there is no room; then the
+        sequences are as they were.
+        """
+
+    @abstractmethod
+    def gpu_pages(self, sequence: SequenceKV) -> np.ndarray:
+        """int32 [pages]: the index in `k_pages` and `v_pages` of each page of a sequence, -1 for one not there."""
+
+    @abstractmethod
+    def is_resident(self, sequence: SequenceKV) -> bool:
+        """Whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
+
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
+        return self.k_pages[layer], self.v_pages[layer]
+
+    @abstractmethod
+    def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
+        """Make the means of groups from their pages, int32 [groups, pages of a group], at `slots` of the pool."""
+
+    # Reading sequences that are not resident.
+
+    @abstractmethod
+    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
+        """Whether a step can fetch what it lists and is not on the GPU.
+
+        width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
+        """
+
+    @abstractmethod
+    def next_round(self) -> int:
+        """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""
+
+    @abstractmethod
+    def fetch_plan(
+        self,
+        lists: Tensor,
+        counts: Tensor,
+        block_size: int,
+        page_tables: Tensor,
+        round: Tensor,
+        overlap: bool = True,
+    ) -> FetchPlan | None:
+        """Start to fetch what a step lists; None if everything always lies on the GPU. Launches only.
+
+        The arguments are those of engine.kv.fetch.fetch_listed.
+        """
+
+    @abstractmethod
+    def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
+        """Count what a step fetched; returns whether all that it listed found room. If not, the step is void.
+
+        results: `listed`, `fetched`, `overflow` [1] and `missed` [sequences] int32 (engine.kv.fetch.FetchPlan).
+        """
+
+    @abstractmethod
+    def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
+        """Start to bring whole sequences together on the GPU; None if everything always lies there.
+
+        Raises ValueError if they are more than there is room for; `staging_parts` says how many fit.
+        """
+
+    @abstractmethod
+    def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:
+        """Split neighbouring sequences into runs that can be staged together: ranges over the given indices."""
+
+    # Checks, and what is told of it.
+
+    @abstractmethod
+    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
+        """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept whole on the GPU."""
+
+    @abstractmethod
+    def check_writable(self, pages: int, why: str) -> None:
+        """Raise ValueError if so many pages cannot be written at once. why: who writes them, for the message."""
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Counters since the start, by name; those of the tiers, if there are any."""
+        return {}
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """How things stand now, by name; of the tiers, if there are any."""
+        return {}
+
+    # Group means.
+
+    def keep_group_means(self, group_size: int, slots: int | None = None) -> None:
+        """Have room for means of groups of `group_size` tokens, for sequences that are read sparsely.
+
+        slots: groups over all sequences; as many as fit the pages if None, which is too few for sequences that
+        share pages. No sequence may hold means when this is called.
+        """
+        if slots is None:
+            slots = self.pool.num_pages * PAGE_SIZE // group_size
+        self.means = GroupMeanPool(self.k_pages, group_size, slots)
+
+    def group_means(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
+        """Means over all complete groups of each sequence, a layer each. Missing ones are made from the pages."""
+        return self.extend_group_means(sequences).batch(sequences, device)
+
+    def extend_group_means(self, sequences: list[SequenceKV]) -> GroupMeanPool:
+        """Make the missing means of complete groups from the pages. Raises ValueError if no room was made for them."""
+        if self.means is None:
+            raise ValueError("no room for group means was made: call keep_group_means first")
+        for sequence in sequences:
+            self.means.extend(sequence, self.make_means)
+        return self.means
+
+    # Sequences.
+
+    def grow(self, sequence: SequenceKV, length: int) -> None:
+        """Allocate pages so that `length` tokens fit; sequence.length is left to the writer. Raises OutOfPages."""
+        missing = pages_for(length) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages += self.pool.allocate(missing)
+
+    def truncate(self, sequence: SequenceKV, length: int) -> None:
+        """Roll back to `length` tokens: free the pages behind it. It copies nothing.
+
+        Raises ValueError for more tokens than there are, or if the last page that stays is indexed or shared.
+        """
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
+        if length < sequence.indexed * PAGE_SIZE:
+            raise ValueError(f"cannot truncate to {length}: {sequence.indexed} pages are indexed by prefix")
+        last = sequence.pages[length // PAGE_SIZE] if length % PAGE_SIZE else None
+        if last is not None and self.pool.references[last] > 1:
+            raise ValueError(f"cannot truncate to {length}: the page there is shared with another sequence")
+        sequence.length = length
+        sequence.stored = min(sequence.stored, length // PAGE_SIZE)
+        keep = pages_for(length)
+        self.pool.release(sequence.pages[keep:])
+        sequence.drop_pages(keep)
+        if self.means is not None:
+            self.means.truncate(sequence)
+
+    def release(self, sequence: SequenceKV) -> None:
+        """Give all pages back; the sequence is empty afterwards."""
+        self.pool.release(sequence.pages)
+        sequence.drop_pages(0)
+        sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
+        if self.means is not None:
+            self.means.truncate(sequence)
+
+    @abstractmethod
+    def fork(self, sequence: SequenceKV) -> SequenceKV:
+        """Another sequence with the same KV: full pages are shared, a partial last page is copied."""
+
+    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
+        """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""
+        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
+            found = self.pool.match(next_prefix(sequence, tokens))
+            if found is None:
+                break
+            page, sequence.serial = found
+            sequence.pages.append(page)
+            sequence.indexed += 1
+        sequence.length = sequence.indexed * PAGE_SIZE
+        return sequence.length
+
+    def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
+        """Offer full pages, whose KV must be dense, to later sequences: of the `committed` first tokens, or of all."""
+        count = len(tokens) if committed is None else committed
+        while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
+            page = sequence.pages[sequence.indexed]
+            sequence.serial = self.pool.index(page, next_prefix(sequence, tokens))
+            sequence.indexed += 1

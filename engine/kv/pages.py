@@ -1,0 +1,48 @@
+"""Pages of KV: how many tokens one holds, and the block table of a sequence."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PAGE_SIZE = 16  # tokens
+
+
+class OutOfPages(Exception):
+    """The pool cannot supply the pages asked for."""
+
+
+def pages_for(length: int) -> int:
+    """How many pages `length` tokens take."""
+    return -(-length // PAGE_SIZE)
+
+
+@dataclass
+class SequenceKV:
+    """A sequence's block table. `length` tokens have KV; `pages` may reach beyond it."""
+
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    indexed: int = 0  # leading pages offered to the prefix index
+    serial: int = 0  # of the last of them
+    stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
+    dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
+    groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
+    _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
+    _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already
+
+    def table(self) -> np.ndarray:
+        """`pages` as int32 [pages]; to be read before they change. A long list is not converted anew each step."""
+        count = len(self.pages)
+        if count > len(self._table):
+            table = np.empty(2 * count, np.int32)
+            table[: self._in_table] = self._table[: self._in_table]
+            self._table = table
+        self._table[self._in_table : count] = self.pages[self._in_table :]
+        self._in_table = count
+        return self._table[:count]
+
+    def drop_pages(self, keep: int) -> None:
+        """Forget all pages but the first `keep`; who gives them back to the pool is the caller."""
+        del self.pages[keep:]
+        self._in_table = min(self._in_table, keep)
+        self.stored = min(self.stored, keep)

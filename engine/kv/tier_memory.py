@@ -1,0 +1,91 @@
+"""The memory of KV in tiers: what lies on the GPU, the backing store, and how rows get from one to the other.
+
+Layers that lie in tiers are counted among themselves here: `index` is a row of the residency tables. A *row* is a page
+of one KV head: row page * kv_heads + head, on the GPU and in the backing store alike. On the GPU it lies in a cache
+line, GPU page * kv_heads + head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.backends import Backend
+from kernels.kv_gather import LayerCopies, gather_blocks
+from kernels.residency import ResidencyTables
+
+# Programs that fetch: enough for the host's link (docs/performance.md). Attention has room for no more beside it
+# (kernels.paged_attention.LEFT_FREE).
+PROGRAMS = 8
+
+Pages = tuple[Tensor, Tensor]  # keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim]
+
+
+@dataclass(frozen=True)
+class TierMemory:
+    """Where the KV of the layers in tiers lies.
+
+    layers: their numbers in the model. on_gpu: a pair a layer, GPU pages. stored: a pair a layer, all pages, on the
+    host. staging: two pairs, in which a layer's pages are brought together. tables: which rows are in which cache
+    lines; they say nothing until the offload is active. copies: from `stored` to `on_gpu`, of all layers.
+    link: the stream that copies from the backing store beside the model; None on a CPU.
+    """
+
+    layers: list[int]
+    on_gpu: list[Pages]
+    stored: list[Pages]
+    staging: list[Pages]
+    tables: ResidencyTables
+    copies: LayerCopies
+    link: torch.cuda.Stream | None
+    kv_heads: int
+    backend: Backend
+
+    @property
+    def device(self) -> torch.device:
+        return self.tables.page_in.device
+
+    @property
+    def staged_pages(self) -> int:
+        """How many pages can be brought together."""
+        return self.staging[0][0].shape[0]
+
+
+def head_rows(pages: Tensor) -> Tensor:
+    """[pages * kv_heads, PAGE_SIZE * head_dim], a view."""
+    return pages.flatten(0, 1).flatten(1)
+
+
+def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
+    """int32 [pages * kv_heads]: the rows of pages, head by head."""
+    rows = (pages[:, None] * kv_heads + np.arange(kv_heads)).reshape(-1)
+    return torch.from_numpy(rows.astype(np.int32)).to(device)
+
+
+def cache_lines_of(memory: TierMemory, index: int, rows: Tensor) -> Tensor:
+    """int32 [rows]: the cache line of each row in a layer, -1 where it is in the backing store alone."""
+    return memory.tables.slot_of[index][rows.long()]
+
+
+def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> None:
+    """Copy what is in cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
+    _bring(memory, memory.on_gpu[index], buffer, lines)
+
+
+def bring_misses(memory: TierMemory, index: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
+    """Copy the rows of a layer that are in no cache line from the backing store to their places in a staging buffer."""
+    _bring(memory, memory.stored[index], buffer, rows.masked_fill(lines >= 0, -1))
+
+
+def _bring(memory: TierMemory, source: Pages, buffer: int, rows: Tensor) -> None:
+    keys, values = memory.staging[buffer]
+    gather_blocks(
+        (head_rows(source[0]), head_rows(source[1])),
+        (head_rows(keys), head_rows(values)),
+        rows,
+        torch.arange(len(rows), dtype=torch.int32, device=memory.device),
+        torch.tensor([len(rows)], dtype=torch.int32).to(memory.device),
+        4 * PROGRAMS,  # nothing else runs while a layer's pages are awaited
+        memory.backend,
+    )

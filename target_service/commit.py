@@ -1,0 +1,91 @@
+"""What of a verified round is committed."""
+
+from collections.abc import Sequence
+
+from engine.inputs import SequenceOutput
+from engine.kv.paged import PagedKV
+from engine.sampling import USE_ACCEPT, uniforms
+from sparsity.plan import Plan
+from target_service.planning import VerifyRound
+from wire.messages import Commit, FinishReason, Verdict
+
+
+def commit_round(
+    item: VerifyRound,
+    output: SequenceOutput,
+    verdict: tuple[int, int],
+    seconds: float,
+    plan: Plan,
+    kv: PagedKV,
+) -> tuple[Commit, Verdict]:
+    """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
+
+    verdict: drafted tokens that were accepted, and the token that follows them. seconds: that the step took.
+    """
+    session, proposal, (accepted, following) = item.session, item.proposal, verdict
+    before, key, stats = session.at, session.key, session.stats
+    proposed: Sequence[int] = proposal.tokens if proposal is not None else []
+    room = session.max_length - before.base
+    tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
+    # A draft that was lost or has asked for Begin during the step does not know this round.
+    judged = proposal if session.proposals.get(key) is proposal else None
+    all_kept = judged is not None and accepted == len(proposed)
+    agreed = all_kept and session.foreseen(session.round + 1) == following
+    tokens_read, tokens_total = _tokens_read(item, plan, kv)
+    commit = Commit(
+        at=before,
+        tokens=tokens,
+        drafted=len(proposed),
+        accepted=min(accepted, len(tokens)),
+        finish_reason=finish,
+        kv_tokens_read=tokens_read,
+        kv_tokens_total=tokens_total,
+        kv_tokens_fetched=output.tokens_fetched,
+        announced_bytes=stats.announced_bytes,
+        stale_rounds=stats.stale_rounds,
+        prefill_seconds=stats.prefill_seconds,
+        wait_seconds=item.wait_seconds,
+        draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
+        verify_seconds=seconds,
+    )
+    session.commit(tokens, agreed, judged)
+    kv.truncate(session.kv, len(session.tokens) - 1)
+    at = before._replace(epoch=session.epoch, round=session.round)
+    return commit, Verdict(at, commit.accepted, tokens, plain=judged is None)
+
+
+def cut_at_end(
+    tokens: list[int], room: int, stop_token_ids: frozenset[int]
+) -> tuple[list[int], FinishReason]:
+    """Return the tokens up to a stop token (included) or as many as there is room for, and why they end, if they do."""
+    for i, token in enumerate(tokens[:room]):
+        if token in stop_token_ids:
+            return tokens[: i + 1], FinishReason.STOP
+    if len(tokens) >= room:
+        return tokens[:room], FinishReason.LENGTH
+    return tokens, FinishReason.NONE
+
+
+def _tokens_read(item: VerifyRound, plan: Plan, kv: PagedKV) -> tuple[int, int]:
+    """Return the (layer, KV head, token) triples that a round read, and those that there were."""
+    if item.session.reader is not None:
+        read, total = item.session.reader.tokens_read
+        return round(read), total
+    blocks = plan.num_blocks(item.length)  # whole blocks, as a sparse read counts them
+    everything = kv.num_layers * kv.kv_heads * blocks * plan.block_size
+    return everything, everything
+
+
+def imposed_verdict(item: VerifyRound, following: int, rate: float) -> tuple[int, int]:
+    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate.
+
+    following: the target's token, which stands unless all drafted tokens are kept and the draft has already said which
+    token it assumes to follow; that one has a chance of its own.
+    """
+    session, count = item.session, len(item.input.tokens) - 1
+    foreseen = session.foreseen(session.round + 1)
+    rejected = uniforms(session.sampling.seed, len(session.tokens), count + 1, USE_ACCEPT) >= rate
+    kept = int(rejected.argmax()) if rejected.any() else len(rejected)
+    if kept > count and foreseen is not None:
+        following = foreseen
+    return min(kept, count), following

@@ -1,0 +1,128 @@
+"""What a step runs: every session whose proposal is here (γ + 1 tokens each), every session that no draft serves for
+now (one token each), and a share of the prompts still to be read.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from config import TargetSettings
+from engine.inputs import SequenceInput, SequenceOutput
+from engine.judging import Drafted
+from engine.step_loop import share_prefill
+from target_service.session import TargetSession
+from wire.messages import Proposal
+
+
+@dataclass
+class VerifyRound:
+    """A session's part of a step: a proposal to verify, or none to decode one token plainly.
+
+    length: tokens with KV once it has run. wait_seconds: how long the target has waited for the proposal.
+    """
+
+    session: TargetSession
+    proposal: Proposal | None
+    input: SequenceInput
+    length: int
+    wait_seconds: float
+
+
+@dataclass
+class VerifyStep:
+    """What one pass of the model runs."""
+
+    rounds: list[VerifyRound] = field(default_factory=list)
+    prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[SequenceInput]:
+        """The inputs of the pass: those of the rounds, then those of prompts."""
+        return [item.input for item in self.rounds] + [item for _, item in self.prefills]
+
+    @property
+    def sessions(self) -> Iterator[TargetSession]:
+        """The sessions that take part."""
+        yield from (item.session for item in self.rounds)
+        yield from (session for session, _ in self.prefills)
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What a pass gave. outputs: of each round, in order."""
+
+    outputs: list[SequenceOutput]
+    seconds: float
+
+
+def plan_verify_step(
+    sessions: Iterable[TargetSession], settings: TargetSettings, counters: Counter[str], now: float
+) -> VerifyStep | None:
+    """Return the next step of these sessions, in order of their arrival; None if there is nothing to run.
+
+    A session that waits for its draft too long at the time `now` is decoded plainly until the draft is ready again.
+    """
+    step = VerifyStep()
+    reading: list[TargetSession] = []
+    for session in sessions:
+        if session.unread > 0:
+            reading.append(session)
+        elif (proposal := session.ready_proposal()) is not None:
+            step.rounds.append(plan_round(session, proposal, now))
+        elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
+            step.rounds.append(plan_round(session, None, now))
+    shares = share_prefill([session.unread for session in reading], settings.prefill_chunk)
+    for session, share in zip(reading, shares, strict=True):
+        if share:
+            start = session.kv.length
+            tokens = session.tokens[start : start + share]
+            step.prefills.append((session, SequenceInput(session.kv, tokens)))
+    return step if step.rounds or step.prefills else None
+
+
+def _may_decode_plainly(
+    session: TargetSession, draft_timeout: float, counters: Counter[str], now: float
+) -> bool:
+    if session.draft is None or not session.drafted:
+        return True
+    if session.stats.waiting_since is None:
+        session.stats.waiting_since = now
+    if now - session.stats.waiting_since < draft_timeout:
+        return False
+    counters["draft_timeouts"] += 1
+    session.drafted = False
+    return True
+
+
+def plan_round(session: TargetSession, proposal: Proposal | None, now: float) -> VerifyRound:
+    """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed."""
+    proposed = proposal.tokens if proposal is not None else []
+    base = len(session.tokens)
+    length, read = session.kv.length + 1 + len(proposed), None
+    if session.reader is not None:
+        announced = session.announced.get(session.key) if proposal is not None else None
+        read = session.reader.read(announced.selection if announced is not None else None, base, length)
+    drafted = Drafted(
+        tokens=proposed,
+        supports=proposal.supports if proposal is not None else [],
+        sampling=session.sampling,
+        base=base,
+    )
+    since = session.stats.waiting_since
+    return VerifyRound(
+        session=session,
+        proposal=proposal,
+        input=SequenceInput(
+            session.kv, [session.tokens[-1], *proposed], logits="all", read=read, drafted=drafted
+        ),
+        length=length,
+        wait_seconds=0.0 if since is None else now - since,
+    )
+
+
+def next_deadline(sessions: Iterable[TargetSession], settings: TargetSettings, now: float) -> float | None:
+    """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
+    waiting = [s.stats.waiting_since for s in sessions if s.stats.waiting_since is not None]
+    if not waiting:
+        return None
+    return max(0.001, min(waiting) + settings.draft_timeout - now)

@@ -1,0 +1,176 @@
+"""What drafts and target say to each other about sessions. docs/architecture.md has the table of answers."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from config import TargetSettings
+from sparsity.plan import Plan
+from target_service.session import Announced, DraftPeer, RoundKey, TargetSession
+from wire.errors import InvalidArgument
+from wire.messages import (
+    Announcement,
+    Decline,
+    DraftEvent,
+    End,
+    Proposal,
+    Ready,
+    Refusal,
+    Resync,
+    Verdict,
+)
+from wire.selection_codec import UnknownReference, decode_selection
+
+
+class DraftProtocol:
+    """Owns the drafts that are attached. Says which draft a session has, and applies what it sends to the session.
+
+    sessions: those that run, by name.
+    """
+
+    def __init__(
+        self,
+        sessions: Mapping[str, TargetSession],
+        plan: Plan,
+        settings: TargetSettings,
+        vocab_size: int,
+        counters: Counter[str],
+    ) -> None:
+        self.drafts: list[DraftPeer] = []
+        self._sessions, self._counters = sessions, counters
+        self._plan, self._gamma, self._vocab_size = plan, settings.gamma, vocab_size
+
+    # Which draft a session has.
+
+    def attach(self, peer: DraftPeer) -> None:
+        """Take a draft up, for all sessions that have none."""
+        self.drafts.append(peer)
+        self._counters["drafts_attached"] += 1
+        for session in self._sessions.values():
+            self.assign(session)
+
+    def detach(self, peer: DraftPeer) -> None:
+        """Let a draft's sessions go on plainly, or with another draft where there is one."""
+        self.drafts.remove(peer)
+        for name in list(peer.sessions):
+            self._sessions[name].forget_draft()
+            self.assign(self._sessions[name])
+
+    def assign(self, session: TargetSession, wait: bool = False) -> None:
+        """Have a session drafted by the draft with the fewest, unless it has a draft, is paused or there is none.
+
+        wait: hold plain decoding back until the draft has had its time, as for a session that starts.
+        """
+        if not self.drafts or session.draft is not None or session.is_paused:
+            return
+        peer = min(self.drafts, key=lambda draft: len(draft.sessions))
+        session.draft, session.drafted = peer, wait
+        peer.sessions.add(session.id)
+        peer.send(session.begin())
+
+    def end(self, session: TargetSession) -> None:
+        """Tell a session's draft that it has no more to do for it."""
+        if session.draft is not None:
+            session.draft.send(End(session.id))
+            session.forget_draft()
+
+    def judge(self, session: TargetSession, key: RoundKey, verdict: Verdict) -> None:
+        """Send a session's draft, if it has one, the verdict on round `key`; kept for a draft that asks again."""
+        if session.draft is not None:
+            session.last_judged = (key, verdict)
+            session.draft.send(verdict)
+
+    # What drafts send.
+
+    def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
+        """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
+        name = event.session if isinstance(event, Decline | Resync) else event.at.session
+        session = self._sessions.get(name)
+        if session is None or session.draft is not peer:
+            self._counters["unknown_session_frames"] += 1
+            peer.send(End(name))
+            return
+        match event:
+            case Announcement():
+                self._take_announcement(peer, session, event)
+            case Proposal():
+                self._take_proposal(peer, session, event)
+            case Ready():
+                session.drafted = True
+                session.stats.waiting_since = None
+            case Decline():
+                session.drafted = False
+            case Resync():
+                session.epoch += 1
+                session.held.clear()
+                peer.send(session.begin())
+
+    def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
+        reader = session.reader
+        if reader is None or not session.announced_by:
+            raise InvalidArgument(f"session {session.id} takes no announcements")
+        if not self._is_current(peer, session, event):
+            return
+        key = (event.at.epoch, event.at.round)
+        if key in session.announced:
+            self._counters["repeated_frames"] += 1
+            return
+        blocks = self._plan.num_blocks(event.at.base)
+        try:
+            selection = decode_selection(
+                event.selection, session.known_selections, reader.announced_rows, blocks
+            )
+        except UnknownReference as error:
+            self._refuse(peer, session, str(error))
+            return
+        session.announced[key] = Announced(selection, event.assumed_token)
+        session.stats.announced_bytes += len(event.selection)
+        self._counters["announced_bytes"] += len(event.selection)
+
+    def _take_proposal(self, peer: DraftPeer, session: TargetSession, event: Proposal) -> None:
+        if not self._is_current(peer, session, event):
+            return
+        self._check_proposal(session, event)
+        key = (event.at.epoch, event.at.round)
+        if key in session.proposals:
+            self._counters["repeated_frames"] += 1
+            return
+        session.proposals[key] = event
+
+    def _check_proposal(self, session: TargetSession, event: Proposal) -> None:
+        """Raise InvalidArgument for a proposal that cannot be verified."""
+        vocab = self._vocab_size
+        if len(event.tokens) > self._gamma:
+            raise InvalidArgument(f"a proposal of {len(event.tokens)} tokens, γ is {self._gamma}")
+        if any(t >= vocab for t in event.tokens) or any((s.ids >= vocab).any() for s in event.supports):
+            raise InvalidArgument(f"a proposed token lies outside the vocabulary of {vocab}")
+        if session.sampling.greedy and event.supports:
+            raise InvalidArgument(f"session {session.id} is greedy; its proposals carry no distributions")
+
+    def _is_current(self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposal) -> bool:
+        """Return whether an event is of this round or the next; else it is a repeat, stale, or a gap that is refused.
+
+        Raises InvalidArgument for a base that the round cannot have.
+        """
+        at, is_proposal = event.at, isinstance(event, Proposal)
+        if session.last_judged is not None and (at.epoch, at.round) == session.last_judged[0]:
+            self._counters["repeated_frames"] += 1
+            if is_proposal:
+                peer.send(session.last_judged[1])
+            return False
+        if at.epoch < session.epoch or at.round < session.round:
+            self._counters["stale_frames"] += 1
+            session.stats.stale_rounds += is_proposal
+            return False
+        if at.epoch > session.epoch or at.round > session.round + 1:
+            self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
+            return False
+        committed = len(session.tokens)
+        if at.round == session.round and at.base != committed:
+            raise InvalidArgument(f"session {session.id}: base {at.base}, {committed} tokens are committed")
+        if not committed <= at.base <= committed + self._gamma + 1:
+            raise InvalidArgument(f"session {session.id}: base {at.base} cannot follow {committed} tokens")
+        return True
+
+    def _refuse(self, peer: DraftPeer, session: TargetSession, reason: str) -> None:
+        self._counters["refused_frames"] += 1
+        peer.send(Refusal(session.at, reason))
