@@ -12,8 +12,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from engine.batch import ReadMemory, SequenceInput, SharedBudget, SparseRead
-from engine.steps import make_buffers
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds

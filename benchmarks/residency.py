@@ -2,7 +2,7 @@
 
 A prediction for KV tiers, on a CPU: recorded selections (what a draft would announce, benchmarks/selection_trace.py, or
 what the target read behind the real services, benchmarks/read_trace.py; 256 rows, which stand for 32 layers of 8 KV
-heads, at 100K context) are requested round by round from residency tables (kernels/residency.py). A block is a page.
+heads, at 100K context) are requested round by round from residency tables (kernels/residency/). A block is a page.
 Nothing is timed; the link's time is bytes over its measured rate.
 """
 
@@ -76,7 +76,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
         transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now)
         if number >= SETTLED:
             fetched += int(transfers.counts.sum())
-            unplaced += int(transfers.unplaced.sum())
+            unplaced += int(transfers.overflow.sum())
             selected += int(counts.sum())
     return fetched, unplaced, selected
 

@@ -4,7 +4,7 @@ from collections import Counter, deque
 
 from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import pages_for
 from wire.messages import Begin, Decline, Resync
 
@@ -12,7 +12,7 @@ from wire.messages import Begin, Decline, Resync
 class Admission:
     """Begins and drops sessions. It owns the promises of KV pages and the queue of sessions that wait for room."""
 
-    def __init__(self, kv: PagedKV, settings: DraftSettings, counters: Counter[str]) -> None:
+    def __init__(self, kv: KVCache, settings: DraftSettings, counters: Counter[str]) -> None:
         self._kv, self._settings, self._counters = kv, settings, counters
         self._reserved = 0
         self._waiting: deque[tuple[TargetPeer, str]] = deque()

@@ -4,13 +4,13 @@ from collections import Counter
 
 from draft_service.proposals import send_again
 from draft_service.sessions import DraftSession
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from wire.messages import Resync, Verdict
 
 _MOST_EARLY = 64  # verdicts that a session holds back
 
 
-def receive_verdict(session: DraftSession, verdict: Verdict, kv: PagedKV, counters: Counter[str]) -> None:
+def receive_verdict(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Counter[str]) -> None:
     """Apply a verdict and those that waited for it, in the order of their rounds; hold back one that is early.
 
     Asks for the session to be begun anew (Resync) if the verdict does not continue its tokens or too many are early.
@@ -31,7 +31,7 @@ def receive_verdict(session: DraftSession, verdict: Verdict, kv: PagedKV, counte
             return
 
 
-def _apply(session: DraftSession, verdict: Verdict, kv: PagedKV, counters: Counter[str]) -> None:
+def _apply(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Counter[str]) -> None:
     before, epoch = session.tokens[verdict.at.base :], session.epoch
     if session.apply(verdict):
         if session.epoch != epoch:

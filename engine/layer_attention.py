@@ -5,6 +5,7 @@ A pass makes one `LayerAttention` and calls it once a layer. What all layers sha
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -121,14 +122,21 @@ class LayerAttention:
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _arguments(self, layer: int, queries: Tensor) -> tuple:
+    def _arguments(
+        self, layer: int, queries: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
-        return (queries, *self.pages(layer), tables, rows.lengths, rows.starts, self.heads.scale)
+        keys, values = self.pages(layer)
+        return queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         arguments, weights = self._arguments(layer, queries), self.weights
-        how = {"backend": self.backend, "max_queries": self.rows.most, "work": self.dense_work}
+        how: dict[str, Any] = {
+            "backend": self.backend,
+            "max_queries": self.rows.most,
+            "work": self.dense_work,
+        }
         if isinstance(weights, BlockWeights):
             out, given = paged_attention_with_block_weights(
                 *arguments, weights.block_size, weights.emitting, width=weights.width, **how
@@ -154,7 +162,7 @@ class LayerAttention:
         blocks = self.listed.of_layer(at)
         work = None if self.listed.work is None else self.listed.work.layer(at)
         means = None if self.listed.means is None else self.listed.means[layer]
-        how = {"backend": self.backend, "max_queries": self.rows.most, "work": work}
+        how: dict[str, Any] = {"backend": self.backend, "max_queries": self.rows.most, "work": work}
         if isinstance(weights, Evidence):
             return add_listed_weights(*arguments, blocks, weights.sums[:, layer], weights.share, **how)
         if isinstance(weights, ReadWeights):

@@ -94,7 +94,8 @@ class ModelRunner(Runner):
         check_flashinfer(heads.dim, dtype, self.device)
         planned = make_planned(make_workspace(self.device))
         # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
-        one = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
+        numbers = torch.arange(2, dtype=torch.int32)
+        one = numbers[None, :1], numbers[1:], numbers
         plan_rows(planned, *one, (heads.kv, heads.group, heads.dim), heads.scale, dtype)
         return planned
 
@@ -217,9 +218,11 @@ class ModelRunner(Runner):
         ):
             return None
         heads, host = heads_of(self.decoder, self.kv), buffers.inputs.host
-        sequences = host["block_tables"], host["lengths"], host["query_starts"]
+        tables, lengths, starts = (
+            torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts")
+        )
         of_heads = heads.kv, heads.group, heads.dim
-        plan_rows(self._prompt_plan, *sequences, of_heads, heads.scale, self.kv.k_pages[0].dtype)
+        plan_rows(self._prompt_plan, tables, lengths, starts, of_heads, heads.scale, self.kv.k_pages[0].dtype)
         return self._prompt_plan
 
     def _read_pinned(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:

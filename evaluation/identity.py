@@ -19,10 +19,9 @@ from tqdm import tqdm
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.families import read_decoder
-from engine.graphs import MAX_OVERHANG, GraphRunner
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.loading import default_device, load_model, make_runner, resolve_dtype
+from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from evaluation.cases import tokens_of
 from evaluation.report import align
@@ -191,15 +190,16 @@ def _generate(
     return tokens, verifier.totals
 
 
-def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> GraphRunner:
+def _open_target(model: nn.Module, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
     pages = requests.pages(mix)
-    if frames is None:
-        plain = make_runner(model, pages * PAGE_SIZE)
-    else:
-        plain = make_runner(model, frames * PAGE_SIZE, pages * PAGE_SIZE, requests.longest + MAX_OVERHANG)
-    deterministic = _is_deterministic(plain.device.type)
-    steps = False, requests.gamma + 1, deterministic
-    return GraphRunner(read_decoder(model), plain, requests.longest, *steps)
+    return make_runner(
+        model,
+        (frames or pages) * PAGE_SIZE,
+        backing_tokens=0 if frames is None else pages * PAGE_SIZE,
+        max_context=requests.longest,
+        step_queries=requests.gamma + 1,
+        deterministic=_is_deterministic(default_device()),
+    )
 
 
 def _is_deterministic(device: str) -> bool:

@@ -7,7 +7,6 @@ weights of blocks nor takes group means: steps that need those, and all steps in
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,9 +107,9 @@ def make_planned(workspace: Tensor) -> Planned:
 
 def plan_rows(
     planned: Planned,
-    block_tables: np.ndarray,
-    lengths: np.ndarray,
-    query_starts: np.ndarray,
+    block_tables: Tensor,
+    lengths: Tensor,
+    query_starts: Tensor,
     heads: tuple[int, int, int],
     scale: float,
     dtype: torch.dtype,
@@ -121,8 +120,7 @@ def plan_rows(
     heads: KV heads, query heads of a KV head, dimensions of a head.
     """
     kv_heads, group, dim = heads
-    tables, kv_lengths, starts = (torch.from_numpy(each) for each in (block_tables, lengths, query_starts))
-    requests = dense_requests(tables, kv_lengths, starts, page_size)
+    requests = dense_requests(block_tables, lengths, query_starts, page_size)
     plan(planned, requests, kv_heads * group, kv_heads, dim, page_size, scale, dtype)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.inputs import SequenceOutput
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.sampling import USE_ACCEPT, uniforms
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound
@@ -16,7 +16,7 @@ def commit_round(
     verdict: tuple[int, int],
     seconds: float,
     plan: Plan,
-    kv: PagedKV,
+    kv: KVCache,
 ) -> tuple[Commit, Verdict]:
     """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
 
@@ -66,7 +66,7 @@ def cut_at_end(
     return tokens, FinishReason.NONE
 
 
-def _tokens_read(item: VerifyRound, plan: Plan, kv: PagedKV) -> tuple[int, int]:
+def _tokens_read(item: VerifyRound, plan: Plan, kv: KVCache) -> tuple[int, int]:
     """Return the (layer, KV head, token) triples that a round read, and those that there were."""
     if item.session.reader is not None:
         read, total = item.session.reader.tokens_read

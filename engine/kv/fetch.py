@@ -11,8 +11,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.kv.tier_memory import PROGRAMS, TierMemory
 from kernels.backends import Backend
 from kernels.kv_gather import gather_blocks, gather_layers, wait_for_layer
-from kernels.missing_blocks import count_missing_blocks
-from kernels.residency import Transfers, find_block_slots, request_blocks
+from kernels.residency import Transfers, count_missing_blocks, find_block_lines, request_blocks
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ def fetch_listed(
     Launches only: works inside a CUDA graph.
     """
     listed = lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE
-    missed = count_missing_blocks(memory.tables.slot_of, *listed, memory.backend)
+    missed = count_missing_blocks(memory.tables.line_of, *listed, memory.backend)
     transfers = request_blocks(memory.tables, *listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
-    lines, _ = find_block_slots(memory.tables, *listed, memory.backend, absent=0)
-    overflow = transfers.unplaced.sum(dtype=torch.int32)
+    lines, _ = find_block_lines(memory.tables, *listed, memory.backend, absent=0)
+    overflow = transfers.overflow.sum(dtype=torch.int32)
     done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
     found = lines, overflow, missed, transfers, done
     if not overlap:
@@ -82,7 +81,7 @@ def fetch_listed(
 
 def _start_copies(memory: TierMemory, transfers: Transfers, done: Tensor) -> torch.cuda.Event | None:
     """Copy all layers' pages beside what the current stream does; returns when that has ended, None on a CPU."""
-    copying = transfers.pages, transfers.slots, transfers.counts, done, PROGRAMS, memory.backend
+    copying = transfers.pages, transfers.lines, transfers.counts, done, PROGRAMS, memory.backend
     if memory.link is None:
         gather_layers(memory.copies, *copying)
         return None
@@ -95,6 +94,6 @@ def _start_copies(memory: TierMemory, transfers: Transfers, done: Tensor) -> tor
 
 
 def _fetch_layer(memory: TierMemory, transfers: Transfers, index: int) -> None:
-    rows = transfers.pages[index], transfers.slots[index], transfers.counts[index : index + 1]
+    rows = transfers.pages[index], transfers.lines[index], transfers.counts[index : index + 1]
     copies = memory.copies
     gather_blocks(copies.sources[index], copies.destinations[index], *rows, PROGRAMS, memory.backend)

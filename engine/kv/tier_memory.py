@@ -65,7 +65,7 @@ def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
 
 def cache_lines_of(memory: TierMemory, index: int, rows: Tensor) -> Tensor:
     """int32 [rows]: the cache line of each row in a layer, -1 where it is in the backing store alone."""
-    return memory.tables.slot_of[index][rows.long()]
+    return memory.tables.line_of[index][rows.long()]
 
 
 def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> None:

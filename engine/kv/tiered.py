@@ -44,7 +44,7 @@ from engine.kv.tier_memory import (
 )
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
-from kernels.residency import clear_tables, drop_pages, empty_tables, mark_home, pin_frames
+from kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
 
 COPIED_AT_ONCE = 64  # full pages that are waited for before they are copied, unless GPU pages are short
 # Once the offload is active, at least 1 / CLOCK_SHARE of the GPU pages are left to the clock, where that can be.
@@ -271,7 +271,7 @@ class TieredKV(KVCache):
             leaving += self.store.take_movable()
         leaving += self.store.take_movable_dense(floor - self.resident.free - len(leaving))
         if leaving:
-            mark_home(self.memory.tables, self._list(leaving), self.kv_heads, self.memory.backend)
+            mark_stored(self.memory.tables, self._list(leaving), self.kv_heads, self.memory.backend)
             self.resident.take_back(leaving)
             self._away += len(leaving)
 
@@ -283,7 +283,7 @@ class TieredKV(KVCache):
                 self._list(self.resident.of[pages].tolist()),
                 self._list([self._round]),
             )
-            pin_frames(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
+            pin_gpu_pages(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
 
     def _list(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32).to(self.device)

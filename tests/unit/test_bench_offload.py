@@ -67,7 +67,7 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
         read, fetched, refused = tiered[0].counts().tolist()
         assert tiered[1].counts().tolist() == [read, fetched, refused]
         assert resident.counts().tolist() == [read, 0, 0]
-        for name in ("slot_of", "page_in", "stamps", "hand"):
+        for name in ("line_of", "page_in", "stamps", "hand"):
             one, other = (getattr(step.kv.memory.tables, name) for step in tiered)  # type: ignore[attr-defined]
             assert torch.equal(one, other)
         chosen = listed(tiered[0])

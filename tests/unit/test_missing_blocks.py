@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.missing_blocks import count_missing_blocks
+from kernels.residency import count_missing_blocks
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +20,7 @@ def case(seed: int, width: int, per_block: int, device: str) -> dict[str, torch.
     order = torch.rand(*shape, 2 * width, generator=generator).argsort(-1)[..., :width]
     table_width = 2 * width * per_block - (per_block - 1)
     return {
-        "slot_of": torch.randint(-1, 2, (LAYERS, pages * KV_HEADS), generator=generator).int().to(device),
+        "line_of": torch.randint(-1, 2, (LAYERS, pages * KV_HEADS), generator=generator).int().to(device),
         "lists": order.int().contiguous().to(device),
         "counts": torch.randint(0, width + 1, shape, generator=generator).int().to(device),
         "page_tables": torch.randint(0, pages, (SEQUENCES, table_width), generator=generator)
@@ -36,7 +36,7 @@ def by_hand(given: dict[str, torch.Tensor], per_block: int) -> list[int]:
         count = int(given["counts"][layer, sequence, head])
         for block in given["lists"][layer, sequence, head, :count].tolist():
             table = given["page_tables"][sequence].tolist()[block * per_block : (block + 1) * per_block]
-            totals[sequence] += any(given["slot_of"][layer, page * KV_HEADS + head] < 0 for page in table)
+            totals[sequence] += any(given["line_of"][layer, page * KV_HEADS + head] < 0 for page in table)
     return totals
 
 

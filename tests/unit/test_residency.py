@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-import kernels.residency as residency
 from kernels.residency import (
     ResidencyTables,
     Transfers,
     drop_pages,
     empty_tables,
-    find_block_slots,
-    mark_home,
-    pin_frames,
+    find_block_lines,
+    mark_stored,
+    pin_gpu_pages,
     request_blocks,
 )
+from kernels.residency import sizes as chunk_sizes
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
-def found_slots(
+def found_lines(
     tables: ResidencyTables,
     lists: Tensor,
     counts: Tensor,
@@ -38,10 +38,10 @@ def found_slots(
     per_block: int,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """find_block_slots, with -1 beyond the counts."""
-    slots, late = find_block_slots(tables, lists, counts, page_tables, kv_heads, per_block, backend)
-    place = torch.arange(slots.shape[3], device=slots.device)
-    return slots.masked_fill(place >= counts[..., None] * per_block, -1), late
+    """find_block_lines, with -1 beyond the counts."""
+    lines, missing = find_block_lines(tables, lists, counts, page_tables, kv_heads, per_block, backend)
+    place = torch.arange(lines.shape[3], device=lines.device)
+    return lines.masked_fill(place >= counts[..., None] * per_block, -1), missing
 
 
 def ints(values: Any, device: str = DEVICE) -> Tensor:
@@ -59,28 +59,28 @@ class Row:
     backend: str
 
     def request(self, *lists: list[int], round: int) -> tuple[dict[int, int], list[int]]:
-        """Where pages are copied to, in order, and which found no slot."""
+        """Where pages are copied to, in order, and which found no line."""
         width = max(map(len, lists))
         padded = ints([[[[*pages, *[0] * (width - len(pages))]] for pages in lists]])
         counts = ints([[[len(pages)] for pages in lists]])
         numbers = ints([list(range(20))] * len(lists))
         done = request_blocks(self.tables, padded, counts, numbers, 1, 1, ints([round]), self.backend)
-        pages, slots = done.pages[0].tolist(), done.slots[0].tolist()
-        placed, unplaced = int(done.counts), int(done.unplaced)
-        return dict(zip(pages[:placed], slots, strict=False)), pages[placed : placed + unplaced]
+        pages, lines = done.pages[0].tolist(), done.lines[0].tolist()
+        placed, overflow = int(done.counts), int(done.overflow)
+        return dict(zip(pages[:placed], lines, strict=False)), pages[placed : placed + overflow]
 
     def pin(self, pages: dict[int, int], round: int) -> None:
-        frames = ints(list(pages.values()))
-        pin_frames(self.tables, ints(list(pages)), frames, ints([round]), 1, self.backend)
+        gpu_pages = ints(list(pages.values()))
+        pin_gpu_pages(self.tables, ints(list(pages)), gpu_pages, ints([round]), 1, self.backend)
 
     def save(self, *pages: int) -> None:
-        mark_home(self.tables, ints(list(pages)), 1, self.backend)
+        mark_stored(self.tables, ints(list(pages)), 1, self.backend)
 
     def drop(self, *pages: int) -> None:
         drop_pages(self.tables, ints(list(pages)), 1, self.backend)
 
     @property
-    def hot(self) -> list[int]:
+    def cached(self) -> list[int]:
         return self.tables.page_in[0].tolist()
 
     @property
@@ -92,17 +92,17 @@ class Row:
         return int(self.tables.hand)
 
 
-def one_row(slots: int, backend: str) -> Row:
-    return Row(empty_tables(1, 20, slots, DEVICE), backend)
+def one_row(lines: int, backend: str) -> Row:
+    return Row(empty_tables(1, 20, lines, DEVICE), backend)
 
 
 @both
 def test_first_wanted_first_placed_and_each_once(backend: str) -> None:
     row = one_row(4, backend)
     assert row.request([7, 3, 7], [3, 9], round=0) == ({7: 0, 3: 1, 9: 2}, [])
-    assert (row.hot, row.bits, row.hand) == ([7, 3, 9, -1], [0, 0, 0, 0], 3)
+    assert (row.cached, row.bits, row.hand) == ([7, 3, 9, -1], [0, 0, 0, 0], 3)
     assert row.request([9, 1], [5, 3, 1, 5, 6], round=1) == ({1: 3, 5: 0}, [6])
-    assert (row.hot, row.bits, row.hand) == ([5, 3, 9, 1], [0, 1, 1, 0], 3)
+    assert (row.cached, row.bits, row.hand) == ([5, 3, 9, 1], [0, 1, 1, 0], 3)
     assert row.tables.stamps.tolist() == [[1, 1, 1, 1]]
 
 
@@ -126,7 +126,7 @@ def test_all_bits_set_takes_a_second_sweep(backend: str) -> None:
         row.request([0, 1, 2], round=round)
     assert row.bits == [1, 1, 1]
     assert row.request([4, 5, 6, 7], round=2) == ({4: 0, 5: 1, 6: 2}, [7])
-    assert (row.hot, row.bits, row.hand) == ([4, 5, 6], [0, 0, 0], 0)
+    assert (row.cached, row.bits, row.hand) == ([4, 5, 6], [0, 0, 0], 0)
 
 
 @both
@@ -136,9 +136,9 @@ def test_rounds_in_flight_and_dirty_pages_are_passed_over_untouched(backend: str
     for round in (1, 2):
         row.request([8, 0, 1], round=round)
     assert row.request([2, 3], round=2) == ({}, [2, 3])
-    assert (row.hot, row.bits, row.hand) == ([8, 0, 1], [1, 1, 1], 0)
+    assert (row.cached, row.bits, row.hand) == ([8, 0, 1], [1, 1, 1], 0)
     assert row.request([2, 3, 4], round=3) == ({2: 1, 3: 2}, [4])
-    assert (row.hot, row.bits) == ([8, 2, 3], [1, 0, 0])
+    assert (row.cached, row.bits) == ([8, 2, 3], [1, 0, 0])
     row.save(8, 9)
     assert row.request([4], round=4) == ({4: 1}, [])
     # What the round itself needs is no victim.
@@ -150,7 +150,7 @@ def test_dropped_slots_are_free_when_their_round_has_ended(backend: str) -> None
     row = one_row(2, backend)
     row.pin({3: 0, 4: 1}, round=0)
     row.drop(4, 4, 5, -1, 20)
-    assert row.hot == [3, -1]
+    assert row.cached == [3, -1]
     assert row.tables.dirty.tolist() == [[1, 0]]
     assert row.request([6], round=0) == ({}, [6])
     assert row.request([6], round=1) == ({6: 1}, [])
@@ -162,13 +162,13 @@ def test_what_lies_in_a_frame_is_forgotten_and_a_page_lies_in_one_slot(backend: 
     row.request([0, 1, 2, 3], round=0)
     row.request([0, 1, 2, 3], round=1)
     row.pin({1: 0, 9: 2}, round=2)
-    assert row.hot == [1, -1, 9, 3, -1]
-    assert row.tables.slot_of[0, :10].tolist() == [-1, 0, -1, 3, -1, -1, -1, -1, -1, 2]
+    assert row.cached == [1, -1, 9, 3, -1]
+    assert row.tables.line_of[0, :10].tolist() == [-1, 0, -1, 3, -1, -1, -1, -1, -1, 2]
     assert row.tables.dirty.tolist() == [[1, 0, 1, 0, 0]]
     assert row.bits == [0, 0, 0, 1, 0]
     assert row.tables.stamps.tolist() == [[2, 1, 2, 1, -1]]
     row.pin({9: 0, 1: 2, 3: 3, -2: 4, 5: -1, 20: 1, 6: 5}, round=3)  # two change places, one stays
-    assert row.hot == [9, -1, 1, 3, -1]
+    assert row.cached == [9, -1, 1, 3, -1]
     assert row.tables.dirty.tolist() == [[1, 0, 1, 1, 0]]
     assert row.tables.stamps.tolist() == [[3, 1, 3, 3, -1]]
 
@@ -179,12 +179,12 @@ def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) ->
     assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0) == ({5: 0, 6: 1}, [])
     lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
     numbers = ints([list(range(20))] * 3)
-    slots, late = found_slots(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
-    assert slots.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
-    assert late.tolist() == [2]
+    lines, missing = found_lines(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
+    assert lines.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
+    assert missing.tolist() == [2]
     counts = ints([[[9], [-3], [0]]])
     done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), backend)
-    assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.hot) == ([1], [7], [5, 6, 7, -1])
+    assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.cached) == ([1], [7], [5, 6, 7, -1])
 
 
 @both
@@ -197,23 +197,23 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     done = request_blocks(tables, lists, counts, page_tables, 2, 2, now, backend)
     wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
     assert ahead_of(done.pages, done.counts) == wanted
-    assert ahead_of(done.slots, done.counts) == [list(range(7)), list(range(5))]
-    slots, late = found_slots(tables, lists, counts, page_tables, 2, 2, backend)
-    assert slots[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
-    assert slots[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
-    assert late.tolist() == [0, 0]
-    pin_frames(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
+    assert ahead_of(done.lines, done.counts) == [list(range(7)), list(range(5))]
+    lines, missing = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
+    assert lines[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
+    assert lines[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
+    assert missing.tolist() == [0, 0]
+    pin_gpu_pages(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
     assert tables.page_in.tolist() == [
         [18, 19, 6, -1, 7, 4, 8, 9, -1],
         [18, 19, 13, -1, 5, -1, 8, 9, -1],
     ]
-    mark_home(tables, ints([9, 8, -1]), 2, backend)
+    mark_stored(tables, ints([9, 8, -1]), 2, backend)
     assert tables.dirty.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 0]] * 2
     drop_pages(tables, ints([3, 4]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, -1, -1, -1, 4, -1, -1, -1], [18, 19, 13, -1, 5] + [-1] * 4]
     assert not tables.dirty.any()
-    slots, late = found_slots(tables, lists, counts, page_tables, 2, 2, backend)
-    assert late.tolist() == [7, 3]
+    lines, missing = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
+    assert missing.tolist() == [7, 3]
 
 
 @both
@@ -224,12 +224,12 @@ def test_nothing_is_listed(backend: str) -> None:
         lists, counts = ints(0).expand(2, sequences, 3, width), ints(1).expand(2, sequences, 3)
         page_tables = ints(0).expand(sequences, length)
         done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, backend)
-        assert (done.counts.tolist(), done.unplaced.tolist()) == ([0, 0], [0, 0])
-        slots, late = found_slots(tables, lists, counts, page_tables, 3, 2, backend)
-        assert (slots.shape, late.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
-        assert (slots == -1).all()
-    pin_frames(tables, ints([]), ints([]), zero, 3, backend)
-    mark_home(tables, ints([]), 3, backend)
+        assert (done.counts.tolist(), done.overflow.tolist()) == ([0, 0], [0, 0])
+        lines, missing = found_lines(tables, lists, counts, page_tables, 3, 2, backend)
+        assert (lines.shape, missing.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
+        assert (lines == -1).all()
+    pin_gpu_pages(tables, ints([]), ints([]), zero, 3, backend)
+    mark_stored(tables, ints([]), 3, backend)
     drop_pages(tables, ints([]), 3, backend)
     assert all(torch.equal(a, b) for a, b in pairs(tables, empty_tables(2, 6, 1, DEVICE)))
 
@@ -242,26 +242,26 @@ def pairs(a: ResidencyTables, b: ResidencyTables) -> Iterable[tuple[Tensor, Tens
 
 
 def random_tables(
-    rows: int, pages: int, slots: int, full: float, dirty: float, stamped: float, generator: torch.Generator
+    rows: int, pages: int, lines: int, full: float, dirty: float, stamped: float, generator: torch.Generator
 ) -> ResidencyTables:
-    """Shares of the slots that hold a page, and of these that are dirty or needed by round 8 or 9; else by 0 to 7."""
+    """Shares of the lines that hold a page, and of these that are dirty or needed by round 8 or 9; else by 0 to 7."""
 
     def share(of: float) -> Tensor:
-        return torch.rand(rows, slots, generator=generator) < of
+        return torch.rand(rows, lines, generator=generator) < of
 
-    tables = empty_tables(rows, pages, slots)
+    tables = empty_tables(rows, pages, lines)
     held = share(full)
     for row in range(rows):
-        slot = held[row].nonzero()[:pages, 0]
-        page = torch.randperm(pages, generator=generator)[: len(slot)]
-        tables.slot_of[row, page] = slot.int()
-        tables.page_in[row, slot] = page.int()
+        line = held[row].nonzero()[:pages, 0]
+        page = torch.randperm(pages, generator=generator)[: len(line)]
+        tables.line_of[row, page] = line.int()
+        tables.page_in[row, line] = page.int()
     held = tables.page_in >= 0
     tables.referenced.copy_(held & share(0.5))
     tables.dirty.copy_(held & share(dirty))
-    old, young = (torch.randint(*ends, (rows, slots), generator=generator) for ends in ((-1, 8), (8, 10)))
+    old, young = (torch.randint(*ends, (rows, lines), generator=generator) for ends in ((-1, 8), (8, 10)))
     tables.stamps.copy_(torch.where(share(stamped), young, old))
-    tables.hand.copy_(torch.randint(slots, (rows,), generator=generator))
+    tables.hand.copy_(torch.randint(lines, (rows,), generator=generator))
     return tables
 
 
@@ -293,22 +293,22 @@ def outcome(given: Any) -> list[Any]:
         return []
     if isinstance(given, tuple):
         return [tensor.tolist() for tensor in given]
-    pages, slots, counts, unplaced = astuple(given)
-    return [ahead_of(pages, counts + unplaced), ahead_of(slots, counts), counts.tolist(), unplaced.tolist()]
+    pages, lines, counts, overflow = astuple(given)
+    return [ahead_of(pages, counts + overflow), ahead_of(lines, counts), counts.tolist(), overflow.tolist()]
 
 
-KINDS = {  # slots, full, dirty, stamped
+KINDS = {  # lines, full, dirty, stamped
     "as served": (40, 0.9, 0.1, 0.4),
     "room": (60, 0.2, 0.1, 0.1),
     "full": (25, 1.0, 0.0, 0.0),
     "all dirty": (25, 1.0, 1.0, 0.0),
     "all stamped": (25, 1.0, 0.0, 1.0),
-    "one slot": (1, 1.0, 0.0, 0.3),
-    "more slots than pages": (130, 1.0, 0.2, 0.2),
+    "one line": (1, 1.0, 0.0, 0.3),
+    "more lines than pages": (130, 1.0, 0.2, 0.2),
 }
 
 
-SMALL = {"_LISTED": 32, "_PARTS": 3, "_FOUND": 32, "_JOINED": 2, "_CLAIMS": 4, "_SWEPT": 32, "_SWEEPERS": 2}
+SMALL = {"LISTED": 32, "PARTS": 3, "FOUND": 32, "JOINED": 2, "CLAIMS": 4, "SWEPT": 32, "SWEEPERS": 2}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_triton_equals_the_reference(
     """Every operation, twice in a row, on the tables that the ones before left behind."""
     if small:
         for name, value in SMALL.items():
-            monkeypatch.setattr(residency, name, value)
+            monkeypatch.setattr(chunk_sizes, name, value)
     rows, pages = 2, 88 // kv_heads
     generator = torch.Generator().manual_seed(width + len(kind))
     wanted = random_tables(rows, pages * kv_heads, *KINDS[kind], generator)
@@ -338,12 +338,12 @@ def test_triton_equals_the_reference(
     for round in (9, 10):
         now = ints([round], "cpu")
         n = 7 if round == 9 else 2
-        frames = random_pages(n, wanted.slots // kv_heads, generator)
+        gpu_pages = random_pages(n, wanted.lines // kv_heads, generator)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now)),
-            (pin_frames, (random_pages(n, pages, generator), frames, now, kv_heads)),
-            (found_slots, (*random_blocks(shape, pages, per_block, generator), *sizes)),
-            (mark_home, (random_pages(n, pages, generator), kv_heads)),
+            (pin_gpu_pages, (random_pages(n, pages, generator), gpu_pages, now, kv_heads)),
+            (found_lines, (*random_blocks(shape, pages, per_block, generator), *sizes)),
+            (mark_stored, (random_pages(n, pages, generator), kv_heads)),
             (drop_pages, (random_pages(n, pages, generator), kv_heads)),
         ]
         for operation, arguments in calls:
@@ -356,7 +356,7 @@ def test_triton_equals_the_reference(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the order of programs is the interpreter's")
-@pytest.mark.parametrize("kind", ["as served", "one slot", "more slots than pages"])
+@pytest.mark.parametrize("kind", ["as served", "one line", "more lines than pages"])
 def test_the_order_of_programs_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last comes first: claims lose the pages that they had."""
     from triton.runtime.interpreter import interpreter_builder as builder
@@ -375,11 +375,11 @@ def test_arguments_need_not_be_contiguous(backend: str) -> None:
     counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
     numbers = ints(list(range(50))).expand(3, 50)
     request_blocks(tables, lists, counts, numbers, 1, 1, now, backend)
-    slots, late = found_slots(tables, lists, counts, numbers, 1, 1, backend)
-    assert slots.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
-    assert not late.any()
-    pages, frames = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
-    pin_frames(tables, pages, frames, now, 1, backend)
+    lines, missing = found_lines(tables, lists, counts, numbers, 1, 1, backend)
+    assert lines.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
+    assert not missing.any()
+    pages, gpu_pages = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
+    pin_gpu_pages(tables, pages, gpu_pages, now, 1, backend)
     assert tables.page_in[:, 5:7].tolist() == [[1, 2]] * 2
     drop_pages(tables, pages, 1, backend)
     assert tables.page_in[:, 5:7].tolist() == [[-1, -1]] * 2
@@ -396,9 +396,9 @@ def test_full_size() -> None:
 
 
 def at_full_size(rows: int, rounds: int, captured: bool) -> None:
-    sequences, kv_heads, width, pages, slots = 3, 4, 1300, 12_000, 10_000
+    sequences, kv_heads, width, pages, lines = 3, 4, 1300, 12_000, 10_000
     generator = torch.Generator().manual_seed(0)
-    wanted = random_tables(rows, pages * kv_heads, slots, 0.9, 0.1, 0.4, generator)
+    wanted = random_tables(rows, pages * kv_heads, lines, 0.9, 0.1, 0.4, generator)
     got = ResidencyTables(**{f.name: getattr(wanted, f.name).to(DEVICE, copy=True) for f in fields(wanted)})
     shape = rows, sequences, kv_heads, width
     lists, counts, page_tables = (t.to(DEVICE) for t in random_blocks(shape, pages, 1, generator))
@@ -428,9 +428,9 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
 # What sessions do, against contents
 
 ROWS, HEADS, PAGES, PER_BLOCK = 2, 2, 9, 2
-SLOTS = 7  # three frames, and a slot that no frame has
+LINES = 7  # three gpu_pages, and a line that no gpu_page has
 LENGTH = 6  # pages of a session, at most
-Key = tuple[int, int]  # row and page of a head, or row and slot
+Key = tuple[int, int]  # row and page of a head, or row and line
 blocks = st.lists(st.integers(0, LENGTH // PER_BLOCK), max_size=4)
 wanted_blocks = st.lists(blocks, min_size=ROWS * HEADS, max_size=ROWS * HEADS)
 
@@ -443,36 +443,36 @@ class Session:
 
 
 class Offload(RuleBasedStateMachine):
-    """Contents are numbers; those on the GPU change only by transfers and writes, those at home only by copies home."""
+    """Contents are numbers; those on the GPU change only by transfers and writes, those in the store only by copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = empty_tables(ROWS, PAGES * HEADS, SLOTS)
+        self.tables = empty_tables(ROWS, PAGES * HEADS, LINES)
         self.sessions: list[Session] = []
         self.free = list(range(PAGES))
         self.written: dict[Key, int] = {}  # (row, page): what it must hold
-        self.home: dict[Key, int] = {}
+        self.stored: dict[Key, int] = {}
         self.unsaved: set[int] = set()  # pages, of all rows and heads
-        self.gpu: dict[Key, int] = {}  # (row, slot)
+        self.gpu: dict[Key, int] = {}  # (row, line)
         self.needed: dict[
             Key, tuple[int, int]
-        ] = {}  # (row, slot): the last round that needs it, and the page
+        ] = {}  # (row, line): the last round that needs it, and the page
         self.round = 0
         self.numbers = count(1)
 
     @initialize(lengths=st.lists(st.integers(2, 4), min_size=1, max_size=2))
     def read_prompts(self, lengths: list[int]) -> None:
-        """Sessions all of whose pages are at home."""
+        """Sessions all of whose pages are in the store."""
         for length in lengths:
             pages = [self.free.pop(0) for _ in range(length)]
             self.sessions.append(Session(pages))
             for key in self.keys(pages):
-                self.written[key] = self.home[key] = next(self.numbers)
+                self.written[key] = self.stored[key] = next(self.numbers)
 
     def where(self) -> dict[Key, int]:
-        """(row, page) of all that is hot, and the slots."""
-        table = self.tables.slot_of.tolist()
-        return {(r, page): slot for r in range(ROWS) for page, slot in enumerate(table[r]) if slot >= 0}
+        """(row, page) of all that is cached, and the lines."""
+        table = self.tables.line_of.tolist()
+        return {(r, page): line for r in range(ROWS) for page, line in enumerate(table[r]) if line >= 0}
 
     def keys(self, pages: Iterable[int]) -> list[Key]:
         return [(row, page * HEADS + head) for row in range(ROWS) for page in pages for head in range(HEADS)]
@@ -483,24 +483,24 @@ class Offload(RuleBasedStateMachine):
     def is_unsaved(self, key: Key) -> bool:
         return key[1] // HEADS in self.unsaved
 
-    def check_placing(self, before: dict[Key, int], wanted: set[Key], unplaced: list[int]) -> None:
-        """Who was evicted might be; who is wanted is hot, or counted, and then there was no slot left."""
+    def check_placing(self, before: dict[Key, int], wanted: set[Key], overflow: list[int]) -> None:
+        """Who was evicted might be; who is wanted is cached, or counted, and then there was no line left."""
         after = self.where()
-        for key, slot in before.items():
-            if after.get(key) != slot:
+        for key, line in before.items():
+            if after.get(key) != line:
                 assert key not in wanted
                 assert not self.is_unsaved(key)
-                assert self.home[key] == self.written[key]
-                assert not self.in_flight((key[0], slot))
+                assert self.stored[key] == self.written[key]
+                assert not self.in_flight((key[0], line))
         for key in after.keys() - before.keys():
             assert key in wanted
             assert not self.in_flight((key[0], after[key]))  # also of pages that were dropped
-        dirty = {(key[0], slot) for key, slot in before.items() if self.is_unsaved(key)}
-        for row, missed in enumerate(unplaced):
+        dirty = {(key[0], line) for key, line in before.items() if self.is_unsaved(key)}
+        for row, missed in enumerate(overflow):
             assert missed == len({key for key in wanted if key[0] == row} - after.keys())
-            taken = {(row, slot) for (r, _), slot in after.items() if r == row and (r, _) in wanted}
-            for slot in range(SLOTS):
-                at = (row, slot)
+            taken = {(row, line) for (r, _), line in after.items() if r == row and (r, _) in wanted}
+            for line in range(LINES):
+                at = (row, line)
                 assert not missed or at in dirty or at in taken or self.in_flight(at)
         for row, page in wanted & after.keys():
             self.needed[row, after[row, page]] = (self.round, page)
@@ -513,18 +513,18 @@ class Offload(RuleBasedStateMachine):
     def frames_for(self, page: int) -> list[int]:
         """Those that hold nothing that is still to be saved or read, unless it is this page's."""
         blocked = set()
-        for key, slot in self.where().items():
+        for key, line in self.where().items():
             if key[1] // HEADS != page and self.is_unsaved(key):
-                blocked.add(slot // HEADS)
-        for (row, slot), (_, held) in self.needed.items():
-            if held // HEADS != page and self.in_flight((row, slot)):
-                blocked.add(slot // HEADS)
-        return [frame for frame in range(SLOTS // HEADS) if frame not in blocked]
+                blocked.add(line // HEADS)
+        for (row, line), (_, held) in self.needed.items():
+            if held // HEADS != page and self.in_flight((row, line)):
+                blocked.add(line // HEADS)
+        return [gpu_page for gpu_page in range(LINES // HEADS) if gpu_page not in blocked]
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), steps=st.lists(st.booleans(), min_size=1, max_size=2))
     def write(self, data: st.DataObject, steps: list[bool]) -> None:
-        """New pages behind a session's last one, or all of that one again, each in a frame of its own."""
+        """New pages behind a session's last one, or all of that one again, each in a gpu_page of its own."""
         session = data.draw(st.sampled_from(self.sessions))
         pinned: dict[int, int] = {}
         for new in steps:
@@ -532,36 +532,36 @@ class Offload(RuleBasedStateMachine):
             if not new and (not session.pages or session.pages[-1] in pinned):
                 continue
             page = self.free[0] if new else session.pages[-1]
-            frames = [frame for frame in self.frames_for(page) if frame not in pinned.values()]
-            if not frames:
+            gpu_pages = [gpu_page for gpu_page in self.frames_for(page) if gpu_page not in pinned.values()]
+            if not gpu_pages:
                 continue
-            pinned[page] = data.draw(st.sampled_from(frames))
+            pinned[page] = data.draw(st.sampled_from(gpu_pages))
             if new:
                 session.pages.append(self.free.pop(0))
         before = self.where()
         listed = ints([-2, *pinned], "cpu"), ints([0, *pinned.values()], "cpu")
-        pin_frames(self.tables, *listed, ints([self.round], "cpu"), HEADS)
+        pin_gpu_pages(self.tables, *listed, ints([self.round], "cpu"), HEADS)
         after = self.where()
         keys = set(self.keys(pinned))
-        slots = {(row, pinned[page // HEADS] * HEADS + page % HEADS): page for row, page in keys}
-        expected = {key: at for key, at in before.items() if key not in keys and (key[0], at) not in slots}
-        assert after == expected | {(row, page): slot for (row, slot), page in slots.items()}
+        lines = {(row, pinned[page // HEADS] * HEADS + page % HEADS): page for row, page in keys}
+        expected = {key: at for key, at in before.items() if key not in keys and (key[0], at) not in lines}
+        assert after == expected | {(row, page): line for (row, line), page in lines.items()}
         for key in keys & before.keys():
             at = key[0], before[key]
             if at in self.needed:
                 self.needed[at] = self.needed[at][0], -1
-        for (row, slot), page in slots.items():
-            self.needed[row, slot] = self.round, page
-            self.gpu[row, slot] = self.written[row, page] = next(self.numbers)
+        for (row, line), page in lines.items():
+            self.needed[row, line] = self.round, page
+            self.gpu[row, line] = self.written[row, page] = next(self.numbers)
         self.unsaved |= pinned.keys()
 
     @precondition(lambda self: self.unsaved)
     @rule(data=st.data())
     def write_on(self, data: st.DataObject) -> None:
-        """Into a page that is in a frame already."""
-        hot = self.where()
+        """Into a page that is in a gpu_page already."""
+        cached = self.where()
         for key in self.keys([data.draw(st.sampled_from(sorted(self.unsaved)))]):
-            self.gpu[key[0], hot[key]] = self.written[key] = next(self.numbers)
+            self.gpu[key[0], cached[key]] = self.written[key] = next(self.numbers)
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
     @rule(
@@ -590,37 +590,37 @@ class Offload(RuleBasedStateMachine):
         wanted = {(place[0], page) for place, pages in ids.items() for page in pages if page >= 0}
         before = self.where()
         done = request_blocks(self.tables, *listed, ints([self.round], "cpu"))
-        self.check_placing(before, wanted, done.unplaced.tolist())
+        self.check_placing(before, wanted, done.overflow.tolist())
         after = self.where()
         transfers = [
-            (row, page, slot)
+            (row, page, line)
             for row, n in enumerate(done.counts.tolist())
-            for page, slot in zip(done.pages[row, :n].tolist(), done.slots[row, :n].tolist(), strict=True)
+            for page, line in zip(done.pages[row, :n].tolist(), done.lines[row, :n].tolist(), strict=True)
         ]
         assert len({(row, page) for row, page, _ in transfers}) == len(transfers)
         assert {(row, page) for row, page, _ in transfers} == after.keys() - before.keys()
-        for row, page, slot in transfers:
-            assert after[row, page] == slot
-            assert self.home[row, page] == self.written[row, page]
-            self.gpu[row, slot] = self.home[row, page]
-        slots, late = found_slots(self.tables, *listed)
+        for row, page, line in transfers:
+            assert after[row, page] == line
+            assert self.stored[row, page] == self.written[row, page]
+            self.gpu[row, line] = self.stored[row, page]
+        lines, missing = found_lines(self.tables, *listed)
         missed = [0] * ROWS
         for place, pages in ids.items():
             found = [after.get((place[0], page), -1) for page in pages]
-            assert slots[place].tolist() == found + [-1] * (width * PER_BLOCK - len(found))
-            missed[place[0]] += sum(page >= 0 > slot for page, slot in zip(pages, found, strict=True))
-        assert late.tolist() == missed
+            assert lines[place].tolist() == found + [-1] * (width * PER_BLOCK - len(found))
+            missed[place[0]] += sum(page >= 0 > line for page, line in zip(pages, found, strict=True))
+        assert missing.tolist() == missed
 
     @precondition(lambda self: self.unsaved)
     @rule(data=st.data(), all_of_them=st.booleans())
-    def copy_home(self, data: st.DataObject, all_of_them: bool) -> None:
+    def store(self, data: st.DataObject, all_of_them: bool) -> None:
         pages = sorted(self.unsaved)
         if not all_of_them:
             pages = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
-        hot = self.where()
+        cached = self.where()
         for key in self.keys(pages):
-            self.home[key] = self.gpu[key[0], hot[key]]
-        mark_home(self.tables, ints([-1, *pages], "cpu"), HEADS)
+            self.stored[key] = self.gpu[key[0], cached[key]]
+        mark_stored(self.tables, ints([-1, *pages], "cpu"), HEADS)
         self.unsaved -= set(pages)
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
@@ -638,14 +638,14 @@ class Offload(RuleBasedStateMachine):
         self.sessions = [s for s in self.sessions if s is not session]
 
     def forget(self, pages: list[int]) -> None:
-        for (row, page), slot in self.where().items():
-            if page // HEADS in pages and (row, slot) in self.needed:
-                self.needed[row, slot] = self.needed[row, slot][0], -1
+        for (row, page), line in self.where().items():
+            if page // HEADS in pages and (row, line) in self.needed:
+                self.needed[row, line] = self.needed[row, line][0], -1
         drop_pages(self.tables, ints([*pages, -1], "cpu"), HEADS)
         self.free += pages
         for key in self.keys(pages):
             self.written.pop(key, None)
-            self.home.pop(key, None)
+            self.stored.pop(key, None)
         self.unsaved -= set(pages)
 
     @rule()
@@ -654,37 +654,38 @@ class Offload(RuleBasedStateMachine):
 
     @invariant()
     def tables_are_inverse(self) -> None:
-        hot = self.where()
+        cached = self.where()
         holds = self.tables.page_in.tolist()
-        held = {(row, page): slot for row in range(ROWS) for slot, page in enumerate(holds[row]) if page >= 0}
-        assert held == hot
-        assert sum(page >= 0 for row in holds for page in row) == len(hot)
-        assert self.tables.slot_of.min() >= -1
-        assert ((self.tables.hand >= 0) & (self.tables.hand < SLOTS)).all()
+        held = {(row, page): line for row in range(ROWS) for line, page in enumerate(holds[row]) if page >= 0}
+        assert held == cached
+        assert sum(page >= 0 for row in holds for page in row) == len(cached)
+        assert self.tables.line_of.min() >= -1
+        assert ((self.tables.hand >= 0) & (self.tables.hand < LINES)).all()
 
     @invariant()
     def every_page_is_where_it_is_found(self) -> None:
-        hot = self.where()
-        assert hot.keys() <= self.written.keys()
+        cached = self.where()
+        assert cached.keys() <= self.written.keys()
         for key, value in self.written.items():
-            found = self.gpu[key[0], hot[key]] if key in hot else self.home[key]
+            found = self.gpu[key[0], cached[key]] if key in cached else self.stored[key]
             assert found == value
 
     @invariant()
     def nothing_dirty_is_lost(self) -> None:
-        hot = self.where()
-        marked = {(row, slot) for row, slot in self.tables.dirty.nonzero().tolist()}
-        assert marked == {(key[0], hot[key]) for key in self.keys(self.unsaved)}
+        cached = self.where()
+        marked = {(row, line) for row, line in self.tables.dirty.nonzero().tolist()}
+        assert marked == {(key[0], cached[key]) for key in self.keys(self.unsaved)}
 
     @invariant()
     def rounds_in_flight_keep_their_pages(self) -> None:
-        hot = self.where()
-        for (row, slot), (_, page) in self.needed.items():
-            if self.in_flight((row, slot)):
+        cached = self.where()
+        for (row, line), (_, page) in self.needed.items():
+            if self.in_flight((row, line)):
                 assert (
-                    hot.get((row, page), slot) == slot or page not in self.tables.page_in[row, slot].tolist()
+                    cached.get((row, page), line) == line
+                    or page not in self.tables.page_in[row, line].tolist()
                 )
-                assert self.tables.page_in[row, slot] in (page, -1)
+                assert self.tables.page_in[row, line] in (page, -1)
 
 
 TestOffload = Offload.TestCase
@@ -697,9 +698,9 @@ TestOffload.settings = settings(max_examples=150, stateful_step_count=40)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"slot_of": torch.zeros(4, dtype=torch.int32)}, r"slot_of \(4,\)"),
+        ({"line_of": torch.zeros(4, dtype=torch.int32)}, r"line_of \(4,\)"),
         ({"page_in": torch.zeros(2, 0, dtype=torch.int32)}, r"page_in \(2, 0\)"),
-        ({"slot_of": torch.zeros(3, 9, dtype=torch.int32)}, r"slot_of is \(3, 9\) .*, not \(2, 9\)"),
+        ({"line_of": torch.zeros(3, 9, dtype=torch.int32)}, r"line_of is \(3, 9\) .*, not \(2, 9\)"),
         ({"stamps": torch.zeros(2, 5, dtype=torch.int64)}, r"stamps is .*int64 .*, not \(2, 5\) torch.int32"),
         ({"dirty": torch.zeros(2, 5, dtype=torch.bool)}, r"dirty is .*bool .*, not .*uint8"),
         ({"hand": torch.zeros(2, 1, dtype=torch.int32)}, r"hand is \(2, 1\) .*, not \(2,\)"),
@@ -718,7 +719,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
     lists, counts, page_tables = ints([[[[1]] * 2]] * 2), ints([[[1] * 2]] * 2), ints([[3, 1]])
     for operation, name, rest in (
         (request_blocks, "request_blocks", (one,)),
-        (find_block_slots, "find_block_slots", ()),
+        (find_block_lines, "find_block_lines", ()),
     ):
         for given, match in (
             ((lists[0], counts, page_tables, 2, 1), r"lists are \[rows, .*, width\], not \(1, 2, 1\)"),
@@ -733,7 +734,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
         ):
             with pytest.raises(ValueError, match=f"^{name}: {match}"):
                 operation(tables, *given, *rest, backend)
-    for operation, name in ((mark_home, "mark_home"), (drop_pages, "drop_pages")):
+    for operation, name in ((mark_stored, "mark_stored"), (drop_pages, "drop_pages")):
         for pages, heads, match in (
             (page_tables, 2, r"pages are \[n\], not \(1, 2\)"),
             (one.long(), 2, "pages is .*int64 .*, not .*int32"),
@@ -741,11 +742,11 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
         ):
             with pytest.raises(ValueError, match=f"^{name}: {match}"):
                 operation(tables, pages, heads, backend)
-    with pytest.raises(ValueError, match=r"^pin_frames: frames is \(2,\) .*, not \(1,\)"):
-        pin_frames(tables, one, page_tables[0], one, 2, backend)
-    with pytest.raises(ValueError, match=r"^pin_frames: round is .*int64"):
-        pin_frames(tables, one, one, one.long(), 2, backend)
+    with pytest.raises(ValueError, match=r"^pin_gpu_pages: gpu_pages is \(2,\) .*, not \(1,\)"):
+        pin_gpu_pages(tables, one, page_tables[0], one, 2, backend)
+    with pytest.raises(ValueError, match=r"^pin_gpu_pages: round is .*int64"):
+        pin_gpu_pages(tables, one, one, one.long(), 2, backend)
     with pytest.raises(ValueError, match=r"round is \(\) .*, not \(1,\)"):
         request_blocks(tables, lists, counts, page_tables, 2, 1, ints(1), backend)
     with pytest.raises(NotImplementedError, match="'cuda' is not built"):
-        find_block_slots(tables, lists, counts, page_tables, 2, 1, "cuda")
+        find_block_lines(tables, lists, counts, page_tables, 2, 1, "cuda")

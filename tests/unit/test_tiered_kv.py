@@ -284,10 +284,10 @@ class Tiers(RuleBasedStateMachine):
     def placed(self, layer: int, wanted: set[int]) -> int:
         """How many pages that are not hot a request will find slots for."""
         tables = self.kv.memory.tables
-        slots = {row: int(tables.slot_of[layer, row]) for row in wanted}
+        slots = {row: int(tables.line_of[layer, row]) for row in wanted}
         hot = {slot for slot in slots.values() if slot >= 0}
         dirty, stamps = tables.dirty[layer].tolist(), tables.stamps[layer].tolist()
-        free = sum(not dirty[s] and stamps[s] < self.kv._round and s not in hot for s in range(tables.slots))
+        free = sum(not dirty[s] and stamps[s] < self.kv._round and s not in hot for s in range(tables.lines))
         return min(len(wanted) - len(hot), free)
 
     def write(
@@ -314,7 +314,7 @@ class Tiers(RuleBasedStateMachine):
             rows = listed.rows(layer)
             placed = self.placed(layer, rows)
             fetched += placed
-            refused += sum(int(tables.slot_of[layer, row]) < 0 for row in rows) - placed
+            refused += sum(int(tables.line_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
         done = fetch_listed(kv.memory, lists, counts, size, pages, round, overlap=share < 1)

@@ -7,7 +7,7 @@ from kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def count_missing_blocks(
-    slot_of: Tensor,
+    line_of: Tensor,
     lists: Tensor,
     counts: Tensor,
     page_tables: Tensor,
@@ -15,38 +15,38 @@ def count_missing_blocks(
     pages_per_block: int,
     backend: str = "torch",
 ) -> Tensor:
-    """Count the blocks of each sequence that are not hot, over all layers and heads; returns [sequences] int32.
+    """Count the blocks of each sequence that are not cached, over all layers and heads; returns [sequences] int32.
 
-    slot_of: [layers, pages * kv_heads] int32 of kernels.residency's tables, before the blocks are requested
+    line_of: [layers, pages * kv_heads] int32 of kernels.residency's tables, before the blocks are requested
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
-    page_tables: [sequences, max_pages] int32, negative where there is no page; a block is hot if all its pages are
+    page_tables: [sequences, max_pages] int32, negative where there is no page; a block is cached if all its pages are
     """
     check_backend("count_missing_blocks", backend, ("torch", "triton"))
     layers, sequences, _, width = lists.shape
     if backend == "torch":
-        return _torch_count(slot_of, lists, counts, page_tables, kv_heads, pages_per_block)
+        return _torch_count(line_of, lists, counts, page_tables, kv_heads, pages_per_block)
     if not (lists.is_contiguous() and counts.is_contiguous()):
         raise ValueError("count_missing_blocks: the Triton backend needs contiguous lists and counts")
-    cold = torch.zeros(sequences, dtype=torch.int32, device=lists.device)
+    missing = torch.zeros(sequences, dtype=torch.int32, device=lists.device)
     _count_missing_blocks_kernel[(layers * sequences * kv_heads,)](
-        slot_of,
+        line_of,
         lists,
         counts,
         page_tables,
-        cold,
+        missing,
         width,
-        slot_of.shape[1],
+        line_of.shape[1],
         page_tables.shape[1],
         sequences,
         KV_HEADS=kv_heads,
         PER_BLOCK=pages_per_block,
         CHUNK=min(1024, power_of_two(width)),
     )
-    return cold
+    return missing
 
 
 def _torch_count(
-    slot_of: Tensor,
+    line_of: Tensor,
     lists: Tensor,
     counts: Tensor,
     page_tables: Tensor,
@@ -65,18 +65,18 @@ def _torch_count(
     there = there & (numbers >= 0)
     page = numbers * kv_heads + head
     row = torch.arange(layers, device=device)[:, None, None, None, None]
-    hot = (slot_of[row, page.clamp(0, slot_of.shape[1] - 1)] >= 0) | ~there
-    cold = listed & ~hot.all(-1)
-    return cold.sum((0, 2, 3), dtype=torch.int32)
+    cached = (line_of[row, page.clamp(0, line_of.shape[1] - 1)] >= 0) | ~there
+    missing = listed & ~cached.all(-1)
+    return missing.sum((0, 2, 3), dtype=torch.int32)
 
 
 @jit
 def _count_missing_blocks_kernel(
-    slot_of_ptr,
+    line_of_ptr,
     lists_ptr,
     counts_ptr,
     page_tables_ptr,
-    cold_ptr,
+    missing_ptr,
     width,
     pages,
     table_width,
@@ -92,18 +92,18 @@ def _count_missing_blocks_kernel(
     layer = row // KV_HEADS // sequences
     count = tl.minimum(tl.load(counts_ptr + row), width)
     lists_ptr += row * width
-    cold = count * 0
+    missing = count * 0
     for start in tl.range(0, count, CHUNK):
         place = start + tl.arange(0, CHUNK)
         listed = place < count
         block = tl.load(lists_ptr + place, mask=listed, other=0)
-        is_cold = place < 0
+        is_missing = place < 0
         for part in tl.static_range(PER_BLOCK):
             logical = block * PER_BLOCK + part
             there = listed & (logical < table_width)
             page = tl.load(page_tables_ptr + sequence * table_width + logical, mask=there, other=-1)
             there = there & (page >= 0)
             at = layer * pages + page.to(tl.int64) * KV_HEADS + head
-            is_cold = is_cold | (there & (tl.load(slot_of_ptr + at, mask=there, other=0) < 0))
-        cold += tl.sum(is_cold.to(tl.int32), 0)
-    tl.atomic_add(cold_ptr + sequence, cold, sem="relaxed")
+            is_missing = is_missing | (there & (tl.load(line_of_ptr + at, mask=there, other=0) < 0))
+        missing += tl.sum(is_missing.to(tl.int32), 0)
+    tl.atomic_add(missing_ptr + sequence, missing, sem="relaxed")

@@ -1,0 +1,52 @@
+"""The pages that lists of blocks name, in torch and for kernels."""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import follow, jit, overlapping_launch, tl
+from kernels.residency import sizes
+from kernels.residency.tables import ResidencyTables
+
+
+def pages_of_blocks(
+    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
+) -> Tensor:
+    """[rows, sequences, kv_heads, width * pages_per_block] int32: the listed heads' pages, -1 where there is none."""
+    _, sequences, kv_heads, width = lists.shape
+    device, end = lists.device, page_tables.shape[1]
+    part = torch.arange(pages_per_block, device=device)
+    logical = (lists[..., None].long() * pages_per_block + part).flatten(3)
+    place = torch.arange(width * pages_per_block, device=device)
+    listed = (place < counts[..., None].long() * pages_per_block) & (logical >= 0) & (logical < end)
+    sequence = torch.arange(sequences, device=device)[:, None, None]
+    padded = torch.nn.functional.pad(page_tables, (0, 1), value=-1)
+    page = padded[sequence, logical.where(listed, end)]
+    listed = (page >= 0) & (page < tables.pages // kv_heads)
+    head = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None]
+    return torch.where(listed, page, 0) * kv_heads + head.where(listed, 0) - (~listed).int()
+
+
+@jit
+def pages_at(
+    list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max_pages, PER_BLOCK: tl.constexpr
+):
+    """The head's pages at `place` among all that a list names, and which of them there are."""
+    block = tl.load(list_ptr + place // PER_BLOCK, mask=inside, other=-1)
+    known = (block >= 0) & (block < (max_pages + PER_BLOCK - 1) // PER_BLOCK)
+    logical = block * PER_BLOCK + place % PER_BLOCK
+    page = tl.load(page_table_ptr + logical, mask=known & (logical < max_pages), other=-1)
+    return page * kv_heads + head, (page >= 0) & (page < pages // kv_heads)
+
+
+def clear_numbers(numbers: Tensor) -> None:
+    """numbers: int32."""
+    count = numbers.numel()
+    overlap = overlapping_launch(numbers.device)
+    _clear_kernel[(-(-count // sizes.CLEARED),)](numbers, count, CHUNK=sizes.CLEARED, **overlap)
+
+
+@jit
+def _clear_kernel(numbers_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(numbers_ptr + place, tl.zeros([CHUNK], tl.int32), mask=place < count)

@@ -1,0 +1,83 @@
+"""Requests: what a step lists is in cache lines afterwards, as far as there are lines."""
+
+import torch
+from torch import Tensor
+
+from kernels.backends import check_backend
+from kernels.residency.clock import advance_hand
+from kernels.residency.listed import pages_of_blocks
+from kernels.residency.request_kernels import launch_request
+from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_round
+
+
+def request_blocks(
+    tables: ResidencyTables,
+    lists: Tensor,
+    counts: Tensor,
+    page_tables: Tensor,
+    kv_heads: int,
+    pages_per_block: int,
+    round: Tensor,
+    backend: str = "torch",
+) -> Transfers:
+    """Give the pages of listed blocks lines for `round`, as far as there are; returns what must be copied for that.
+
+    lists: [rows, sequences, kv_heads, width] int32, blocks that each head needs, in any order, repeated or not
+    counts: [rows, sequences, kv_heads] int32, at most `width`
+    page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
+        from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
+    round: [1] int32, not below that of any call before. What it needs is no victim.
+
+    Hits get stamp and bit, before any victim is chosen. Misses are placed in the order of sequences, heads and lists:
+    first wanted, first placed. A page that finds no line overflows: it is counted once, and stays in the backing store.
+    All misses must be in the backing store: what was never written is "copied" too.
+    """
+    check_backend("request_blocks", backend, ("torch", "triton"))
+    check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    check_round("request_blocks", tables, "round", round)
+    if backend == "torch":
+        return _torch_request(
+            tables, pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round
+        )
+    return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
+
+
+def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor) -> Transfers:
+    """pages: [rows, sequences, kv_heads, n] int32, -1 where there is none."""
+    pages = pages.flatten(1)
+    rows = len(pages)
+    transfers = Transfers(
+        torch.empty_like(pages), torch.empty_like(pages), pages.new_empty(rows), pages.new_empty(rows)
+    )
+    for row in range(rows):
+        _request_row(tables, row, pages[row][pages[row] >= 0], int(round), transfers)
+    return transfers
+
+
+def _request_row(
+    tables: ResidencyTables,
+    row: int,
+    wanted: Tensor,
+    now: int,
+    transfers: Transfers,
+) -> None:
+    """One row of the reference; wanted: [n] int32, pages in order."""
+    pages = list(dict.fromkeys(wanted.tolist()))
+    lines = [int(tables.line_of[row, page]) for page in pages]
+    for line in lines:
+        if line >= 0:
+            tables.referenced[row, line] = 1
+            tables.stamps[row, line] = now
+    missing = [page for page, line in zip(pages, lines, strict=True) if line < 0]
+    victims = advance_hand(tables, row, len(missing), now)
+    for i, (page, line) in enumerate(zip(missing, victims, strict=False)):
+        old = int(tables.page_in[row, line])
+        if old >= 0:
+            tables.line_of[row, old] = -1
+        tables.line_of[row, page] = line
+        tables.page_in[row, line] = page
+        tables.stamps[row, line] = now
+        transfers.lines[row, i] = line
+    transfers.pages[row, : len(missing)] = torch.tensor(missing, dtype=torch.int32)
+    transfers.counts[row] = len(victims)
+    transfers.overflow[row] = len(missing) - len(victims)

@@ -1,0 +1,156 @@
+"""The residency tables, what a request leaves, and checks of arguments."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResidencyTables:
+    """Rows are layers, pages are those of heads. All on one device, contiguous; operations change them in place.
+
+    line_of: [rows, pages] int32, the line in which a page is cached, -1 if it is only in the backing store
+    page_in: [rows, lines] int32, the page in a line, -1 if the line is free
+    referenced: [rows, lines] uint8, the clock's bits
+    stamps: [rows, lines] int32, the last round that needs the line, -1 before the first
+    dirty: [rows, lines] uint8, 1 if the page is not yet stored
+    hand: [rows] int32, the line that the clock looks at next
+    """
+
+    line_of: Tensor
+    page_in: Tensor
+    referenced: Tensor
+    stamps: Tensor
+    dirty: Tensor
+    hand: Tensor
+
+    def __post_init__(self) -> None:
+        shapes = tuple(self.line_of.shape), tuple(self.page_in.shape)
+        if any(len(shape) != 2 or 0 in shape for shape in shapes):
+            raise ValueError(
+                f"ResidencyTables: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and "
+                "[rows, lines], with one of each at least"
+            )
+        rows, lines = self.page_in.shape
+        for name, shape, dtype in (
+            ("line_of", (rows, self.line_of.shape[1]), torch.int32),
+            ("page_in", (rows, lines), torch.int32),
+            ("referenced", (rows, lines), torch.uint8),
+            ("stamps", (rows, lines), torch.int32),
+            ("dirty", (rows, lines), torch.uint8),
+            ("hand", (rows,), torch.int32),
+        ):
+            check_tensor("ResidencyTables", name, getattr(self, name), shape, dtype, self.page_in.device)
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"ResidencyTables: {name} must be contiguous")
+
+    @property
+    def rows(self) -> int:
+        return self.page_in.shape[0]
+
+    @property
+    def pages(self) -> int:
+        return self.line_of.shape[1]
+
+    @property
+    def lines(self) -> int:
+        return self.page_in.shape[1]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What is to be copied from the backing store into lines, and what overflows, which found no line.
+
+    `width` holds all that may be listed.
+
+    pages: [rows, width] int32, the first counts[row] in the order of the lists, each once; behind them the
+        overflow[row] pages that found no line; what follows is undefined
+    lines: [rows, width] int32, where the first counts[row] pages go; what follows is undefined
+    counts, overflow: [rows] int32
+    """
+
+    pages: Tensor
+    lines: Tensor
+    counts: Tensor
+    overflow: Tensor
+
+
+def empty_tables(rows: int, pages: int, lines: int, device: torch.device | str = "cpu") -> ResidencyTables:
+    """Tables of `rows` rows, in which nothing is cached."""
+
+    def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    return ResidencyTables(
+        line_of=full(rows, pages, value=-1),
+        page_in=full(rows, lines, value=-1),
+        referenced=full(rows, lines, dtype=torch.uint8),
+        stamps=full(rows, lines, value=-1),
+        dirty=full(rows, lines, dtype=torch.uint8),
+        hand=full(rows),
+    )
+
+
+def clear_tables(tables: ResidencyTables) -> None:
+    """As `empty_tables`, in place."""
+    for tensor in (tables.line_of, tables.page_in, tables.stamps):
+        tensor.fill_(-1)
+    for tensor in (tables.referenced, tables.dirty, tables.hand):
+        tensor.zero_()
+
+
+def check_tensor(
+    operation: str,
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{operation}: {name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
+            f"not {shape} {dtype} on {device}"
+        )
+
+
+def check_blocks(
+    operation: str,
+    tables: ResidencyTables,
+    lists: Tensor,
+    counts: Tensor,
+    page_tables: Tensor,
+    kv_heads: int,
+    pages_per_block: int,
+) -> None:
+    if lists.dim() != 4:
+        raise ValueError(f"{operation}: lists are [rows, sequences, heads, width], not {tuple(lists.shape)}")
+    if page_tables.dim() != 2:
+        raise ValueError(f"{operation}: page_tables are [sequences, pages], not {tuple(page_tables.shape)}")
+    if pages_per_block < 1:
+        raise ValueError(f"{operation}: a block of {pages_per_block} pages")
+    check_heads(operation, tables, kv_heads)
+    sequences, width, device = lists.shape[1], lists.shape[3], tables.page_in.device
+    shape = tables.rows, sequences, kv_heads
+    check_tensor(operation, "lists", lists, (*shape, width), torch.int32, device)
+    check_tensor(operation, "counts", counts, shape, torch.int32, device)
+    check_tensor(
+        operation, "page_tables", page_tables, (sequences, page_tables.shape[1]), torch.int32, device
+    )
+
+
+def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:
+    if pages.dim() != 1:
+        raise ValueError(f"{operation}: pages are [n], not {tuple(pages.shape)}")
+    check_heads(operation, tables, kv_heads)
+    check_tensor(operation, "pages", pages, tuple(pages.shape), torch.int32, tables.page_in.device)
+
+
+def check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:
+    if kv_heads < 1 or tables.pages % kv_heads:
+        raise ValueError(f"{operation}: {tables.pages} pages are not of {kv_heads} heads")
+
+
+def check_round(operation: str, tables: ResidencyTables, name: str, round: Tensor) -> None:
+    check_tensor(operation, name, round, (1,), torch.int32, tables.page_in.device)
