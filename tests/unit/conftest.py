@@ -18,6 +18,7 @@ SLOW = {
     "test_paged_attention_triton.py",
     "test_pass_shapes.py",
     "test_rejection_triton.py",
+    "test_selection_triton.py",
 }
 
 
