@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Files that take more than about 15 s of a core beside their imports: `make check` leaves them out, `make test` does not.
+# Files that take more than about 15 s of a core beside their imports: `make check` leaves them out, not `make test`.
 SLOW = {
     "test_architectures.py",
     "test_bench_gpu.py",
