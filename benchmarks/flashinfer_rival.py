@@ -91,10 +91,7 @@ def time_listed(
     by_head = queries.view(sequences, rows, kv_heads, group, -1).transpose(1, 2)
     arranged = by_head.reshape(-1, group, queries.shape[2])
     out = torch.empty_like(arranged)
-    views = [
-        tuple(each.view(-1, 1, *each.shape[2:]) for each in pair)
-        for pair in zip(k_pages, v_pages, strict=True)
-    ]
+    views = [tuple(each.view(-1, 1, *each.shape[2:]) for each in pair) for pair in zip(k_pages, v_pages, strict=True)]
 
     def work() -> None:
         for planned, pages in zip(plans, views, strict=True):

@@ -134,9 +134,7 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
             else:
                 here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
                 weighing = what == "weighing"
-                kernel: Callable[..., object] = (
-                    paged_attention_with_read_weights if weighing else paged_attention
-                )
+                kernel: Callable[..., object] = paged_attention_with_read_weights if weighing else paged_attention
                 kernel(*arguments, here, means, **options, work=plan.layer(i))
 
     return graph_milliseconds(work, repeats) / layers
@@ -169,9 +167,7 @@ def run_kernel_benchmark(
             for what, read in reads.items():
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(
-                    Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense"))
-                )
+                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
             for what, ms in theirs.items():
                 size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
                 table.append(Row(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))

@@ -205,13 +205,9 @@ class Bench:
                     check = Check()
                     if share in wanted:
                         check = compare_logits(checked[share].logits, wanted[share])
-                    yield self._row(
-                        case, share, way, share_hot, measured, resident.get(share), check, in_parts
-                    )
+                    yield self._row(case, share, way, share_hot, measured, resident.get(share), check, in_parts)
 
-    def _logits_of_parts(
-        self, case: Case, rounds: dict[float, Tensor], part: int
-    ) -> dict[float, list[Tensor | None]]:
+    def _logits_of_parts(self, case: Case, rounds: dict[float, Tensor], part: int) -> dict[float, list[Tensor | None]]:
         """Of each share and round [batch, queries, vocab], from resident steps of so many sessions each."""
         places = step_shape(case, False).sequences
         parts: dict[float, list[list[Tensor | None]]] = {}
@@ -220,17 +216,10 @@ class Bench:
             words = {share: given[:, first : first + part] for share, given in rounds.items()}
             for share, measured in self._measure(here, words, None, passes=1).items():
                 parts.setdefault(share, []).append(measured.logits)
-        return {
-            share: [_together(each) for each in zip(*found, strict=True)] for share, found in parts.items()
-        }
+        return {share: [_together(each) for each in zip(*found, strict=True)] for share, found in parts.items()}
 
     def _measure(
-        self,
-        case: Case,
-        rounds: dict[float, Tensor],
-        hot: float | None,
-        way: str = IN_STEP,
-        passes: int | None = None,
+        self, case: Case, rounds: dict[float, Tensor], hot: float | None, way: str = IN_STEP, passes: int | None = None
     ) -> dict[float, Measured]:
         """By share. hot: None: resident. Nothing if the GPU has no room."""
         if not self._fits(case, 1.0 if hot is None else hot):
@@ -377,9 +366,7 @@ def run_offload_benchmark(
 # The table.
 
 
-def _head(
-    name: str, settings: Settings, device: torch.device, link: float, homes: int
-) -> dict[str, str | float]:
+def _head(name: str, settings: Settings, device: torch.device, link: float, homes: int) -> dict[str, str | float]:
     machine = "no GPU: a rehearsal, times say nothing"
     if device.type == "cuda":
         import triton
@@ -411,10 +398,7 @@ def command_of(name: str, settings: Settings) -> str:
     if settings.kv_memory is None:
         lists |= {"batches": settings.batches, "hot": settings.hot}
     else:
-        lists |= {
-            "kv-memory": (round(settings.kv_memory / 2**30, 6),),
-            "sessions-factor": (settings.sessions_factor,),
-        }
+        lists |= {"kv-memory": (round(settings.kv_memory / 2**30, 6),), "sessions-factor": (settings.sessions_factor,)}
     words = [f"--{flag} {' '.join(map(str, values))}" for flag, values in lists.items()]
     numbers = f"--queries {settings.queries} --passes {settings.passes} --home-layers {settings.home_layers}"
     return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
@@ -475,9 +459,7 @@ def plot_rows(rows: list[Row], path: Path) -> Path:
                 bounds = [row.bound / row.resident for row in line if row.resident]
                 axis.plot(hot, bounds, ":", color=color, label=label + "bound")
         axis.axhline(1.0, color="gray", lw=0.8)
-        axis.set(
-            xlabel="hot buffer, % of the KV", ylabel="step, of the resident step", title=f"batch {batch}"
-        )
+        axis.set(xlabel="hot buffer, % of the KV", ylabel="step, of the resident step", title=f"batch {batch}")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)

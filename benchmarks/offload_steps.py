@@ -128,12 +128,7 @@ def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
     return kv
 
 
-def tiered_kv(
-    case: Case,
-    hot: float,
-    home: Home,
-    device: torch.device,
-) -> TieredKV:
+def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> TieredKV:
     """hot: share of all pages that there are frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
@@ -166,9 +161,7 @@ def _make_up_means(kv: KVCache, sequence: SequenceKV, seed: int) -> None:
     for layer in range(kv.num_layers):
         shape = len(sequence.groups), *kv.means.k.shape[2:]
         for part in (kv.means.k, kv.means.v):
-            part[layer, sequence.groups] = (
-                torch.randn(shape, generator=random, device=kv.device) * GROUP**-0.5
-            )
+            part[layer, sequence.groups] = torch.randn(shape, generator=random, device=kv.device) * GROUP**-0.5
         kv.means.k_variance[layer, sequence.groups] = 1.0
 
 
@@ -216,9 +209,7 @@ class Step:
         tables = [sequence.table() for sequence in sequences] if shape.fetches else None
         lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        work = partial(
-            run_pass, decoder, kv, shape, self.buffers, default_backend(device), overlap=way != ON_DEMAND
-        )
+        work = partial(run_pass, decoder, kv, shape, self.buffers, default_backend(device), overlap=way != ON_DEMAND)
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
@@ -251,10 +242,7 @@ class Step:
     def _copy_tables(self) -> dict[str, Tensor]:
         if not isinstance(self.kv, TieredKV):
             return {}
-        return {
-            item.name: getattr(self.kv.memory.tables, item.name).clone()
-            for item in fields(self.kv.memory.tables)
-        }
+        return {item.name: getattr(self.kv.memory.tables, item.name).clone() for item in fields(self.kv.memory.tables)}
 
 
 def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:

@@ -33,11 +33,7 @@ def children() -> Iterator[Start]:
                     environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
                 # In a session of its own: Ctrl-C is for this process, which stops the others in order.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", *command],
-                    stdout=stdout,
-                    text=True,
-                    env=environment,
-                    start_new_session=True,
+                    [sys.executable, "-m", *command], stdout=stdout, text=True, env=environment, start_new_session=True
                 )
                 processes.callback(stop, process)
                 return process

@@ -52,12 +52,7 @@ READS = Path(__file__).parent / "traces" / "reads.npz"
 PROMPT, GENERATED, ROUNDS, PASSAGES, AT_ONCE = 4076, 64, 20, 32, 4
 FIRST, BLOCKS = 1, 250
 BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
-BUDGETS = {
-    "1/8": 0.152,
-    "1/10": 0.1265,
-    "1/16": 0.09,
-    "1/32": 0.059,
-}  # --budget of the services for each share
+BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budget of the services for each share
 
 
 @dataclass(frozen=True)
@@ -218,9 +213,7 @@ def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionRe
             endpoints = start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
             with (
                 ThreadPoolExecutor(AT_ONCE) as pool,
-                grpc.insecure_channel(
-                    endpoints, options=OPTIONS
-                ) as channel,  # closes first: all requests end
+                grpc.insecure_channel(endpoints, options=OPTIONS) as channel,  # closes first: all requests end
             ):
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 jobs = [pool.submit(_generate, stub, i, prompt) for i, prompt in enumerate(prompts)]
@@ -251,12 +244,9 @@ def _is_complete(session: SessionReads) -> bool:
 
 def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
     kept = [
-        [read.blocks.matrix()[:, FIRST : FIRST + BLOCKS] for read in session.reads[:ROUNDS]]
-        for session in sessions
+        [read.blocks.matrix()[:, FIRST : FIRST + BLOCKS] for read in session.reads[:ROUNDS]] for session in sessions
     ]
-    history = np.stack(
-        [sum(b.astype(np.uint32) << np.uint32(t) for t, b in enumerate(rounds)) for rounds in kept]
-    )
+    history = np.stack([sum(b.astype(np.uint32) << np.uint32(t) for t, b in enumerate(rounds)) for rounds in kept])
     selections = [[BlockSelection.from_matrix(blocks) for blocks in rounds] for rounds in kept]
     epochs = np.array([[read.at.epoch for read in session.reads[:ROUNDS]] for session in sessions])
     return ReadTrace(
@@ -301,9 +291,7 @@ def run_reads_benchmark(record: str | None, passages: int, json_file: str | None
     about = about_reads()
     print(_report(about, rows))
     if json_file:
-        Path(json_file).write_text(
-            json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+        Path(json_file).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return rows
 
 

@@ -129,9 +129,7 @@ def _load(kind: str) -> tuple[Sequence[Recorded], dict[str, str]]:
 
 def _report(head: dict[str, str], rows: list[Row]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
-    lines.append(
-        f"{'trace':<14} {'shared by':<10} {'hot':>6} {'missed':>8} {'no slot':>8} {'fetched':>10} {'link':>9}"
-    )
+    lines.append(f"{'trace':<14} {'shared by':<10} {'hot':>6} {'missed':>8} {'no slot':>8} {'fetched':>10} {'link':>9}")
     for row in rows:
         lines.append(
             f"{row.trace:<14} {row.pool:<10} {row.hot:>6.1%} {row.missed:>8.2%} {row.unplaced:>8.2%} "

@@ -44,7 +44,7 @@ class ScriptedRunner(Runner):
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
-        self._gamma = 0
+        self._gamma = self._block_size = 0  # until rounds are prepared
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs = []
@@ -72,7 +72,7 @@ class ScriptedRunner(Runner):
         return [self._following[(position - 1 + i) % _PERIOD] for i in range(count)]
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
-        self._gamma = settings.gamma
+        self._gamma, self._block_size = settings.gamma, settings.block_size
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = []
@@ -89,8 +89,8 @@ class ScriptedRunner(Runner):
         count = min(max(0, request.count), weights.size)
         highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
         rows, columns = np.divmod(highest, weights.shape[1])
-        keys = rows * request.last + columns + request.first
-        return BlockSelection(len(weights), request.last, keys).words
+        blocks = -(-base // self._block_size)
+        return BlockSelection(len(weights), blocks, rows * blocks + columns + request.first).words
 
 
 def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:

@@ -94,9 +94,7 @@ def save_traces(traces: list[Trace], file: Path, about: dict[str, str]) -> None:
     for trace in traces:
         facts = {key: value for key, value in vars(trace).items() if key != "history"}
         arrays[f"{trace.name} facts"] = _text(json.dumps(facts))
-        arrays[trace.name] = np.frombuffer(
-            lzma.compress(trace.history.astype("<u2").tobytes(), preset=9), np.uint8
-        )
+        arrays[trace.name] = np.frombuffer(lzma.compress(trace.history.astype("<u2").tobytes(), preset=9), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
     np.savez(file, allow_pickle=False, about=_text(json.dumps(about)), **arrays)
 

@@ -134,14 +134,10 @@ def run_serve_benchmark(
             rows.append(_measure(both, what, sessions, context, tokens, exactness))
     for row in rows:
         if not row.tokens_a_second:
-            raise ValueError(
-                f"{row.what}: at no moment did all {sessions} sessions generate; give more --tokens"
-            )
+            raise ValueError(f"{row.what}: at no moment did all {sessions} sessions generate; give more --tokens")
     print(_report(head, rows))
     if json_file:
-        Path(json_file).write_text(
-            json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-        )
+        Path(json_file).write_text(json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     return rows
 
 

@@ -50,9 +50,7 @@ def read_shape_of(name: str) -> Shape:
     )
 
 
-def random_decoder(
-    shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> Decoder:
+def random_decoder(shape: Shape, positions: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Decoder:
     """Random weights."""
     dim, heads, kv_heads = shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
     hidden, mlp = shape.hidden_size, shape.intermediate_size

@@ -33,9 +33,7 @@ def selection_rows(bandwidth: float, repeats: int) -> list[Row]:
         top = partial(select_top_k, weights, valid, valid // 10, "triton", n // 10)
         nucleus = partial(select_nucleus, weights, valid, 0.9, backend="triton", width=n)
         table.append(Row(f"rows' top tenth, 128 x {n}", graph_milliseconds(top, repeats), floor, theirs))
-        table.append(
-            Row(f"rows' nucleus of 0.9, 128 x {n}", graph_milliseconds(nucleus, repeats), floor, theirs)
-        )
+        table.append(Row(f"rows' nucleus of 0.9, 128 x {n}", graph_milliseconds(nucleus, repeats), floor, theirs))
     return table
 
 
@@ -48,9 +46,7 @@ def verdict_rows(bandwidth: float, repeats: int, vocab: int, gamma: int) -> list
         probs, ids = logits[:, :gamma].float().softmax(-1).topk(64)
         tokens, counts = ids[..., 0].int(), torch.full((rows,), gamma, device="cuda", dtype=torch.int32)
         greedy = partial(judge_greedy, logits, tokens, counts, "triton")
-        table.append(
-            Row(f"verdicts greedy, {rows} x {gamma + 1}", graph_milliseconds(greedy, repeats), floor, None)
-        )
+        table.append(Row(f"verdicts greedy, {rows} x {gamma + 1}", graph_milliseconds(greedy, repeats), floor, None))
         sampled = partial(
             judge_sampled,
             logits,
@@ -64,9 +60,7 @@ def verdict_rows(bandwidth: float, repeats: int, vocab: int, gamma: int) -> list
             torch.rand(rows, gamma + 1, device="cuda", dtype=torch.float64),
             "triton",
         )
-        table.append(
-            Row(f"verdicts sampled, {rows} x {gamma + 1}", graph_milliseconds(sampled, repeats), floor, None)
-        )
+        table.append(Row(f"verdicts sampled, {rows} x {gamma + 1}", graph_milliseconds(sampled, repeats), floor, None))
     return table
 
 

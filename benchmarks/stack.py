@@ -62,19 +62,15 @@ def run_stack_benchmark(sessions: list[int], tokens: int, gamma: int, json_file:
     head = {
         "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench stack --sessions {' '.join(map(str, sessions))} "
-        f"--tokens {tokens} --gamma {gamma}",
+        "command": f"specahead bench stack --sessions {' '.join(map(str, sessions))} --tokens {tokens} --gamma {gamma}",
     }
     cases = list(itertools.product(EXACTNESS, sessions))
     with _stack(gamma) as address:
         # The first pass warms up: connections, prompts to reuse, code paths.
         passes = [
-            [asyncio.run(_measure(address, n, tokens, exactness)) for exactness, n in cases]
-            for _ in range(1 + PASSES)
+            [asyncio.run(_measure(address, n, tokens, exactness)) for exactness, n in cases] for _ in range(1 + PASSES)
         ][1:]
-    rows = [
-        sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)
-    ]
+    rows = [sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)]
     print(_report(head, rows))
     if json_file:
         content = head | {"rows": [asdict(row) for row in rows]}

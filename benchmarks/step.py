@@ -31,12 +31,7 @@ class Bench:
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE)
         pages = max(BATCHES) * (longest // PAGE_SIZE)
         self.kv = PagedKV(
-            shape.num_hidden_layers,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            pages,
-            torch.bfloat16,
-            "cuda",
+            shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cuda"
         )
         for part in (*self.kv.k_pages, *self.kv.v_pages):
             part.normal_()  # what is all alike, selections break by order
@@ -113,9 +108,7 @@ class Bench:
         return buffers
 
     def _measure(self, what: str, shape: PassShape, buffers: PassBuffers, kv_bytes: float) -> Row:
-        ms = graph_milliseconds(
-            lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats
-        )
+        ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
         return Row(what, ms, self.floor(kv_bytes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
@@ -163,11 +156,7 @@ def run_step_benchmark(
                 bench.step(batch, context, 5, 0.1, dense_layers=2),
                 bench.served(batch, context, 5, 0.1),
             ]
-            rows = [
-                bench.step(batch, context, 1),
-                dense,
-                *(row.against(dense.milliseconds) for row in sparse),
-            ]
+            rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
             table += [row.named("target: ") for row in rows]
         del bench
         torch.cuda.empty_cache()

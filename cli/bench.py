@@ -19,9 +19,7 @@ def _run_stack(flags: argparse.Namespace) -> None:
 
 def add_codec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    parser.add_argument(
-        "--record", nargs="+", metavar="TEXT", help="record the selections from these files first"
-    )
+    parser.add_argument("--record", nargs="+", metavar="TEXT", help="record the selections from these files first")
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_run_codec)
 

@@ -33,9 +33,7 @@ def _run_kernels(flags: argparse.Namespace) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id"
-    )
+    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
     parser.add_argument("--draft-shape", default="1b", metavar="NAME")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", metavar="FILE")
@@ -59,9 +57,7 @@ def _run_step(flags: argparse.Namespace) -> None:
 
 
 def add_offload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id"
-    )
+    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id")
     parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
     parser.add_argument("--contexts", type=int, nargs="+", default=[10240, 32768, 102400], metavar="N")
     parser.add_argument(
@@ -76,22 +72,13 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
     )
-    parser.add_argument(
-        "--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)"
-    )
+    parser.add_argument("--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)")
     parser.add_argument("--queries", type=int, default=5, help="of each sequence")
+    parser.add_argument("--passes", type=int, default=4, help="over the recorded rounds, with nothing hot at first")
     parser.add_argument(
-        "--passes", type=int, default=4, help="over the recorded rounds, with nothing hot at first"
+        "--home-layers", type=int, default=1, help="layers with pinned memory of their own; the others share it"
     )
-    parser.add_argument(
-        "--home-layers",
-        type=int,
-        default=1,
-        help="layers with pinned memory of their own; the others share it",
-    )
-    parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)"
-    )
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
     parser.set_defaults(run=_run_offload)
@@ -105,9 +92,7 @@ def _run_offload(flags: argparse.Namespace) -> None:
     if flags.shape != "tiny":  # which is rehearsed without a GPU
         require_gpu()
     if flags.kv_memory is not None and (flags.batches or flags.hot):
-        raise ValueError(
-            "--kv-memory says how many sessions and frames there are: leave --batches and --hot out"
-        )
+        raise ValueError("--kv-memory says how many sessions and frames there are: leave --batches and --hot out")
     if flags.kv_memory is None and flags.sessions_factor is not None:
         raise ValueError("--sessions-factor is of the sessions that fit --kv-memory: give it")
     given = {
@@ -147,18 +132,11 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help="as the backing store of the target's KV (default: no tiers)",
     )
     parser.add_argument(
-        "--kv-memory",
-        type=float,
-        metavar="GIB",
-        help="of the target's GPU for KV (default: what is left of it)",
+        "--kv-memory", type=float, metavar="GIB", help="of the target's GPU for KV (default: what is left of it)"
     )
     parser.add_argument("--sparse-only", action="store_true", help="leave the dense rows out")
     parser.add_argument(
-        "--gpus",
-        type=int,
-        nargs=2,
-        metavar=("TARGET", "DRAFT"),
-        help="device of each service; else as torch finds",
+        "--gpus", type=int, nargs=2, metavar=("TARGET", "DRAFT"), help="device of each service; else as torch finds"
     )
     parser.add_argument("--json", metavar="FILE")
     parser.set_defaults(run=_run_serve)

@@ -14,24 +14,14 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=int, default=3, help="passages read of each file, evenly spread")
     parser.add_argument("--stride", type=int, default=64, help="tokens between samples")
     parser.add_argument("--skipped", type=int, default=1024, help="leading tokens without samples")
-    parser.add_argument(
-        "--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries"
-    )
+    parser.add_argument("--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument(
-        "--group-size", type=int, default=512, help="tokens whose means stand in for unread blocks"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=0.1, help="share of the KV that approximate reads by default"
-    )
+    parser.add_argument("--group-size", type=int, default=512, help="tokens whose means stand in for unread blocks")
+    parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads by default")
     parser.add_argument("--sink-blocks", type=int, default=1)
     parser.add_argument("--window-blocks", type=int, default=4)
-    parser.add_argument(
-        "--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything"
-    )
-    parser.add_argument(
-        "--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer"
-    )
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
+    parser.add_argument("--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer")
     parser.set_defaults(run=_calibrate)
 
 

@@ -27,45 +27,29 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
     )
-    source.add_argument(
-        "--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on"
-    )
+    source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
     parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
     parser.add_argument(
         "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
     )
-    parser.add_argument(
-        "--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)"
-    )
-    parser.add_argument(
-        "--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)"
-    )
-    parser.add_argument(
-        "--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 4)"
-    )
+    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
+    parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
+    parser.add_argument("--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 4)")
     parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
     parser.add_argument(
         "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
     )
-    parser.add_argument(
-        "--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4)"
-    )
+    parser.add_argument("--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4)")
     parser.add_argument("--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts: of sparse steps")
     parser.add_argument(
         "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
     )
     parser.add_argument(
-        "--hot",
-        metavar="X,Y",
-        help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)",
+        "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
     )
-    parser.add_argument(
-        "--generated", type=int, default=64, help="drafts, identity: tokens after each passage"
-    )
+    parser.add_argument("--generated", type=int, default=64, help="drafts, identity: tokens after each passage")
     parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
-    parser.add_argument(
-        "--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries"
-    )
+    parser.add_argument("--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
     parser.add_argument("--dense-layers", type=int, nargs="*")

@@ -22,9 +22,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
     parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end instead of the text"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.set_defaults(run=_generate)
 
 

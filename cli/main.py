@@ -18,10 +18,7 @@ BENCHMARKS = {
     "residency": (bench.add_residency, "what a buffer of GPU pages would miss, by recorded selections"),
     "kernels": (bench_gpu.add_kernels, "attention and selection kernels on a GPU"),
     "step": (bench_gpu.add_step, "whole steps of target and draft on a GPU"),
-    "offload": (
-        bench_gpu.add_offload,
-        "whole steps over KV of which a part lies on the GPU, by recorded reads",
-    ),
+    "offload": (bench_gpu.add_offload, "whole steps over KV of which a part lies on the GPU, by recorded reads"),
     "serve": (bench_gpu.add_serve, "tokens a second of the services, random weights, imposed acceptance"),
 }
 
@@ -33,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_generate(commands.add_parser("generate", help="continue a prompt on a running server"))
     add_calibrate(commands.add_parser("calibrate", help="make a plan for a pair of models"))
     add_evaluate(commands.add_parser("evaluate", help="measure what the sparsity methods cost in quality"))
-    benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(
-        dest="bench", required=True
-    )
+    benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
     for name, (add, text) in BENCHMARKS.items():
         add(benchmarks.add_parser(name, help=text))
     flags = parser.parse_args(arguments)

@@ -2,8 +2,7 @@
 
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "torch")
 ATTENTION_HELP = (
-    "what attends; auto: triton on a GPU, torch on a CPU. flashinfer: FlashInfer in prompts, triton in everything "
-    "else"
+    "what attends; auto: triton on a GPU, torch on a CPU. flashinfer: FlashInfer in prompts, triton in everything else"
 )
 
 

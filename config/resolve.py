@@ -12,14 +12,7 @@ from typing import Any, TypeVar, get_origin
 
 import yaml
 
-from config.sections import (
-    ClientSettings,
-    ClusterSettings,
-    Config,
-    DraftSettings,
-    ServiceSettings,
-    TargetSettings,
-)
+from config.sections import ClientSettings, ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.setting import Declared, Section, SettingsError, declared_in
 
 log = logging.getLogger(__name__)
@@ -48,8 +41,7 @@ class _Option:
 def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
     """The settings of `python -m orchestrator.launch`. Raises SettingsError; exits on --help and --dry-run."""
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.launch",
-        description="Launch draft and target services and the client endpoints.",
+        prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
     )
     default = Config()
     sections = [default.target, default.draft, default.clients, default.cluster]
@@ -58,10 +50,7 @@ def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def resolve_service(
-    parser: argparse.ArgumentParser,
-    default: Service,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
+    parser: argparse.ArgumentParser, default: Service, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Service, argparse.Namespace]:
     """The settings of a service by itself, whose flags have short names, and the parser's other flags.
 
@@ -92,10 +81,7 @@ def _resolve(
     sources: list[tuple[str, Mapping[str, Any]]] = [
         (rest.config or "file", _from_file(rest.config) if rest.config else {}),
         ("environment", _from_environment(environment)),
-        (
-            "flag",
-            {key: given[option.flag] for key, option in options.items() if given[option.flag] is not None},
-        ),
+        ("flag", {key: given[option.flag] for key, option in options.items() if given[option.flag] is not None}),
     ]
     values: dict[str, Any] = {}
     for source, found in sources:
@@ -128,9 +114,7 @@ def _options(defaults: Sequence[Section]) -> dict[str, _Option]:
             if key in options or not (item.name or alone):
                 continue
             text = item.rule.help.replace("{side}", section.side)
-            options[key] = _Option(
-                item, item.flag if alone else item.name, text, getattr(section, item.field)
-            )
+            options[key] = _Option(item, item.flag if alone else item.name, text, getattr(section, item.field))
     return options
 
 
@@ -188,12 +172,9 @@ def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
     For a Service x these are X_SERVICE_HOST, X_SERVICE_PORT, X_SERVICE_PORT_{NAME}, X_PORT and X_PORT_{…}. The second
     tells that they are Kubernetes': no setting has its name.
     """
-    prefixes = [
-        key[: at.start()] for at in re.finditer(r"_SERVICE_HOST$|_SERVICE_PORT(?=_|$)|_PORT(?=_|$)", key)
-    ]
+    prefixes = [key[: at.start()] for at in re.finditer(r"_SERVICE_HOST$|_SERVICE_PORT(?=_|$)|_PORT(?=_|$)", key)]
     return any(
-        f"{prefix}_SERVICE_HOST" in environment and f"{prefix}_SERVICE_PORT" in environment
-        for prefix in prefixes
+        f"{prefix}_SERVICE_HOST" in environment and f"{prefix}_SERVICE_PORT" in environment for prefix in prefixes
     )
 
 

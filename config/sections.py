@@ -51,15 +51,10 @@ class ModelSettings(Section):
     )
     max_sessions: int = _limits(64, "sessions that run at once; more are queued", least=1)
     kv_tokens: int = _memory(
-        0,
-        "KV room of the {side}, in tokens over all sessions; 0: by memory",
-        name="{side}_kv_tokens",
-        least=0,
+        0, "KV room of the {side}, in tokens over all sessions; 0: by memory", name="{side}_kv_tokens", least=0
     )
     kv_memory: float = _memory(0.0, "GiB of KV of each service; 0: by gpu_memory_utilization", least=0)
-    gpu_memory_utilization: float = _memory(
-        0.9, "share of its GPU's memory that a service may take", above=0, most=1
-    )
+    gpu_memory_utilization: float = _memory(0.9, "share of its GPU's memory that a service may take", above=0, most=1)
     host_kv_memory: float = 0.0
     dense_layers: tuple[int, ...] = ()
     group_size: int = 0
@@ -72,19 +67,12 @@ class ServiceSettings(ModelSettings):
     bundled: ClassVar[Path]  # the model that the bundled plan was made for
 
     plan: str = _models(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
-    budget: float = _models(
-        0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1
-    )
-    method: str = _models(
-        "", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity"
-    )
+    budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
+    method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
     prefill_chunk: int = _limits(512, "prompt tokens that one step may run, over all sessions", least=2)
     host: str = _services("127.0.0.1", "address that draft and target services bind", name="service_host")
     port: int = _port(
-        0,
-        "port of the {side} service; 0: any free one",
-        group="where the services listen",
-        name="{side}_port",
+        0, "port of the {side} service; 0: any free one", group="where the services listen", name="{side}_port"
     )
 
     def __post_init__(self) -> None:
@@ -95,9 +83,7 @@ class ServiceSettings(ModelSettings):
                 "with `specahead calibrate` and pass --plan"
             )
         try:
-            check_attention_backend(
-                self.attention_backend, self.device, self.deterministic, self.enforce_eager
-            )
+            check_attention_backend(self.attention_backend, self.device, self.deterministic, self.enforce_eager)
         except ValueError as error:
             raise SettingsError(str(error)) from None
 
@@ -116,13 +102,9 @@ class TargetSettings(ServiceSettings):
         least=0,
     )
     max_queued: int = _limits(
-        1024,
-        "sessions that may wait for a place; more are refused, with 0 all that cannot run at once",
-        least=0,
+        1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
-    draft_timeout: float = _rounds(
-        1.0, "seconds that the target waits for a proposal before decoding plainly", above=0
-    )
+    draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -140,9 +122,7 @@ class DraftSettings(ServiceSettings):
     targets: tuple[str, ...] = _services(
         (), "HOST:PORT of a target service to draft for; may be repeated", name="", flag="target"
     )
-    ahead: bool = _rounds(
-        True, "draft the next round while one is verified, where verdicts are mostly foreseen"
-    )
+    ahead: bool = _rounds(True, "draft the next round while one is verified, where verdicts are mostly foreseen")
     micro_batches: int = _rounds(
         2,
         "micro-batches that sessions are drafted in, so that one is verified while the next is drafted",
@@ -171,10 +151,7 @@ class ClientSettings(Section):
     grpc_port: int = _port(50051, "client gRPC port; 0: any free one", group="client endpoints")
     http_port: int = _port(8000, "client HTTP port; 0: any free one", group="client endpoints")
     resume_timeout: float = setting(
-        60.0,
-        "seconds that requests wait for a lost target before they fail",
-        group="client endpoints",
-        least=0,
+        60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
     )
     shutdown_grace: float = setting(
         10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0
@@ -188,12 +165,8 @@ class ClusterSettings(Section):
     target_address: str = setting(
         "", "HOST:PORT of a target service that runs already; then Ray is not used", group="placement"
     )
-    draft_address: str = setting(
-        "", "HOST:PORT of its draft service, for its status in /metrics", group="placement"
-    )
-    ray_address: str = setting(
-        "auto", "address of a running Ray; auto: find one, else start one", group="placement"
-    )
+    draft_address: str = setting("", "HOST:PORT of its draft service, for its status in /metrics", group="placement")
+    ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
 
 

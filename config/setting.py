@@ -47,9 +47,7 @@ class Declaration:
         return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
-def setting(
-    default: Any, help: str, *, group: str, name: str = "{field}", flag: str = "", **rules: Any
-) -> Any:
+def setting(default: Any, help: str, *, group: str, name: str = "{field}", flag: str = "", **rules: Any) -> Any:
     """A dataclass field with its declaration; the other arguments are Declaration's."""
     declared = Declaration(help, group, name, flag, **rules)
     return dataclasses.field(default=default, metadata={"declaration": declared})

@@ -35,9 +35,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     planned = plan.draft_layers, plan.draft_heads
     actual = opened.shape.num_layers, opened.shape.num_heads
     if planned != actual:
-        raise PlanError(
-            f"{settings.plan} is for a draft of (layers, heads) {planned}, {settings.model} has {actual}"
-        )
+        raise PlanError(f"{settings.plan} is for a draft of (layers, heads) {planned}, {settings.model} has {actual}")
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
@@ -53,11 +51,7 @@ class _Control(control_pb2_grpc.DraftControlServicer):
 
 
 async def serve(
-    settings: DraftSettings,
-    runner: Runner,
-    plan: Plan,
-    hello: Hello,
-    on_ready: Callable[[RunningServer], None],
+    settings: DraftSettings, runner: Runner, plan: Plan, hello: Hello, on_ready: Callable[[RunningServer], None]
 ) -> None:
     """Serve until cancelled. Raises what `run_step_loop` raises."""
     drafter = Drafter(runner, plan, settings)
@@ -72,17 +66,11 @@ async def serve(
             attached=[link.attached for link in links if link.attached],
             refusal="; ".join(link.refusal for link in links if link.refusal),
             counters={name: float(value) for name, value in drafter.counters.items()},
-            gauges={
-                "pid": os.getpid(),
-                "sessions": drafter.session_count,
-                "kv_pages_held": runner.kv.pool.held,
-            },
+            gauges={"pid": os.getpid(), "sessions": drafter.session_count, "kv_pages_held": runner.kv.pool.held},
         )
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    server = await start_server(
-        settings.host, settings.port, [(add, _Control(status), "specahead.v1.DraftControl")]
-    )
+    server = await start_server(settings.host, settings.port, [(add, _Control(status), "specahead.v1.DraftControl")])
     await server.set_serving(True)
     on_ready(server)
     try:
@@ -91,12 +79,7 @@ async def serve(
                 tasks.create_task(keep_link(link, hello, drafter, wake))
             tasks.create_task(
                 run_step_loop(
-                    drafter.plan_step,
-                    drafter.execute,
-                    drafter.finish_step,
-                    drafter.fail_step,
-                    wake,
-                    lambda: None,
+                    drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step, wake, lambda: None
                 )
             )
     finally:

@@ -155,9 +155,7 @@ class DraftSession:
         if judged_selection is not None and not verdict.plain:
             self.reference = (self.epoch, self.judged), judged_selection
         new_length = base + len(tokens)
-        ahead_holds = (
-            self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens
-        )
+        ahead_holds = self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens
         self.judging = None
         self.committed = new_length
         self.epoch, self.judged = verdict.at.epoch, verdict.at.round

@@ -37,9 +37,7 @@ class DraftStepResult:
     seconds: float
 
 
-def plan_draft_step(
-    sessions: list[DraftSession], plan: Plan, settings: DraftSettings, number: int
-) -> DraftStep | None:
+def plan_draft_step(sessions: list[DraftSession], plan: Plan, settings: DraftSettings, number: int) -> DraftStep | None:
     """Return the next step of these sessions, None if there is nothing to do. number: of the step, from 1 on.
 
     Of the sessions with a round to draft one micro-batch is taken, those that have waited longest first. Sessions that
@@ -84,9 +82,7 @@ def _request_round(session: DraftSession, plan: Plan, gamma: int) -> RoundReques
     )
 
 
-def take_round(
-    session: DraftSession, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]
-) -> None:
+def take_round(session: DraftSession, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
     """Take the round that was drafted for a session and send its announcement and its proposal."""
     count = session.tokens_to_propose
     session.draft_seconds += seconds

@@ -106,11 +106,7 @@ class Decoder:
     @property
     def norms_outputs(self) -> bool:
         """Whether any layer norms what attention or the MLP gives."""
-        return any(
-            norm is not None
-            for layer in self.layers
-            for norm in (layer.attention_out_norm, layer.mlp_out_norm)
-        )
+        return any(norm is not None for layer in self.layers for norm in (layer.attention_out_norm, layer.mlp_out_norm))
 
 
 def run_decoder(
@@ -160,8 +156,7 @@ def _norm_all_heads(qkv: Tensor, norms: tuple[Tensor, Tensor], epsilon: float, b
     """qkv with its queries and its keys normed, all heads of a token together."""
     queries, keys, values = qkv.tensor_split([len(norms[0]), len(norms[0]) + len(norms[1])], 1)
     normed = [
-        add_rms_norm(x, None, weight, epsilon, backend)[0]
-        for x, weight in zip((queries, keys), norms, strict=True)
+        add_rms_norm(x, None, weight, epsilon, backend)[0] for x, weight in zip((queries, keys), norms, strict=True)
     ]
     return torch.cat([*normed, values], 1)
 
@@ -199,20 +194,14 @@ def _add_and_norm(
     return total, total
 
 
-def _run_skinny(
-    decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None
-) -> Tensor:
+def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None) -> Tensor:
     """Return the logits of a few rows, of a decoder that norms no outputs. hidden: [rows, hidden], the embeddings"""
     epsilon, scale = decoder.epsilon, decoder.residual_scale
     for index, layer in enumerate(decoder.layers):
         qkv = skinny_linear(hidden, layer.qkv, layer.qkv_bias, layer.input_norm, epsilon, backend="triton")
         attended = attention(index, qkv)
-        hidden = skinny_linear(
-            attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton"
-        )
-        inner = skinny_linear(
-            hidden, layer.gate_up, None, layer.mlp_norm, epsilon, gated=True, backend="triton"
-        )
+        hidden = skinny_linear(attended, layer.out, layer.out_bias, residual=hidden, scale=scale, backend="triton")
+        inner = skinny_linear(hidden, layer.gate_up, None, layer.mlp_norm, epsilon, gated=True, backend="triton")
         hidden = skinny_linear(inner, layer.down, residual=hidden, scale=scale, backend="triton")
     if logits_rows is not None:
         hidden = hidden[logits_rows]

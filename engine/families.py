@@ -50,12 +50,8 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
 
     config: of transformers. on_gpu: whether Triton's kernels are to run it.
     """
-    experts = any(
-        getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    capped = any(
-        getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping")
-    )
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    capped = any(getattr(config, name, None) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
     alibi = getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", None)
@@ -66,12 +62,10 @@ def unbuilt_feature(config: Any, on_gpu: bool = False) -> str | None:
         "softcapping of logits": capped,
         "attention with linear biases (ALiBi)": alibi,
         f"a sliding window of {window} tokens": window,
-        f"the architecture {config.model_type} (there is {', '.join(FAMILIES)})": config.model_type
-        not in FAMILIES,
+        f"the architecture {config.model_type} (there is {', '.join(FAMILIES)})": config.model_type not in FAMILIES,
         f"the activation {activation} (there is silu)": activation != "silu",
         "biases in the MLP": getattr(config, "mlp_bias", False),
-        f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary
-        in ("dynamic", "longrope"),
+        f"rotary embedding of kind {rotary}, which depends on a sequence's length": rotary in ("dynamic", "longrope"),
         f"heads of {dim} dimensions (Triton takes powers of two from 16, --attention-backend torch others)": on_gpu
         and (dim < 16 or dim & (dim - 1)),
     }

@@ -92,9 +92,7 @@ class SequenceInput:
         """Raise ValueError for an input that no pass can run."""
         if not self.tokens:
             raise ValueError("every sequence of a batch needs at least one token")
-        if self.emitting and (
-            self.read is not None or self.block_size < 1 or self.emitting > len(self.tokens)
-        ):
+        if self.emitting and (self.read is not None or self.block_size < 1 or self.emitting > len(self.tokens)):
             raise ValueError(
                 f"{self.emitting} of {len(self.tokens)} queries to emit over blocks of {self.block_size}: expected a "
                 "dense input, no more than its queries, and a block size"

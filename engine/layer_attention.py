@@ -122,9 +122,7 @@ class LayerAttention:
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _arguments(
-        self, layer: int, queries: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    def _arguments(self, layer: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
         keys, values = self.pages(layer)
@@ -132,11 +130,7 @@ class LayerAttention:
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         arguments, weights = self._arguments(layer, queries), self.weights
-        how: dict[str, Any] = {
-            "backend": self.backend,
-            "max_queries": self.rows.most,
-            "work": self.dense_work,
-        }
+        how: dict[str, Any] = {"backend": self.backend, "max_queries": self.rows.most, "work": self.dense_work}
         if isinstance(weights, BlockWeights):
             out, given = paged_attention_with_block_weights(
                 *arguments, weights.block_size, weights.emitting, width=weights.width, **how
@@ -145,9 +139,7 @@ class LayerAttention:
             return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
-            out, given = paged_attention_with_block_weights(
-                *arguments, weights.block_size, 1, width=width, **how
-            )
+            out, given = paged_attention_with_block_weights(*arguments, weights.block_size, 1, width=width, **how)
             weights.sums[:, layer].add_(given[:, 0], alpha=weights.share)
             return out
         if self.prompt is not None:
@@ -166,22 +158,16 @@ class LayerAttention:
         if isinstance(weights, Evidence):
             return add_listed_weights(*arguments, blocks, weights.sums[:, layer], weights.share, **how)
         if isinstance(weights, ReadWeights):
-            out, _ = paged_attention_with_read_weights(
-                *arguments, blocks, means, weights_out=weights.out[at], **how
-            )
+            out, _ = paged_attention_with_read_weights(*arguments, blocks, means, weights_out=weights.out[at], **how)
             return out
         return paged_attention(*arguments, blocks, means, **how)
 
 
-def plan_dense(
-    heads: Heads, rows: Rows, page_size: int, backend: Backend, tuning: Tuning | None = None
-) -> Work | None:
+def plan_dense(heads: Heads, rows: Rows, page_size: int, backend: Backend, tuning: Tuning | None = None) -> Work | None:
     """Make what Triton derives from lengths, once for all dense layers of a pass; None for other backends."""
     if backend != "triton":
         return None
-    return plan_work(
-        heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size, tuning=tuning
-    )
+    return plan_work(heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size, tuning=tuning)
 
 
 def plan_listed(

@@ -96,13 +96,7 @@ class ModelRunner(Runner):
         # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
         table, length, starts = torch.zeros(1, 1), torch.ones(1), torch.arange(2)
         plan_rows(
-            planned,
-            table.int(),
-            length.int(),
-            starts.int(),
-            (heads.kv, heads.group, heads.dim),
-            heads.scale,
-            dtype,
+            planned, table.int(), length.int(), starts.int(), (heads.kv, heads.group, heads.dim), heads.scale, dtype
         )
         return planned
 
@@ -217,17 +211,10 @@ class ModelRunner(Runner):
 
     def _plan_prompt(self, buffers: PassBuffers, shape: PassShape) -> Planned | None:
         """Plan FlashInfer for a prompt, if it was chosen."""
-        if (
-            self._prompt_plan is None
-            or shape.queries <= self._limits.queries
-            or shape.width
-            or shape.emitting
-        ):
+        if self._prompt_plan is None or shape.queries <= self._limits.queries or shape.width or shape.emitting:
             return None
         heads, host = heads_of(self.decoder, self.kv), buffers.inputs.host
-        tables, lengths, starts = (
-            torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts")
-        )
+        tables, lengths, starts = (torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts"))
         of_heads = heads.kv, heads.group, heads.dim
         plan_rows(self._prompt_plan, tables, lengths, starts, of_heads, heads.scale, self.kv.k_pages[0].dtype)
         return self._prompt_plan

@@ -130,9 +130,7 @@ RECALL: dict[str, Callable[[random.Random], _Hidden]] = {
 }
 
 
-def recall_cases(
-    kinds: list[str], texts: dict[str, str], tokenizer: Any, context: int, count: int
-) -> list[Case]:
+def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
     """`count` cases of each kind, hidden in passages of the texts at random depths, `context` tokens in all."""
     unknown = set(kinds) - set(RECALL)
     if unknown:
@@ -174,9 +172,7 @@ def _hide(
     return _assemble(name, said, question, answer, texts, tokenizer, context, rng)
 
 
-def _copied_tokens(
-    name: str, texts: dict[str, str], tokenizer: Any, context: int, rng: random.Random
-) -> Case:
+def _copied_tokens(name: str, texts: dict[str, str], tokenizer: Any, context: int, rng: random.Random) -> Case:
     vocab = len(tokenizer)
     span = [rng.randrange(min(300, vocab // 2), vocab) for _ in range(64)]
     return _assemble(name, [span], span[:24], span[24:], texts, tokenizer, context, rng)

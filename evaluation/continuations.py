@@ -66,13 +66,7 @@ def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
 
 
 def measure_case(
-    draft: Runner,
-    target: Runner,
-    plan: Plan,
-    case: Case,
-    readings: list[Reading],
-    generated: int,
-    gamma: int = GAMMA,
+    draft: Runner, target: Runner, plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int = GAMMA
 ) -> list[DraftSums]:
     """Continue the case from its start, once for each reading: by `generated` tokens or more, or to its answer."""
     prompts = SequenceKV(), SequenceKV()
@@ -95,9 +89,7 @@ class Continuation:
     memory: what the draft keeps of its last dense first pass. last: what its last round announced.
     """
 
-    def __init__(
-        self, draft: Runner, target: Runner, plan: Plan, case: Case, reading: Reading, gamma: int
-    ) -> None:
+    def __init__(self, draft: Runner, target: Runner, plan: Plan, case: Case, reading: Reading, gamma: int) -> None:
         self.draft, self.target, self.plan = draft, target, plan
         self.reading, self.gamma, self.case = reading, gamma, case
         self.tokens = case.tokens[: case.start]

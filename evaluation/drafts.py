@@ -14,14 +14,7 @@ import torch
 from tqdm import tqdm
 
 from engine.kv.pages import PAGE_SIZE
-from engine.loading import (
-    default_device,
-    load_model,
-    load_runner,
-    load_tokenizer,
-    make_runner,
-    resolve_dtype,
-)
+from engine.loading import default_device, load_model, load_runner, load_tokenizer, make_runner, resolve_dtype
 from engine.model_runner import ModelRunner
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
@@ -149,9 +142,7 @@ def measure(
     count = min(workers or os.cpu_count() or 1, len(cases))
     totals = {name: [DraftSums() for _ in readings] for name in tasks}
     with ProcessPoolExecutor(count, get_context("spawn"), _load, (pair, room)) as pool:
-        pending = [
-            (name, pool.submit(_measure, plan, case, readings, generated, gamma)) for name, case in cases
-        ]
+        pending = [(name, pool.submit(_measure, plan, case, readings, generated, gamma)) for name, case in cases]
         for name, future in tqdm(pending, desc="drafts", unit="case"):
             for total, part in zip(totals[name], future.result(), strict=True):
                 total.add(part)

@@ -96,9 +96,7 @@ class IdentityRow:
         return not self.difference
 
 
-def compare(
-    target: str, draft: str, plan: Plan, requests: Requests, hot: list[float]
-) -> Iterator[IdentityRow]:
+def compare(target: str, draft: str, plan: Plan, requests: Requests, hot: list[float]) -> Iterator[IdentityRow]:
     """A row for each mix and share of hot pages, the largest first, and for the fewest frames that can be.
 
     Raises ValueError for shares out of (0, 1), and for one that gives fewer frames.
@@ -238,17 +236,7 @@ def _drain(events: list[Event]) -> list[Event]:
 
 
 def to_text(rows: list[IdentityRow]) -> str:
-    head = [
-        "",
-        "sessions",
-        "frames",
-        "hot",
-        "fetched",
-        "staged",
-        "overflow",
-        "tokens",
-        "identical",
-    ]
+    head = ["", "sessions", "frames", "hot", "fetched", "staged", "overflow", "tokens", "identical"]
     lines = [
         [
             row.mix,

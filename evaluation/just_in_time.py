@@ -96,9 +96,7 @@ def quest(view: LayerView) -> Tensor:
     bound = upper_bounds(view)
     if view.rule != "top_k":
         raise NotImplementedError("'quest' has bounds, not a distribution: it takes a top_k budget")
-    return share(
-        bound - bound.amin((0, 2), keepdim=True), view.plan, view.rule, view.base, "max", view.shares
-    )
+    return share(bound - bound.amin((0, 2), keepdim=True), view.plan, view.rule, view.base, "max", view.shares)
 
 
 CANDIDATES = 4  # twilight estimates the weights of every fourth block, Quest's best

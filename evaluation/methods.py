@@ -75,10 +75,6 @@ def check_compared(method: Method | Rival, plan: Plan) -> None:
         return
     check_method(method, plan)
     if method.shares_budget and plan.sharing not in ("pooled", "first"):
-        raise PlanError(
-            f"method {method.name!r} has one selection a round; the plan's sharing is {plan.sharing!r}"
-        )
+        raise PlanError(f"method {method.name!r} has one selection a round; the plan's sharing is {plan.sharing!r}")
     if plan.sharing == "per_query" and method.in_advance is not None and method.announcing is None:
-        raise PlanError(
-            f"method {method.name!r} has one selection a round; the plan's sharing is 'per_query'"
-        )
+        raise PlanError(f"method {method.name!r} has one selection a round; the plan's sharing is 'per_query'")

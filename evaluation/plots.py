@@ -42,17 +42,8 @@ def plot_quality(rows: Sequence[QualityRow], path: Path) -> Path:
     figure, (axis,) = make_figure()
     for name, found in _by_method(rows).items():
         wide = 2.5 if name == "ahead" else 1.2
-        axis.plot(
-            [r.kv_read for r in found],
-            [100 * (r.increase or 0) for r in found],
-            "o-",
-            ms=3,
-            lw=wide,
-            label=name,
-        )
-    axis.set(
-        xscale="log", xlabel="share of the KV read, summaries included", ylabel="increase of perplexity, %"
-    )
+        axis.plot([r.kv_read for r in found], [100 * (r.increase or 0) for r in found], "o-", ms=3, lw=wide, label=name)
+    axis.set(xscale="log", xlabel="share of the KV read, summaries included", ylabel="increase of perplexity, %")
     axis.set_yscale("symlog", linthresh=1)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -66,12 +57,8 @@ def plot_churn(rows: Sequence[QualityRow], path: Path) -> Path:
         if row.method == "dense":
             continue
         sizes, fresh = zip(*row.hot, strict=True)
-        axis.plot(
-            [100 * s for s in sizes], [100 * f for f in fresh], "o-", ms=3, label=f"{row.method} {row.budget}"
-        )
-    axis.set(
-        xlabel="hot buffer, % of the KV (last 1, 2, 4 … 32 rounds)", ylabel="blocks of a round not in it, %"
-    )
+        axis.plot([100 * s for s in sizes], [100 * f for f in fresh], "o-", ms=3, label=f"{row.method} {row.budget}")
+    axis.set(xlabel="hot buffer, % of the KV (last 1, 2, 4 … 32 rounds)", ylabel="blocks of a round not in it, %")
     axis.set(xscale="log", yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -91,9 +78,7 @@ def plot_maps(plan: Plan, overlap: Any, similarity: Any, directory: Path) -> lis
     figure, (layers,) = make_figure()
     image = layers.imshow(similarity, aspect="auto", origin="lower", cmap="viridis")
     layers.plot(range(plan.target_layers), plan.layer_map, "r.-")
-    layers.set(
-        xlabel="target layer", ylabel="draft layer", title="−KL (SpecAttn, eq. 4); red: the monotone map"
-    )
+    layers.set(xlabel="target layer", ylabel="draft layer", title="−KL (SpecAttn, eq. 4); red: the monotone map")
     figure.colorbar(image)
     return [first, save_figure(figure, directory / "layer-map.png")]
 
@@ -103,9 +88,7 @@ def plot_prunable(plan: Plan, path: Path) -> Path:
     figure, (axis,) = make_figure()
     for mass, shares in plan.provenance["prunable_by_layer"].items():
         axis.plot(range(len(shares)), [100 * s for s in shares], "o-", label=f"mass {mass} stays")
-    axis.set(
-        xlabel="target layer", ylabel="blocks outside the nucleus, %", title="oracle prunable share by layer"
-    )
+    axis.set(xlabel="target layer", ylabel="blocks outside the nucleus, %", title="oracle prunable share by layer")
     axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)
     axis.legend()

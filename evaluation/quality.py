@@ -75,11 +75,7 @@ def recall(study: Study, context: int) -> list[QualityRow]:
     chosen = cases.recall_cases(
         ["named-keys", "pairs"], study.texts, study.tokenizer, context, 2 if context > LONG else 4
     )
-    return study.run(
-        f"recall at {context}",
-        chosen,
-        study.variants(COMPARED, ["0.03", "0.06"]),
-    )
+    return study.run(f"recall at {context}", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
 
 
 def copying(study: Study) -> list[QualityRow]:
@@ -96,9 +92,7 @@ def specattn_protocol(study: Study) -> list[QualityRow]:
 
 def eight_thousand(study: Study) -> list[QualityRow]:
     return study.run(
-        "8,192 tokens",
-        study.passages(2 * LONG, 2 * LONG - 512, 2),
-        study.variants("quest sts ahead oracle", ["0.06"]),
+        "8,192 tokens", study.passages(2 * LONG, 2 * LONG - 512, 2), study.variants("quest sts ahead oracle", ["0.06"])
     )
 
 
@@ -124,9 +118,7 @@ def block_sizes(study: Study) -> list[QualityRow]:
             sink_blocks=max(1, 16 // size),
             window_blocks=max(1, 64 // size),
         )
-        variants += [
-            Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("sts", "ahead", "oracle")
-        ]
+        variants += [Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("sts", "ahead", "oracle")]
     return study.run("block sizes", study.passages(LONG, LONG - 512, 2), variants)
 
 
@@ -149,10 +141,7 @@ def parts_of_ahead(study: Study) -> list[QualityRow]:
         **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 256)},
         "one draft head each (STS map)": ("ahead", replace(plan, blends=mapped)),
         "all heads alike": ("ahead", replace(plan, head_importance=ones)),
-        **{
-            f"{share:.0%} announced": ("ahead", replace(plan, announced_share=share))
-            for share in (0.5, 0.7, 1.0)
-        },
+        **{f"{share:.0%} announced": ("ahead", replace(plan, announced_share=share)) for share in (0.5, 0.7, 1.0)},
         "first query alone": ("ahead", replace(plan, sharing="first")),
         "oracle": ("oracle", plan),
         "oracle, calibrated budgets": ("oracle", replace(plan, allocation="calibrated")),
@@ -183,9 +172,7 @@ STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m evaluation.quality", description=__doc__)
     parser.add_argument("--books", required=True, metavar="DIR", help="folder of .txt files")
-    parser.add_argument(
-        "--out", default="docs", metavar="DIR", help="where quality.md and quality/ are written"
-    )
+    parser.add_argument("--out", default="docs", metavar="DIR", help="where quality.md and quality/ are written")
     parser.add_argument(
         "--only", nargs="*", choices=[name for name, _ in STUDIES], help="print these tables, write nothing"
     )
@@ -232,17 +219,13 @@ def write_page(study: Study, out: Path, seconds: float) -> None:
     plots.plot_quality(study.rows["long text"], folder / "long-text.png")
     at_six = [row for row in study.rows["long text"] if row.budget in ("0.06", "p0.8")]
     plots.plot_churn(at_six, folder / "churn.png")
-    content = {
-        name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()
-    }
+    content = {name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()}
     (folder / "rows.json").write_text(json.dumps(content, indent=1) + "\n")
     page = out / "quality.md"
     text = page.read_text(encoding="utf-8")
     for name, rows in study.rows.items():
         text = _fill(text, name, report.to_markdown(rows))
-    made = (
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min, plan {study.plan.hash}"
-    )
+    made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min, plan {study.plan.hash}"
     page.write_text(_fill(text, "made", f"Made by `make evaluate`: {made}."), encoding="utf-8")
 
 

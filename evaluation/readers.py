@@ -74,9 +74,7 @@ class LayerReader:
     selector: LayerSelector
     chosen: Tensor | None = None
     summary_tokens: float = 0.0
-    _masks: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # of the pass that runs, by layer; others read everything
+    _masks: dict[int, Tensor] = field(default_factory=dict)  # of the pass that runs, by layer; others read everything
     _length: int = 0
 
     def read(self, announced: list[BlockSelection], base: int, length: int) -> None:
@@ -99,9 +97,7 @@ class LayerReader:
             chosen = self.selector.choose(layer, queries, keys, scale)
             if chosen is not None:
                 self._masks[layer] = chosen
-            return attend_chosen(
-                queries, k_pages, v_pages, table, length, scale, chosen, self.plan.block_size
-            )
+            return attend_chosen(queries, k_pages, v_pages, table, length, scale, chosen, self.plan.block_size)
 
         return attend
 

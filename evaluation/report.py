@@ -35,8 +35,7 @@ class QualityRow:
 def to_rows(task: str, variants: list[Variant], results: list[VariantSums]) -> list[QualityRow]:
     """The increase is over the first variant named dense, if there is one."""
     dense = next(
-        (math.exp(s.nll / s.scored) for v, s in zip(variants, results, strict=True) if v.method == "dense"),
-        None,
+        (math.exp(s.nll / s.scored) for v, s in zip(variants, results, strict=True) if v.method == "dense"), None
     )
     return [_row(task, v, s, dense) for v, s in zip(variants, results, strict=True)]
 
@@ -105,9 +104,7 @@ def align(table: list[list[str]], left: int = 2) -> str:
 
     def aligned(line: list[str]) -> str:
         pairs = list(zip(line, widths, strict=True))
-        return "  ".join(
-            [cell.ljust(w) for cell, w in pairs[:left]] + [cell.rjust(w) for cell, w in pairs[left:]]
-        )
+        return "  ".join([cell.ljust(w) for cell, w in pairs[:left]] + [cell.rjust(w) for cell, w in pairs[left:]])
 
     return "\n".join(aligned(line) for line in table)
 

@@ -56,19 +56,13 @@ class VariantSums:
     blocks: int = 0
     rounds: int = 0
     compared: int = 0  # blocks of rounds after the first
-    fresh: list[int] = field(
-        default_factory=lambda: [0] * len(HOT_ROUNDS)
-    )  # of them not read in the last n rounds
-    hot: list[float] = field(
-        default_factory=lambda: [0.0] * len(HOT_ROUNDS)
-    )  # share of all blocks that is hot
+    fresh: list[int] = field(default_factory=lambda: [0] * len(HOT_ROUNDS))  # of them not read in the last n rounds
+    hot: list[float] = field(default_factory=lambda: [0.0] * len(HOT_ROUNDS))  # share of all blocks that is hot
 
     def add(self, other: "VariantSums") -> None:
         for name, value in vars(other).items():
             mine = getattr(self, name)
-            both = (
-                [a + b for a, b in zip(mine, value, strict=True)] if isinstance(value, list) else mine + value
-            )
+            both = [a + b for a, b in zip(mine, value, strict=True)] if isinstance(value, list) else mine + value
             setattr(self, name, both)
 
 
@@ -86,14 +80,10 @@ class DraftedCase:
 
 def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
     """(first, last) token of each round."""
-    return [
-        (at, min(at + gamma + 1, len(case.tokens))) for at in range(case.start, len(case.tokens), gamma + 1)
-    ]
+    return [(at, min(at + gamma + 1, len(case.tokens))) for at in range(case.start, len(case.tokens), gamma + 1)]
 
 
-def evaluate_case(
-    draft: Runner, target: ModelRunner, case: Case, variants: list[Variant]
-) -> list[VariantSums]:
+def evaluate_case(draft: Runner, target: ModelRunner, case: Case, variants: list[Variant]) -> list[VariantSums]:
     """All variants of one case; they may differ in everything but their models."""
     results = [VariantSums() for _ in variants]
     prompt = SequenceKV()
@@ -124,9 +114,7 @@ def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> Drafted
     try:
         prefill(draft, sequence, case.tokens[: case.start])
         for first, last in rounds_of(case, gamma):
-            step = SequenceInput(
-                sequence, case.tokens[first:last], "all", block_size=block_size, emitting=last - first
-            )
+            step = SequenceInput(sequence, case.tokens[first:last], "all", block_size=block_size, emitting=last - first)
             (output,) = draft.forward([step])
             assert output.block_weights is not None and output.logits is not None
             evidence.append(output.block_weights.transpose(0, 1))

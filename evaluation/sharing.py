@@ -26,12 +26,7 @@ def share(
 
 
 def announce_shared(
-    method: Announcing,
-    evidence: Tensor,
-    plan: Plan,
-    rule: Rule,
-    base: int,
-    last: BlockSelection | None = None,
+    method: Announcing, evidence: Tensor, plan: Plan, rule: Rule, base: int, last: BlockSelection | None = None
 ) -> list[BlockSelection]:
     """Return what a round announces: one selection, or with `per_query` one for each query.
 

@@ -34,9 +34,7 @@ def jit(function: Callable[..., Any]) -> Any:
     if triton is None:
         return _Missing(function.__name__)
     parameters = inspect.signature(function).parameters.values()
-    plain = [
-        p.name for p in parameters if p.annotation is inspect.Parameter.empty and not p.name.endswith("_ptr")
-    ]
+    plain = [p.name for p in parameters if p.annotation is inspect.Parameter.empty and not p.name.endswith("_ptr")]
     return triton.jit(function, do_not_specialize=plain)
 
 

@@ -35,15 +35,11 @@ def paged_attention_with_block_weights(
     check_backend("paged_attention_with_block_weights", backend, ("torch", "triton"))
     if backend == "triton":
         if width is None:
-            raise ValueError(
-                "paged_attention_with_block_weights: the Triton backend needs width and max_queries"
-            )
+            raise ValueError("paged_attention_with_block_weights: the Triton backend needs width and max_queries")
         batch = Batch(queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
         out, sums = attend_emitting(batch, None, None, max_queries, work, block_size)
         return out, weights_of_last_queries(batch, sums, block_size, emitting, width)
-    out = paged_attention(
-        queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, backend=backend
-    )
+    out = paged_attention(queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale, backend=backend)
     last = query_starts[1:, None].long() + torch.arange(-emitting, 0, device=queries.device)
     weights = _torch_block_weights(queries[last], k_pages, block_tables, kv_lengths, scale, block_size)
     return out, weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))

@@ -44,9 +44,7 @@ class Planned:
     copied: torch.cuda.Event | None = None
 
 
-def dense_requests(
-    block_tables: Tensor, kv_lengths: Tensor, query_starts: Tensor, page_size: int
-) -> Requests:
+def dense_requests(block_tables: Tensor, kv_lengths: Tensor, query_starts: Tensor, page_size: int) -> Requests:
     """Return one request for each sequence; a sequence without queries reads nothing.
 
     block_tables [sequences, max_pages], kv_lengths [sequences], query_starts [sequences + 1]: int32, on the CPU, as for

@@ -30,8 +30,7 @@ def make_group_means(
         for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):
             # [groups, pages, kv_heads, tokens, dim]
             keys, values = (
-                source[pages.flatten()].unflatten(0, (groups, per_group)).float()
-                for source in (k_source, v_source)
+                source[pages.flatten()].unflatten(0, (groups, per_group)).float() for source in (k_source, v_source)
             )
             k[layer, slots] = keys.mean((1, 3))
             k_variance[layer, slots] = keys.var((1, 3), correction=0)

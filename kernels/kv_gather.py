@@ -12,9 +12,7 @@ from torch import Tensor
 
 from kernels.backends import check_backend, jit, tl
 
-IN_FLIGHT = (
-    32 * 1024
-)  # bytes that a program loads before it stores: WARPS * 32 threads, 8 loads of 16 bytes each
+IN_FLIGHT = 32 * 1024  # bytes that a program loads before it stores: WARPS * 32 threads, 8 loads of 16 bytes each
 MAX_PIECE = 4096  # bytes of a row that are taken at once
 MIN_PIECE = 512  # one 16-byte load of each lane of a warp
 WARPS = 8
@@ -111,10 +109,7 @@ def gather_layers(
     """
     check_backend("gather_layers", backend, ("torch", "triton"))
     layers = len(copies.sources)
-    if (
-        source_rows.shape != destination_rows.shape
-        or not len(source_rows) == len(counts) == len(done) == layers
-    ):
+    if source_rows.shape != destination_rows.shape or not len(source_rows) == len(counts) == len(done) == layers:
         raise ValueError(
             f"gather_layers: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination rows, "
             f"{len(counts)} counts, {len(done)} done; there is one of each for {layers} layers"
@@ -154,9 +149,7 @@ def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torc
 def _row_bytes(tensors: tuple[Tensor, ...]) -> int:
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
-        raise ValueError(
-            f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes"
-        )
+        raise ValueError(f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes")
     return row_bytes
 
 

@@ -7,12 +7,7 @@ from kernels.backends import check_backend, jit, power_of_two, tl
 
 
 def add_rms_norm(
-    hidden: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    epsilon: float,
-    backend: str = "torch",
-    scale: float = 1.0,
+    hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, backend: str = "torch", scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `hidden`'s dtype.
 

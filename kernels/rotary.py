@@ -38,9 +38,7 @@ def rotate_and_write_kv(
     """
     check_backend("rotate_and_write_kv", backend, ("torch", "triton"))
     if backend == "torch":
-        rotated, keys, values = _torch_rotate(
-            qkv, cosines, sines, positions, k_pages.shape, heads, head_norms, epsilon
-        )
+        rotated, keys, values = _torch_rotate(qkv, cosines, sines, positions, k_pages.shape, heads, head_norms, epsilon)
         kept = slots >= 0
         write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept])
         return rotated

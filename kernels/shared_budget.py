@@ -114,9 +114,7 @@ def _score_blocks_kernel(
     own = (tl.load(places_ptr + group).to(tl.int64) * rows + row % rows) * n + column
     score = tl.load(memory_ptr + own, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
     tl.store(forced_ptr + at, forced.to(tl.uint8), mask=inside)
-    tl.store(
-        scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside
-    )
+    tl.store(scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside)
 
 
 @jit

@@ -220,18 +220,14 @@ def _skinny_linear_kernel(
     sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
     squares = (tl.zeros([DEPTH // 8], tl.float32),) * ROWS
     totals = (sums, sums, squares)
-    totals = _add_products(
-        x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
-    )
+    totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED)
     for start in tl.range(DEPTH, inputs, DEPTH):
         here = start + tl.arange(0, DEPTH)
         weights = _load(weight_at + start, (here < inputs)[None, :], inputs, DEPTH)
         ups = weights
         if GATED:
             ups = _load(weight_at + start + outputs * inputs, (here < inputs)[None, :], inputs, DEPTH)
-        totals = _add_products(
-            x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED
-        )
+        totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED)
     sums, up_sums, squares = totals
     there = column < outputs
     for row in tl.static_range(ROWS):

@@ -24,14 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from models import TARGET
 from models.pair import MAX_POSITIONS, Losses, Pair, evaluate, induction, llama
 from models.train_settings import Settings, learning_rate, phases, settings_from
-from models.training_text import (
-    END_OF_TEXT,
-    TrainingText,
-    end_of_text_id,
-    load_tokenizer,
-    tokenise,
-    tokenise_held_out,
-)
+from models.training_text import END_OF_TEXT, TrainingText, end_of_text_id, load_tokenizer, tokenise, tokenise_held_out
 
 CLOCK_STEPS = 10  # steps between looks at the clock, which cost a broadcast
 
@@ -235,9 +228,7 @@ def train(settings: Settings) -> Report | None:
         if place.rank == 0:
             rows = [torch.from_numpy(ids[: settings.seq + 1]) for ids in held_out[: settings.held_out_rows]]
             target, draft, divergence, agreement = evaluate(pair, rows).figures()
-            report = Report(
-                progress, len(text.tokens), math.exp(target), math.exp(draft), divergence, agreement
-            )
+            report = Report(progress, len(text.tokens), math.exp(target), math.exp(draft), divergence, agreement)
             save(pair, settings)
             (settings.out / "train.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
         place.barrier()

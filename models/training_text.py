@@ -97,9 +97,7 @@ class TrainingText:
     def open(cls, path: Path, tokenizer: Tokenizer) -> "TrainingText":
         tokens = np.load(path, mmap_mode="r")
         sample = tokenizer.decode(tokens[:WORD_SAMPLE_TOKENS].tolist()).split()
-        letters = dict.fromkeys(
-            re.sub("[^A-Za-z]", "", word) for word in sample
-        )  # a set that keeps its order
+        letters = dict.fromkeys(re.sub("[^A-Za-z]", "", word) for word in sample)  # a set that keeps its order
         words = [word for word in letters if 4 <= len(word) <= 9][:MAX_WORDS]
         if not words:
             raise ValueError("the training text has no plain words to make facts of")

@@ -45,9 +45,7 @@ class ServiceActor:
 
         try:
             run = (
-                run_draft(settings, on_ready)
-                if isinstance(settings, DraftSettings)
-                else run_target(settings, on_ready)
+                run_draft(settings, on_ready) if isinstance(settings, DraftSettings) else run_target(settings, on_ready)
             )
             asyncio.run(run)
         except BaseException as error:
@@ -87,11 +85,7 @@ class Cluster:
 def connect_ray(settings: ClusterSettings) -> bool:
     """Join a running Ray, or start one on loopback; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {
-        "namespace": settings.namespace,
-        "log_to_driver": False,
-        "logging_level": "error",
-    }
+    options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
@@ -148,9 +142,7 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
     Only the target is deterministic; what the draft says changes no token then.
     """
     threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
-    target = replace(
-        config.target, threads=threads, port=config.target.port or _free_port(config.target.host)
-    )
+    target = replace(config.target, threads=threads, port=config.target.port or _free_port(config.target.host))
     draft = replace(
         config.draft,
         threads=threads,

@@ -53,9 +53,7 @@ def _continue(address: str, prompt: str, exactness: str) -> tuple[Generation, fl
         print(text, end="", flush=True)
 
     started = time.perf_counter()
-    result = generate(
-        address, prompt, max_tokens=MAX_TOKENS, temperature=0.0, exactness=exactness, on_text=show
-    )
+    result = generate(address, prompt, max_tokens=MAX_TOKENS, temperature=0.0, exactness=exactness, on_text=show)
     print("\n")
     return result, first[0] - started, time.perf_counter() - first[0]
 
@@ -69,10 +67,7 @@ def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
     row("", list(results))
     row("prompt tokens", [str(g.prompt_tokens) for g in generations])
     row("generated tokens", [str(len(g.token_ids)) for g in generations])
-    row(
-        "tokens a second (after the first)",
-        [f"{(len(g.token_ids) - 1) / s:.1f}" for g, _, s in results.values()],
-    )
+    row("tokens a second (after the first)", [f"{(len(g.token_ids) - 1) / s:.1f}" for g, _, s in results.values()])
     row("time to first token, s", [f"{first:.2f}" for _, first, _ in results.values()])
     row("rounds", [str(s.rounds) for s in speculations])
     row("drafted", [str(s.drafted) for s in speculations])

@@ -31,9 +31,7 @@ class Chunk:
 class Frontend:
     """What both gateways stand on. Long prompts are tokenized in a thread."""
 
-    def __init__(
-        self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str
-    ) -> None:
+    def __init__(self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str) -> None:
         self.router = router
         self.tokenizer = tokenizer
         self.limits = limits

@@ -32,9 +32,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async for response in guarded_stream(context, responses):
                 yield response
 
-    async def _generate(
-        self, pb: inference_pb2.GenerateRequest
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+    async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         request = _request_from_pb(pb)
         record = await self._frontend.prepare(request)
         async with aclosing(self._frontend.generate(record, request.stop)) as chunks:
@@ -51,9 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await guarded(context, abort())
 
-    async def ListModels(
-        self, request: Any, context: grpc.aio.ServicerContext
-    ) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
         limits = self._frontend.limits
         model = inference_pb2.Model(
             id=limits.model_name,

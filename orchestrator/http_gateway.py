@@ -66,17 +66,10 @@ async def _errors_as_json(
         if error.status < 400:
             raise
         body = {
-            "error": {
-                "message": error.reason,
-                "type": "invalid_request_error",
-                "param": None,
-                "code": error.status,
-            }
+            "error": {"message": error.reason, "type": "invalid_request_error", "param": None, "code": error.status}
         }
         return web.json_response(
-            body,
-            status=error.status,
-            headers={"Allow": error.headers["Allow"]} if "Allow" in error.headers else None,
+            body, status=error.status, headers={"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         )
 
 
@@ -95,9 +88,7 @@ class _Gateway:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            raise InvalidArgument(
-                "prompt: several prompts in one request are not supported yet; send one each"
-            )
+            raise InvalidArgument("prompt: several prompts in one request are not supported yet; send one each")
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_int, prompt))):
             raise InvalidArgument("prompt: expected a string or a list of token ids")
         return await self._answer(request, body, prompt, _CompletionFormat())
@@ -139,12 +130,8 @@ class _Gateway:
                 return web.json_response(answer.whole(text, pieces[-1]))
             return await self._stream(request, answer, chunks, _include_usage(body))
 
-    async def _stream(
-        self, request: web.Request, answer: "_Answer", chunks: Any, usage: bool
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+    async def _stream(self, request: web.Request, answer: "_Answer", chunks: Any, usage: bool) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
         async def send(data: dict[str, Any] | str) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
@@ -197,9 +184,7 @@ class _Gateway:
     async def health(self, request: web.Request) -> web.Response:
         """200 while requests can be served: a lost draft only makes them slower."""
         connected = self._frontend.router.connected and self._frontend.accepting
-        return web.json_response(
-            {"status": "ok" if connected else "unavailable"}, status=200 if connected else 503
-        )
+        return web.json_response({"status": "ok" if connected else "unavailable"}, status=200 if connected else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         text = self._frontend.metrics.render(await self._read_status())
@@ -225,14 +210,11 @@ async def _read_body(request: web.Request, fields: set[str]) -> dict[str, Any]:
 
 def _plain_message(index: int, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or set(message) - {"role", "content", "name"}:
-        raise InvalidArgument(
-            f"messages[{index}]: expected role and content only; other fields are not supported"
-        )
+        raise InvalidArgument(f"messages[{index}]: expected role and content only; other fields are not supported")
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
             raise InvalidArgument(f"messages[{index}].content: only text parts are supported")

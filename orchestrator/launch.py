@@ -50,9 +50,7 @@ def resolve_context(config: Config) -> Config:
     if target.kv_tokens:
         room = min(allowed, target.kv_tokens - 2 * (target.gamma + 1) - 16)
     context = target.max_context or room
-    return replace(
-        config, target=replace(target, max_context=context), draft=replace(draft, max_context=context)
-    )
+    return replace(config, target=replace(target, max_context=context), draft=replace(draft, max_context=context))
 
 
 @contextlib.asynccontextmanager
@@ -81,9 +79,7 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
         started.push_async_callback(router.stop)
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
-        server = await start_server(
-            clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")]
-        )
+        server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
         started.push_async_callback(server.stop, 1.0)
         app = make_app(frontend, read_status)
         http, http_address = await start_http(app, clients.host, clients.http_port)

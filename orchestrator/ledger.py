@@ -60,10 +60,7 @@ class SpeculationTotals:
 
     @property
     def fractions(self) -> dict[str, float]:
-        return {
-            "kv_read_fraction": self.kv_read_fraction,
-            "kv_fetched_fraction": self.kv_fetched_fraction,
-        }
+        return {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
@@ -147,9 +144,7 @@ class Ledger:
             raise LedgerError(f"session {record.session}: a commit at {base}, the ledger holds {held} tokens")
         if base < held or not commit.tokens:
             if record.tokens[base : base + len(commit.tokens)] != commit.tokens:
-                raise LedgerError(
-                    f"session {record.session}: tokens at {base} differ from those committed before"
-                )
+                raise LedgerError(f"session {record.session}: tokens at {base} differ from those committed before")
             self.counters["repeated_commits"] += 1
             return None
         record.tokens += commit.tokens

@@ -18,15 +18,11 @@ class Metrics:
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
         self._accepted_at = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Proposed tokens accepted, by place in the proposal",
-            "position",
+            "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
         )
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
-        self._kv_read = self._counter(
-            "kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples"
-        )
+        self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
         self._kv_dense = self._counter("kv_tokens_dense", "KV that dense verification would have read")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests taken")
         self._generated = self._counter("generation_tokens", "Tokens committed")

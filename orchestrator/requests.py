@@ -57,9 +57,7 @@ def check_text(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidArgument(
-            f"{what} is not valid Unicode: {error.reason} at character {error.start}"
-        ) from None
+        raise InvalidArgument(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
     return text
 
 
@@ -79,9 +77,7 @@ def encode_prompt(prompt: str | list[int], tokenizer: Any, limits: Limits) -> li
         tokens = prompt
         outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
         if outside is not None:
-            raise InvalidArgument(
-                f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}"
-            )
+            raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}")
     if not tokens:
         raise InvalidArgument("the prompt is empty")
     return tokens

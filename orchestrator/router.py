@@ -127,12 +127,7 @@ class Router:
             except TimeoutError:
                 pass  # not reachable yet
             except grpc.aio.AioRpcError as error:
-                log.warning(
-                    "stream to the target at %s ended: %s %s",
-                    self._target,
-                    error.code().name,
-                    error.details(),
-                )
+                log.warning("stream to the target at %s ended: %s %s", self._target, error.code().name, error.details())
             if self.connected:
                 self.connected, lost_at = False, loop.time()
             if lost_at is not None and loop.time() - lost_at > self._resume_timeout:
@@ -148,10 +143,7 @@ class Router:
         outbox: Outbox[ServeRequest] = Outbox()
         for record in self.ledger.records.values():
             if record.resumptions >= _MAX_RESUMPTIONS:
-                self._fail(
-                    record.session,
-                    Unavailable("the target was lost again and again while it ran this request"),
-                )
+                self._fail(record.session, Unavailable("the target was lost again and again while it ran this request"))
                 continue
             record.resumptions += 1
             outbox.put(record.to_open())

@@ -65,6 +65,4 @@ class StopFinder:
 
     def _overlap(self, stop: str) -> int:
         """Length of the longest end of the held text that begins `stop`."""
-        return next(
-            (n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0
-        )
+        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -55,12 +55,7 @@ class Announcing:
 
 
 def announce(
-    method: Announcing,
-    evidence: Tensor,
-    plan: Plan,
-    rule: Rule,
-    base: int,
-    last: BlockSelection | None = None,
+    method: Announcing, evidence: Tensor, plan: Plan, rule: Rule, base: int, last: BlockSelection | None = None
 ) -> BlockSelection:
     """Return what one round announces, as a draft's round chooses it, by the torch references.
 

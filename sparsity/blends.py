@@ -25,7 +25,5 @@ def fit_blends(gram: Tensor, cross: Tensor, iterations: int = 3000, ridge: float
 def to_blend(weights: Tensor, draft_heads: int) -> Blend:
     """One row [draft layers * heads] as its largest entries, to three digits."""
     top = weights.topk(min(LARGEST_HEADS, len(weights)))
-    kept = [
-        (int(i), float(w)) for w, i in zip(top.values, top.indices, strict=True) if w >= 0.01 * top.values[0]
-    ]
+    kept = [(int(i), float(w)) for w, i in zip(top.values, top.indices, strict=True) if w >= 0.01 * top.values[0]]
     return tuple(sorted((i // draft_heads, i % draft_heads, float(f"{w:.3g}")) for i, w in kept))

@@ -2,9 +2,7 @@
 
 from torch import Tensor
 
-SMALLEST = (
-    1e-6  # of a block's weight, so that a block that only one model sees costs much, not infinitely much
-)
+SMALLEST = 1e-6  # of a block's weight, so that a block that only one model sees costs much, not infinitely much
 
 
 def layer_similarity(draft: Tensor, target: Tensor) -> Tensor:
@@ -14,8 +12,7 @@ def layer_similarity(draft: Tensor, target: Tensor) -> Tensor:
     Returns [draft_layers, target_layers] float64.
     """
     log_draft, log_target = (
-        ((x.double() + SMALLEST) / (x.double() + SMALLEST).sum(-1, keepdim=True)).log()
-        for x in (draft, target)
+        ((x.double() + SMALLEST) / (x.double() + SMALLEST).sum(-1, keepdim=True)).log() for x in (draft, target)
     )
     cross = log_draft @ log_target.exp().T  # [draft_layers, target_layers]
     return cross - (log_target.exp() * log_target).sum(-1)

@@ -44,10 +44,7 @@ _ALL = [
     Method("dense", "reads everything"),
     Method("streaming", "sinks and a window (StreamingLLM)", in_advance=in_advance.streaming),
     Method(
-        "pillar",
-        "what the last verification weighed most (SparseSpec)",
-        in_advance=in_advance.pillar,
-        remembers=True,
+        "pillar", "what the last verification weighed most (SparseSpec)", in_advance=in_advance.pillar, remembers=True
     ),
     Method(
         "sts",

@@ -81,23 +81,14 @@ class Plan:
         self._check(0 < self.budget <= 1, f"budget {self.budget} lies outside (0, 1]")
         self._check(0 < self.mass <= 1, f"mass {self.mass} lies outside (0, 1]")
         self._check(self.rule in ("", *get_args(Rule)), f"rule {self.rule!r}: one of {get_args(Rule)}")
-        self._check(
-            self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}"
-        )
-        self._check(
-            size > 0 and (size % 16 == 0 or 16 % size == 0), f"block_size {size}: a divisor or multiple of 16"
-        )
+        self._check(self.sharing in get_args(Sharing), f"sharing {self.sharing!r}: one of {get_args(Sharing)}")
+        self._check(size > 0 and (size % 16 == 0 or 16 % size == 0), f"block_size {size}: a divisor or multiple of 16")
         group = self.group_size
         self._check(
-            group == 0 or (group % 16 == 0 and group % size == 0),
-            f"group_size {group}: whole blocks and pages",
+            group == 0 or (group % 16 == 0 and group % size == 0), f"group_size {group}: whole blocks and pages"
         )
-        self._check(
-            self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1"
-        )
-        self._check(
-            0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay"
-        )
+        self._check(self.sink_blocks >= 0 and self.window_blocks >= 1, "sink_blocks >= 0 and window_blocks >= 1")
+        self._check(0 <= self.announced_share <= 1 and 0 <= self.memory_decay < 1, "announced_share or memory_decay")
         self._check(self.stickiness >= 1, f"stickiness {self.stickiness} lies below 1")
         layers = (*self.dense_layers, *self.anchor_layers)
         self._check(all(0 <= n < self.target_layers for n in layers), f"dense or anchor layers {layers}")
@@ -111,15 +102,9 @@ class Plan:
             ("head_budgets", self.head_budgets),
         ):
             shape = [len(row) for row in rows]
-            self._check(
-                shape == [kv_heads] * layers, f"{name} has rows of {shape}, expected {layers} of {kv_heads}"
-            )
-        self._check(
-            len(self.layer_map) == layers, f"layer_map has {len(self.layer_map)} entries, expected {layers}"
-        )
-        self._check(
-            len(self.blends) == layers * kv_heads, f"{len(self.blends)} blends, expected {layers * kv_heads}"
-        )
+            self._check(shape == [kv_heads] * layers, f"{name} has rows of {shape}, expected {layers} of {kv_heads}")
+        self._check(len(self.layer_map) == layers, f"layer_map has {len(self.layer_map)} entries, expected {layers}")
+        self._check(len(self.blends) == layers * kv_heads, f"{len(self.blends)} blends, expected {layers * kv_heads}")
         named = {pair for _, rows in self.head_maps for row in rows for pair in row}
         named |= {(layer, head) for blend in self.blends for layer, head, _ in blend}
         named |= {(layer, 0) for layer in self.layer_map}
@@ -159,9 +144,7 @@ class Plan:
         return first, max(first, num_blocks - (self.window_blocks if window is None else window))
 
 
-def uniform_plan(
-    target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any
-) -> Plan:
+def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
     """A plan with arbitrary, evenly spread maps, for tests and for pairs that are not calibrated."""
     pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
     rows = tuple(
@@ -195,23 +178,17 @@ def load_plan(path: str | Path) -> Plan:
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan: {error}") from error
     if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:
-        raise PlanError(
-            f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again"
-        )
+        raise PlanError(f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again")
     known = {item.name for item in fields(Plan)}
     if not isinstance(content, dict) or set(content) != known | {"hash"}:
         raise PlanError(f"{path}: not a plan; expected the keys {sorted(known | {'hash'})}")
     stated = content.pop("hash")
     try:
-        plan = Plan(
-            **{key: value if key == "provenance" else _tuples(value) for key, value in content.items()}
-        )
+        plan = Plan(**{key: value if key == "provenance" else _tuples(value) for key, value in content.items()})
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise PlanError(f"{path}: {error}") from error
     if plan.hash != stated:
-        raise PlanError(
-            f"{path}: states hash {stated} but its content has {plan.hash}; make it again with calibrate"
-        )
+        raise PlanError(f"{path}: states hash {stated} but its content has {plan.hash}; make it again with calibrate")
     return plan
 
 

@@ -29,9 +29,7 @@ class Reader:
     report_blocks: bool = False
     chosen: Tensor | None = None
     summary_tokens: float = 0.0
-    _memory: Tensor | None = (
-        None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
-    )
+    _memory: Tensor | None = None  # weights of what was read, faded, [layers, kv_heads, blocks], where lists are made
     _read_memory: ReadMemory | None = field(default=None, repr=False)  # where the pass shares a budget out
     _length: int = 0  # tokens with KV at the end of the last round
     _reads_all: bool = True
@@ -63,9 +61,7 @@ class Reader:
         if self._reads_all:
             return None
         if announced is not None and announced.num_heads != self.announced_rows:
-            raise ValueError(
-                f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}"
-            )
+            raise ValueError(f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}")
         self.summary_tokens = method.summaries(plan, base)
         if method.shares_budget:
             assert announced is not None

@@ -33,9 +33,7 @@ def round_settings(
     )
 
 
-def announcement_request(
-    method: Method, plan: Plan, base: int, last: BlockSelection | None
-) -> AnnouncementRequest:
+def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
     """Return what a round that builds on `base` tokens is to announce. last: what the round before announced."""
     announcing = method.announcing
     assert isinstance(announcing, Announcing)
@@ -46,6 +44,4 @@ def announcement_request(
 def announced_selection(bitmap: np.ndarray, plan: Plan, base: int) -> BlockSelection:
     """Return the bitmap of a RoundOutput, uint64 [rows, words or more], as a selection of blocks of `base` tokens."""
     blocks = plan.num_blocks(base)
-    return BlockSelection.from_words(
-        len(bitmap), blocks, np.ascontiguousarray(bitmap[:, : row_words(blocks)])
-    )
+    return BlockSelection.from_words(len(bitmap), blocks, np.ascontiguousarray(bitmap[:, : row_words(blocks)]))

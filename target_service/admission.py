@@ -25,12 +25,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        plan: Plan,
-        settings: TargetSettings,
-        counters: Counter[str],
-        report_blocks: bool = False,
+        self, runner: Runner, plan: Plan, settings: TargetSettings, counters: Counter[str], report_blocks: bool = False
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self._kv, self._vocab_size = runner.kv, runner.vocab_size
@@ -118,8 +113,7 @@ class Admission:
         waiting, most = self._waiting_with(need), self._settings.max_queued
         if waiting > most:
             raise ResourceExhausted(
-                f"no place is free, and {waiting - 1} sessions are queued already of at most {most}; "
-                "try again later"
+                f"no place is free, and {waiting - 1} sessions are queued already of at most {most}; try again later"
             )
         taken = self._reserved - self._leaving + sum(self._need(session) for session in self._queue)
         if self._kv.offloads and taken + need > self._kv.pool.num_pages:

@@ -11,12 +11,7 @@ from wire.messages import Commit, FinishReason, Verdict
 
 
 def commit_round(
-    item: VerifyRound,
-    output: SequenceOutput,
-    verdict: tuple[int, int],
-    seconds: float,
-    plan: Plan,
-    kv: KVCache,
+    item: VerifyRound, output: SequenceOutput, verdict: tuple[int, int], seconds: float, plan: Plan, kv: KVCache
 ) -> tuple[Commit, Verdict]:
     """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
 
@@ -54,9 +49,7 @@ def commit_round(
     return commit, Verdict(at, commit.accepted, tokens, plain=judged is None)
 
 
-def cut_at_end(
-    tokens: list[int], room: int, stop_token_ids: frozenset[int]
-) -> tuple[list[int], FinishReason]:
+def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:
     """Return the tokens up to a stop token (included) or as many as there is room for, and why they end, if they do."""
     for i, token in enumerate(tokens[:room]):
         if token in stop_token_ids:

@@ -80,9 +80,7 @@ def plan_verify_step(
     return step if step.rounds or step.prefills else None
 
 
-def _may_decode_plainly(
-    session: TargetSession, draft_timeout: float, counters: Counter[str], now: float
-) -> bool:
+def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: Counter[str], now: float) -> bool:
     if session.draft is None or not session.drafted:
         return True
     if session.stats.waiting_since is None:
@@ -112,9 +110,7 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
     return VerifyRound(
         session=session,
         proposal=proposal,
-        input=SequenceInput(
-            session.kv, [session.tokens[-1], *proposed], logits="all", read=read, drafted=drafted
-        ),
+        input=SequenceInput(session.kv, [session.tokens[-1], *proposed], logits="all", read=read, drafted=drafted),
         length=length,
         wait_seconds=0.0 if since is None else now - since,
     )

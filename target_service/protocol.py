@@ -7,17 +7,7 @@ from config import TargetSettings
 from sparsity.plan import Plan
 from target_service.session import Announced, DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import (
-    Announcement,
-    Decline,
-    DraftEvent,
-    End,
-    Proposal,
-    Ready,
-    Refusal,
-    Resync,
-    Verdict,
-)
+from wire.messages import Announcement, Decline, DraftEvent, End, Proposal, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 
@@ -116,9 +106,7 @@ class DraftProtocol:
             return
         blocks = self._plan.num_blocks(event.at.base)
         try:
-            selection = decode_selection(
-                event.selection, session.known_selections, reader.announced_rows, blocks
-            )
+            selection = decode_selection(event.selection, session.known_selections, reader.announced_rows, blocks)
         except UnknownReference as error:
             self._refuse(peer, session, str(error))
             return

@@ -21,9 +21,7 @@ from wire.server import RunningServer, start_server
 
 
 async def run(
-    settings: TargetSettings,
-    on_ready: Callable[[RunningServer], None],
-    on_round: OnRound | None = None,
+    settings: TargetSettings, on_ready: Callable[[RunningServer], None], on_round: OnRound | None = None
 ) -> None:
     """Load the model, then serve until cancelled.
 

@@ -34,9 +34,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         self, frames: AsyncIterator[speculation_pb2.DraftFrame]
     ) -> AsyncIterator[speculation_pb2.TargetFrame]:
         draft = await self._shake_hands(frames)
-        yield speculation_pb2.TargetFrame(
-            welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello))
-        )
+        yield speculation_pb2.TargetFrame(welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello)))
         outbox: Outbox[TargetEvent] = Outbox()
         peer = DraftPeer(draft.peer, outbox.put)
         self._verifier.attach_draft(peer)
@@ -74,9 +72,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 class ControlServicer(control_pb2_grpc.TargetControlServicer):
     """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted."""
 
-    def __init__(
-        self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]
-    ) -> None:
+    def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
         self._wake = wake
         self._read_status = read_status
@@ -92,9 +88,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         async for frame in guarded_stream(context, self._serve(request_iterator)):
             yield frame
 
-    async def _serve(
-        self, frames: AsyncIterator[control_pb2.ServeFrame]
-    ) -> AsyncIterator[control_pb2.ServedFrame]:
+    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame]) -> AsyncIterator[control_pb2.ServedFrame]:
         outbox: Outbox[ServedEvent] = Outbox()
         opened: set[str] = set()
 

@@ -44,9 +44,7 @@ class Verifier:
     settings.
     """
 
-    def __init__(
-        self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None) -> None:
         a_session = pages_for(settings.gamma + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
@@ -55,9 +53,7 @@ class Verifier:
         self.counters: Counter[str] = Counter()
         self._on_round = on_round
         self._admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
-        self._protocol = DraftProtocol(
-            self._admission.running, plan, settings, runner.vocab_size, self.counters
-        )
+        self._protocol = DraftProtocol(self._admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)

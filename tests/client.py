@@ -38,11 +38,7 @@ def metric(http: str, name: str, /, **labels: str) -> float:
         lines = response.read().decode().splitlines()
     for line in lines:
         found = re.match(r"(\S+?)\{(.*)\} (\S+)$", line)
-        if (
-            found
-            and found[1] == f"specahead:{name}"
-            and all(f'{k}="{v}"' in found[2] for k, v in labels.items())
-        ):
+        if found and found[1] == f"specahead:{name}" and all(f'{k}="{v}"' in found[2] for k, v in labels.items()):
             return float(found[3])
     return 0.0
 

@@ -54,12 +54,7 @@ def ray_address() -> Iterator[str]:
         "--node-ip-address=127.0.0.1",
         f"--port={port}",
     ]
-    options = [
-        "--include-dashboard=false",
-        "--num-cpus=8",
-        f"--temp-dir=/tmp/ray-{port}",
-        "--disable-usage-stats",
-    ]
+    options = ["--include-dashboard=false", "--num-cpus=8", f"--temp-dir=/tmp/ray-{port}", "--disable-usage-stats"]
     environment = os.environ | RAY_ENVIRONMENT
     process = subprocess.Popen([*start, *options], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60

@@ -43,9 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe = BpeTrainer(
-        vocab_size=300, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
+    bpe = BpeTrainer(vocab_size=300, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text], bpe)
     tokenizer.save(str(folder / "tokenizer.json"))
     return Settings(
@@ -185,7 +183,5 @@ def test_trained_pair_loads_and_shares_its_vocabulary(settings: Settings, report
         assert model.config.num_hidden_layers == layers
         assert model.config.vocab_size == len(vocabularies[0]) == 300
         prompt = AutoTokenizer.from_pretrained(folder)("alice gave the", return_tensors="pt")
-        assert (
-            model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt.input_ids.shape[1]
-        )
+        assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] > prompt.input_ids.shape[1]
     assert (folders[0] / "chat_template.jinja").read_text() == (TARGET / "chat_template.jinja").read_text()

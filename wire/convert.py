@@ -37,9 +37,7 @@ def sampling_to_pb(sampling: Sampling) -> speculation.Sampling:
 
 def sampling_from_pb(pb: speculation.Sampling) -> Sampling:
     if not (math.isfinite(pb.temperature) and pb.temperature >= 0 and 0 < pb.top_p <= 1):
-        raise InvalidArgument(
-            f"sampling: temperature {pb.temperature} >= 0 and top_p {pb.top_p} in (0, 1] expected"
-        )
+        raise InvalidArgument(f"sampling: temperature {pb.temperature} >= 0 and top_p {pb.top_p} in (0, 1] expected")
     return Sampling(pb.temperature, pb.top_p, pb.seed)
 
 
@@ -52,17 +50,13 @@ def hello_from_pb(pb: speculation.Hello) -> m.Hello:
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent]) -> speculation.DraftFrame:
-    return speculation.DraftFrame(
-        batch=speculation.DraftEvents(events=[_draft_event_to_pb(e) for e in events])
-    )
+    return speculation.DraftFrame(batch=speculation.DraftEvents(events=[_draft_event_to_pb(e) for e in events]))
 
 
 def _draft_event_to_pb(event: m.DraftEvent) -> speculation.DraftEvent:
     match event:
         case m.Announcement(at, assumed_token, selection):
-            announcement = speculation.Announcement(
-                at=at_to_pb(at), assumed_token=assumed_token, selection=selection
-            )
+            announcement = speculation.Announcement(at=at_to_pb(at), assumed_token=assumed_token, selection=selection)
             return speculation.DraftEvent(announcement=announcement)
         case m.Proposal():
             return speculation.DraftEvent(proposal=_proposal_to_pb(event))
@@ -116,15 +110,11 @@ def _proposal_from_pb(pb: speculation.Proposal) -> m.Proposal:
 def _check_support(token: int, support: m.Support) -> None:
     probs = support.probs
     if not np.isfinite(probs).all() or (probs < 0).any() or abs(float(probs.sum()) - 1) > 1e-3:
-        raise InvalidArgument(
-            "proposal: a distribution with entries that are no probabilities or do not sum to 1"
-        )
+        raise InvalidArgument("proposal: a distribution with entries that are no probabilities or do not sum to 1")
     if len(set(support.ids.tolist())) != len(support.ids):
         raise InvalidArgument("proposal: a distribution names a token twice")
     if not (probs[support.ids == token] > 0).any():
-        raise InvalidArgument(
-            f"proposal: token {token} has no probability in the distribution it is drawn from"
-        )
+        raise InvalidArgument(f"proposal: token {token} has no probability in the distribution it is drawn from")
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
@@ -144,20 +134,14 @@ def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
 
 
 def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFrame:
-    return speculation.TargetFrame(
-        batch=speculation.TargetEvents(events=[_target_event_to_pb(e) for e in events])
-    )
+    return speculation.TargetFrame(batch=speculation.TargetEvents(events=[_target_event_to_pb(e) for e in events]))
 
 
 def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
     match event:
         case m.Begin(at, tokens, sampling, max_length, method):
             begin = speculation.Begin(
-                at=at_to_pb(at),
-                tokens=tokens,
-                sampling=sampling_to_pb(sampling),
-                max_length=max_length,
-                method=method,
+                at=at_to_pb(at), tokens=tokens, sampling=sampling_to_pb(sampling), max_length=max_length, method=method
             )
             return speculation.TargetEvent(begin=begin)
         case m.Verdict(at, accepted, tokens, plain):
@@ -166,9 +150,7 @@ def _target_event_to_pb(event: m.TargetEvent) -> speculation.TargetEvent:
         case m.End(session):
             return speculation.TargetEvent(end=speculation.End(session=session))
         case m.Refusal(expected, reason):
-            return speculation.TargetEvent(
-                refusal=speculation.Refusal(expected=at_to_pb(expected), reason=reason)
-            )
+            return speculation.TargetEvent(refusal=speculation.Refusal(expected=at_to_pb(expected), reason=reason))
 
 
 def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
@@ -236,11 +218,7 @@ def _served_event_to_pb(event: m.ServedEvent) -> control.ServedEvent:
 
 
 _COMMIT_FIELDS = [field.name for field in dataclasses.fields(m.Commit)]
-_COMMIT_READERS: dict[str, Callable[[Any], Any]] = {
-    "at": at_from_pb,
-    "tokens": list,
-    "finish_reason": m.FinishReason,
-}
+_COMMIT_READERS: dict[str, Callable[[Any], Any]] = {"at": at_from_pb, "tokens": list, "finish_reason": m.FinishReason}
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent:

@@ -55,6 +55,4 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
 
 async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
     if isinstance(request, _Malformed):
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, f"the request is no valid message: {request.reason}"
-        )
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no valid message: {request.reason}")

@@ -74,9 +74,7 @@ def encode_selection(
         head = bytes([VERSION, 0]) + _varint(heads) + _varint(blocks)
         size = _varint(selection.words.nbytes)
         content = np.ascontiguousarray(selection.words, dtype="<u8").tobytes()
-        return b"".join(
-            (head, bytes([_WORDS]), size, size, content, _checksum(heads, blocks, selection.words.ravel()))
-        )
+        return b"".join((head, bytes([_WORDS]), size, size, content, _checksum(heads, blocks, selection.words.ravel())))
     given = [] if reference is None else [(name, reference), *earlier]
     held = [item for item in given if item[1].num_heads == heads][:MAX_REFERENCES]
     out = [bytes([VERSION, len(held)]), _varint(heads), _varint(blocks)]

@@ -108,9 +108,7 @@ async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[
         await _abort(context, error)
 
 
-async def serve_until_signal(
-    name: str, run: Callable[[Callable[[RunningServer], None]], Awaitable[None]]
-) -> None:
+async def serve_until_signal(name: str, run: Callable[[Callable[[RunningServer], None]], Awaitable[None]]) -> None:
     """Run a service process: say where it listens, stop it on SIGINT or SIGTERM."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(

@@ -126,9 +126,7 @@ class BackingStore:
         for page in pages:
             for kept in (self._waiting, self._copying, self._movable, self._movable_dense):
                 kept.pop(page, None)
-            for (
-                copy
-            ) in self._copies:  # a copy of what the page holds next does not count until it is done itself
+            for copy in self._copies:  # a copy of what the page holds next does not count until it is done itself
                 if page in copy.pages:
                     copy.pages.remove(page)
 

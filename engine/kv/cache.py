@@ -37,12 +37,7 @@ class KVCache(ABC):
     kept_layers: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-        kv_heads: int,
-        pool: PagePool,
-        device: torch.device,
+        self, k_pages: list[Tensor], v_pages: list[Tensor], kv_heads: int, pool: PagePool, device: torch.device
     ) -> None:
         self.k_pages, self.v_pages = k_pages, v_pages
         self.kv_heads = kv_heads
@@ -100,13 +95,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def fetch_plan(
-        self,
-        lists: Tensor,
-        counts: Tensor,
-        block_size: int,
-        page_tables: Tensor,
-        round: Tensor,
-        overlap: bool = True,
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
     ) -> FetchPlan | None:
         """Start to fetch what a step lists; None if everything always lies on the GPU. Launches only.
 

@@ -30,9 +30,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     except OSError as error:
         raise MemoryError(_refusal(size, str(error))) from None
     if device.type == "cuda":
-        with _near(
-            device
-        ):  # registering touches the pages, which puts them on the node that this thread runs on
+        with _near(device):  # registering touches the pages, which puts them on the node that this thread runs on
             address = np.frombuffer(memory, np.uint8).ctypes.data
             error_code = torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_FLAGS)  # type: ignore[attr-defined]
         if int(error_code) != 0:

@@ -53,13 +53,7 @@ class PagedKV(KVCache):
         return 0
 
     def fetch_plan(
-        self,
-        lists: Tensor,
-        counts: Tensor,
-        block_size: int,
-        page_tables: Tensor,
-        round: Tensor,
-        overlap: bool = True,
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
     ) -> FetchPlan | None:
         return None
 

@@ -55,9 +55,7 @@ class StagedReads:
         if index not in self._arrived:
             self._bring_misses(index)
         arrived = self._arrived.pop(index)
-        if index + 1 < len(
-            memory.layers
-        ):  # its buffer was last read by layer index - 1, which has been launched
+        if index + 1 < len(memory.layers):  # its buffer was last read by layer index - 1, which has been launched
             self._bring_misses(index + 1)
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)

@@ -33,15 +33,7 @@ from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.kv.staged import StagedReads
 from engine.kv.tensors import kv_zeros
-from engine.kv.tier_memory import (
-    Pages,
-    TierMemory,
-    bring_hits,
-    bring_misses,
-    cache_lines_of,
-    head_rows,
-    rows_of,
-)
+from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, cache_lines_of, head_rows, rows_of
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
 from kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
@@ -87,9 +79,7 @@ class TieredKV(KVCache):
                 "leave --host-kv-memory out"
             )
         if not 0 < gpu_pages <= pages:
-            raise ValueError(
-                f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}"
-            )
+            raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
         of_page = (kv_heads, PAGE_SIZE, head_dim)
         sizes = [pages if layer in kept_layers else gpu_pages for layer in range(num_layers)]
         keys, values = ([kv_zeros((size, *of_page), dtype, device) for size in sizes] for _ in range(2))
@@ -115,10 +105,7 @@ class TieredKV(KVCache):
         like, device = self.k_pages[0], self.device
         shape = (staged, *like.shape[1:])
         staging = [
-            (
-                torch.zeros(shape, dtype=like.dtype, device=device),
-                torch.zeros(shape, dtype=like.dtype, device=device),
-            )
+            (torch.zeros(shape, dtype=like.dtype, device=device), torch.zeros(shape, dtype=like.dtype, device=device))
             for _ in range(2)
         ]
         rows = self.pool.num_pages * self.kv_heads
@@ -220,9 +207,7 @@ class TieredKV(KVCache):
         """Have pages for all or for none."""
         missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
         if missing > self.pool.available:
-            raise OutOfPages(
-                f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available"
-            )
+            raise OutOfPages(f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
         for sequence, tokens in work:
             self.grow(sequence, sequence.length + tokens)
         self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
@@ -278,11 +263,7 @@ class TieredKV(KVCache):
     def _pin(self, pages: list[int]) -> None:
         """Say to the tables that these pages lie in their GPU pages."""
         if pages:
-            listed = (
-                self._list(pages),
-                self._list(self.resident.of[pages].tolist()),
-                self._list([self._round]),
-            )
+            listed = (self._list(pages), self._list(self.resident.of[pages].tolist()), self._list([self._round]))
             pin_gpu_pages(self.memory.tables, *listed, self.kv_heads, self.memory.backend)
 
     def _list(self, numbers: list[int]) -> Tensor:
@@ -298,13 +279,7 @@ class TieredKV(KVCache):
         return self._round
 
     def fetch_plan(
-        self,
-        lists: Tensor,
-        counts: Tensor,
-        block_size: int,
-        page_tables: Tensor,
-        round: Tensor,
-        overlap: bool = True,
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
     ) -> FetchPlan | None:
         return fetch_listed(self.memory, lists, counts, block_size, page_tables, round, overlap)
 

@@ -89,10 +89,7 @@ def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch
     These are two layers of one sequence, where passes that read everything bring it together; the layers that stay on
     the device; the tables that say where each page of the others lies; and group means.
     """
-    of_layer, backing = (
-        _bytes_of_token(shape, dtype) / shape.num_layers,
-        backing_store_tokens(settings, shape, dtype),
-    )
+    of_layer, backing = (_bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
     heads = shape.num_layers * shape.num_kv_heads
     tables = backing / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a cache line
     means = 3 * 4 * backing / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0

@@ -14,11 +14,7 @@ from engine.modules import NAME, register
 
 
 def load_model(
-    model: str,
-    dtype: torch.dtype,
-    device: str,
-    attention_name: str = NAME,
-    load_format: str = "auto",
+    model: str, dtype: torch.dtype, device: str, attention_name: str = NAME, load_format: str = "auto"
 ) -> nn.Module:
     """Return the causal LM in a folder or of a Hugging Face id; code from the hub is never run.
 
@@ -98,7 +94,5 @@ def output_projections(model: nn.Module) -> list[Tensor]:
         if layer is not None and names:
             found[layer] = getattr(module, names[0]).weight.detach()
     if sorted(found) != list(range(model.config.num_hidden_layers)):  # type: ignore[union-attr,arg-type]
-        raise NotImplementedError(
-            f"{type(model).__name__}: no output projection of attention found in every layer"
-        )
+        raise NotImplementedError(f"{type(model).__name__}: no output projection of attention found in every layer")
     return [found[layer] for layer in sorted(found)]

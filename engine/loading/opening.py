@@ -48,10 +48,7 @@ def _open_runner(
     settings: ModelSettings, loaded: nn.Module, shape: ModelShape, dtype: torch.dtype, device: str
 ) -> Runner:
     """Return a runner with as much KV as the settings and the memory give. Raises ValueError if that is too little."""
-    tokens, backing = (
-        room_for_kv(settings, shape, dtype, device),
-        backing_store_tokens(settings, shape, dtype),
-    )
+    tokens, backing = (room_for_kv(settings, shape, dtype, device), backing_store_tokens(settings, shape, dtype))
     context = context_of(settings, shape)
     if settings.host_kv_memory and backing < max(context, tokens):
         raise ValueError(
@@ -75,12 +72,8 @@ def _open_runner(
 def _check_settings(settings: ModelSettings, device: str, dtype: torch.dtype) -> None:
     """Raise ValueError or NotImplementedError for what can be refused before gigabytes are read."""
     if settings.deterministic and device == "cpu":
-        raise NotImplementedError(
-            "deterministic is built for the GPU engine: leave it out, or use a CUDA device"
-        )
-    check_attention_backend(
-        settings.attention_backend, device, settings.deterministic, settings.enforce_eager
-    )
+        raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
+    check_attention_backend(settings.attention_backend, device, settings.deterministic, settings.enforce_eager)
     config = load_config(settings.model)
     shape = read_shape(config)
     if settings.attention_backend == "flashinfer":

@@ -70,10 +70,6 @@ def modules_decoder(loaded: nn.Module) -> ModulesDecoder:
     modules: list[Any] = list(loaded.modules())
     scales = {float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     if len(scales) > 1:
-        raise NotImplementedError(
-            f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike"
-        )
+        raise NotImplementedError(f"{config.model_type}: layers scale attention by {sorted(scales)}, not all alike")
     scale = scales.pop() if scales else shape.head_dim**-0.5
-    return ModulesDecoder(
-        loaded, shape.num_layers, shape.num_heads, shape.num_kv_heads, scale, shape.vocab_size
-    )
+    return ModulesDecoder(loaded, shape.num_layers, shape.num_heads, shape.num_kv_heads, scale, shape.vocab_size)

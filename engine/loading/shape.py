@@ -27,9 +27,7 @@ def read_shape(config: Any) -> ModelShape:
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise NotImplementedError(
-            f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built"
-        )
+        raise NotImplementedError(f"{config.model_type}: layers of kind {sorted(kinds)}; only full_attention is built")
     window = sliding_window(config)
     if window is not None:
         raise NotImplementedError(

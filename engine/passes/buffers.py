@@ -74,10 +74,7 @@ class PassBuffers:
 
 def rows_layout(sequences: int, rows: int, pages: int, kept: bool = False) -> Layout:
     """Lay out where the tokens of a pass come from and go to; the same for passes and rounds."""
-    kept_layout: Layout = {
-        "kept_slots": ((rows,), torch.int64),
-        "kept_tables": ((sequences, pages), torch.int32),
-    }
+    kept_layout: Layout = {"kept_slots": ((rows,), torch.int64), "kept_tables": ((sequences, pages), torch.int32)}
     return {
         **(kept_layout if kept else {}),
         "token_ids": ((rows,), torch.int64),
@@ -90,11 +87,7 @@ def rows_layout(sequences: int, rows: int, pages: int, kept: bool = False) -> La
 
 
 def make_buffers(
-    shape: PassShape,
-    kv: KVCache,
-    device: torch.device,
-    memory: Tensor | None = None,
-    logits_rows: int | None = None,
+    shape: PassShape, kv: KVCache, device: torch.device, memory: Tensor | None = None, logits_rows: int | None = None
 ) -> PassBuffers:
     """Make the buffers of a shape, filled as for a pass without sequences.
 

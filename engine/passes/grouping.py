@@ -43,12 +43,7 @@ class Limits:
 def kind_of(item: SequenceInput, limits: Limits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (
-        limits.is_prompt(item),
-        item.drafted is not None,
-        item.block_size,
-        item.emitting,
-    )
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.block_size, item.emitting)
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)

@@ -82,12 +82,7 @@ def _share_out(buffers: PassBuffers, budget: BudgetBuffers, shape: PassShape, kv
 
 
 def _attention_of(
-    heads: Heads,
-    kv: KVCache,
-    shape: PassShape,
-    buffers: PassBuffers,
-    attention: Backend,
-    fetched: FetchPlan | None,
+    heads: Heads, kv: KVCache, shape: PassShape, buffers: PassBuffers, attention: Backend, fetched: FetchPlan | None
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
     rows = Rows(buffers.query_starts, buffers.lengths, buffers.block_tables, shape.queries)
@@ -104,9 +99,7 @@ def _attention_of(
         attend.listed = _listed_reads(heads, rows, kv, shape, buffers, attention, fetched, tuning)
     if shape.read_weights:
         assert buffers.lists is not None
-        buffers.read_weights = torch.empty(
-            buffers.lists.shape, dtype=torch.float32, device=rows.starts.device
-        )
+        buffers.read_weights = torch.empty(buffers.lists.shape, dtype=torch.float32, device=rows.starts.device)
         attend.weights = ReadWeights(buffers.read_weights)
     return attend
 

@@ -53,8 +53,7 @@ def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
     ends = np.cumsum([len(item.tokens) for item in inputs])
     counts = {"none": 0, "last": 1}
     rows = [
-        np.arange(end - counts.get(item.logits, len(item.tokens)), end)
-        for item, end in zip(inputs, ends, strict=True)
+        np.arange(end - counts.get(item.logits, len(item.tokens)), end) for item, end in zip(inputs, ends, strict=True)
     ]
     return np.concatenate(rows).astype(np.int64)
 

@@ -11,11 +11,7 @@ from engine.passes.shape import PassShape
 
 
 def read_outputs(
-    buffers: PassBuffers,
-    shape: PassShape,
-    inputs: list[SequenceInput],
-    kv: KVCache,
-    results: dict[str, np.ndarray],
+    buffers: PassBuffers, shape: PassShape, inputs: list[SequenceInput], kv: KVCache, results: dict[str, np.ndarray]
 ) -> list[SequenceOutput]:
     """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
 
@@ -66,13 +62,7 @@ def _give_logits(buffers: PassBuffers, inputs: list[SequenceInput], outputs: lis
 
 
 def _by_layer(
-    buffers: PassBuffers,
-    shape: PassShape,
-    kv: KVCache,
-    sequence: int,
-    blocks: int,
-    values: Tensor,
-    of_dense: float,
+    buffers: PassBuffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int, values: Tensor, of_dense: float
 ) -> Tensor:
     """Spread the values of listed blocks [sparse layers, kv_heads, width], on the CPU: [layers, kv_heads, blocks]."""
     assert buffers.lists is not None and buffers.counts is not None

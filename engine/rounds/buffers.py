@@ -64,9 +64,7 @@ class RoundBuffers:
     kept: Tensor | None = None
 
 
-def make_round_buffers(
-    shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device
-) -> RoundBuffers:
+def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> RoundBuffers:
     """Make the buffers of a shape, filled as for a round without sessions; `kept` is left to the caller."""
     count, passes = shape.sequences, settings.gamma + 1
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -100,12 +100,7 @@ def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
     rows = Rows(buffers.query_starts, buffers.lengths, buffers.block_tables, round_.shape.queries)
     ends = (buffers.query_starts[1:].long() - 1).clamp(min=0)
     return _run_pass(
-        round_,
-        rows,
-        (buffers.token_ids, buffers.positions, buffers.slots),
-        lists,
-        round_.evidence_of_pass(),
-        ends,
+        round_, rows, (buffers.token_ids, buffers.positions, buffers.slots), lists, round_.evidence_of_pass(), ends
     )
 
 
@@ -174,9 +169,7 @@ def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads)
     return read + round_.settings.gamma * later.blocks.counts.sum((0, 2))
 
 
-def _own_lists(
-    round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1
-) -> ListedReads:
+def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1) -> ListedReads:
     """Return what passes read: of each KV head the blocks that were weighed most, sinks, window, new ones.
 
     known: [sequences] int32, the blocks from there on were not weighed and are all read; None: all were weighed.

@@ -101,9 +101,7 @@ class RoundRequest:
 
     def __post_init__(self) -> None:
         if not self.refresh and (self.memory is None or self.memory.weights is None):
-            raise ValueError(
-                "a round without refresh needs a memory with weights: refresh the session's first round"
-            )
+            raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
 
 
 @dataclass(frozen=True)

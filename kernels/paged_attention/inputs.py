@@ -86,14 +86,10 @@ def check_batch(batch: Batch, blocks: BlockLists | None, means: GroupMeans | Non
         return
     size = blocks.block_size
     if size < 1 or (size % page_size and page_size % size):
-        raise ValueError(
-            f"paged_attention: blocks of {size} tokens neither divide a page of {page_size} nor fill some"
-        )
+        raise ValueError(f"paged_attention: blocks of {size} tokens neither divide a page of {page_size} nor fill some")
     if blocks.slots is not None and size % page_size:
         raise ValueError(
             f"paged_attention: slots are of whole pages of {page_size}, blocks have {size} tokens; give block tables"
         )
     if means is not None and means.group_size % size:
-        raise ValueError(
-            f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}"
-        )
+        raise ValueError(f"paged_attention: groups of {means.group_size} tokens are no whole blocks of {size}")

@@ -72,12 +72,7 @@ def _ask_for(ptr, at, DIM: tl.constexpr):
     LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
     lines = ptr + at[:, None] + (tl.arange(0, max(1, DIM // LINE)) * LINE)[None, :]
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [lines],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -147,9 +142,7 @@ def partial_attention_kernel(
         # that no sum over a block crosses warps.
         eights = offs_tile // 8
         offs_tile = (
-            (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK
-            + eights // 4 % (BLOCK // 8) * 8
-            + offs_tile % 8
+            (eights // (4 * (BLOCK // 8)) * 4 + eights % 4) * BLOCK + eights // 4 % (BLOCK // 8) * 8 + offs_tile % 8
         )
     if PDL:
         # Of what the launch before makes, the queries and the newest tokens' KV, nothing is read up to the wait.
@@ -222,9 +215,7 @@ def partial_attention_kernel(
                 )
         if MEANS:
             groups = tl.load(group_counts_ptr + sequence)
-            for t in tl.range(
-                tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles
-            ):
+            for t in tl.range(tl.maximum(tile - first, token_tiles) - token_tiles, stop - first - token_tiles):
                 group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
                 inside = group < groups
                 slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)

@@ -28,11 +28,7 @@ class BlockSums:
 
 
 def attend_in_triton(
-    batch: Batch,
-    blocks: BlockLists | None,
-    means: GroupMeans | None,
-    max_queries: int,
-    work: Work | None,
+    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, max_queries: int, work: Work | None
 ) -> Tensor:
     """Return the output [tokens, heads, dim]; arguments as for `paged_attention`.
 
@@ -68,9 +64,7 @@ def attend_emitting(
 def _check(batch: Batch, max_queries: int) -> None:
     dim = batch.dim
     if dim < 16 or dim & (dim - 1):
-        raise NotImplementedError(
-            f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16"
-        )
+        raise NotImplementedError(f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16")
     if max_queries < 1:
         raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
     if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):
@@ -91,12 +85,7 @@ def _attend(
     model = batch.kv_heads, batch.group, batch.dim, max_queries
     work = work or plan_work(*model, tables, batch.kv_lengths, batch.page_size, blocks, means)
     tile_queries, row_tiles = row_tiles_of(max_queries, batch.group)
-    layout = {
-        "HEADS": batch.heads,
-        "KV_HEADS": batch.kv_heads,
-        "row_tiles": row_tiles,
-        "QUERIES": tile_queries,
-    }
+    layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
     items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group
     sums: BlockSums | None = None
     if emit_block_size:
@@ -109,9 +98,7 @@ def _attend(
     return _merge(batch, work, items, rows, layout, partial, sums), sums
 
 
-Partial = tuple[
-    Tensor, Tensor, Tensor
-]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
+Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
 
 
 def _attend_in_parts(
@@ -132,9 +119,7 @@ def _attend_in_parts(
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
     block_size = emit_block_size or (1 if blocks is None else blocks.block_size)
     listed = (nothing, nothing) if blocks is None else (blocks.lists, blocks.counts)
-    stand_ins = (
-        (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
-    )
+    stand_ins = (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
         *(batch.queries, batch.k_pages, batch.v_pages),
         *(batch.block_tables, batch.kv_lengths, batch.query_starts),
@@ -168,13 +153,7 @@ def _attend_in_parts(
 
 
 def _merge(
-    batch: Batch,
-    work: Work,
-    items: int,
-    rows: int,
-    layout: dict[str, int],
-    partial: Partial,
-    sums: BlockSums | None,
+    batch: Batch, work: Work, items: int, rows: int, layout: dict[str, int], partial: Partial, sums: BlockSums | None
 ) -> Tensor:
     """Return the output; fills `sums.total`."""
     out = torch.empty_like(batch.queries)

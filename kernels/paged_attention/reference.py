@@ -63,8 +63,7 @@ def _listed(
         there = listed.repeat_interleave(block_size // page_size, 1)
         rows = blocks.slots[sequence].where(there, 0).flatten().long()
         keys, values = (
-            pages.view(-1, page_size * dim).index_select(0, rows).view(len(listed), -1, dim)
-            for pages in pools
+            pages.view(-1, page_size * dim).index_select(0, rows).view(len(listed), -1, dim) for pages in pools
         )
     elif block_size < page_size:
         flat = positions.flatten(1)
@@ -135,9 +134,7 @@ def _visible(positions: Tensor, rows: int, length: int) -> Tensor:
     return positions[:, None, :] <= torch.arange(length - rows, length, device=positions.device)[:, None]
 
 
-def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float
-) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float) -> Tensor:
     """Attend once. queries [rows, heads, dim]; keys, values [kv_heads, n, dim]; positions [1 or kv_heads, n]."""
     rows, heads, _ = queries.shape
     kv_heads, n = keys.shape[:2]

@@ -8,9 +8,7 @@ from kernels.paged_attention.inputs import Batch, BlockLists
 from kernels.paged_attention.launch import BlockSums
 
 
-def weights_of_last_queries(
-    batch: Batch, sums: BlockSums, block_size: int, emitting: int, width: int
-) -> Tensor:
+def weights_of_last_queries(batch: Batch, sums: BlockSums, block_size: int, emitting: int, width: int) -> Tensor:
     """Return the weights of each sequence's last queries on all blocks: [sequences, emitting, heads, width] float32."""
     shape = (len(batch.kv_lengths), emitting, batch.heads, width)
     weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
@@ -24,9 +22,7 @@ def weights_of_last_queries(
     return weights
 
 
-def weights_of_listed(
-    batch: Batch, sums: BlockSums, blocks: BlockLists, weights: Tensor | None = None
-) -> Tensor:
+def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights: Tensor | None = None) -> Tensor:
     """Return [sequences, kv_heads, width] float32, as `paged_attention_with_read_weights` describes it.
 
     weights: where to put them, if given.
@@ -44,9 +40,7 @@ def weights_of_listed(
     return weights
 
 
-def add_weights_of_listed(
-    batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float
-) -> None:
+def add_weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float) -> None:
     """Add `share` of the last query's weight on each listed block to `out` [sequences, heads, n] float32, in place."""
     width = blocks.lists.shape[2]
     _add_listed_weights_kernel[(len(batch.kv_lengths) * batch.heads, -(-width // 1024) or 1)](
@@ -86,11 +80,7 @@ def _block_weights_kernel(
     at = item * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = block < tl.cdiv(tl.load(counts_ptr + sequence), UNIT)
-    sums = tl.load(
-        block_sums_ptr + at.to(tl.int64) * block_sums_stride + block,
-        mask=inside,
-        other=-float("inf"),
-    )
+    sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
     weights = tl.exp2(sums - tl.load(log_sums_ptr + at))
     tl.store(out_ptr + row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width)
 
@@ -121,14 +111,10 @@ def _add_listed_weights_kernel(
     list_row = sequence * KV_HEADS + head // GROUP
     query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - 1
     query = tl.maximum(query, 0)
-    at = (
-        (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
-    )
+    at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = place < tl.load(counts_ptr + list_row)
-    sums = tl.load(
-        block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf")
-    )
+    sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
     block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
     target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
     before = tl.load(target, mask=inside, other=0.0)
@@ -162,16 +148,8 @@ def _read_weights_kernel(
     rows = tl.where(tl.program_id(1) * CHUNK < count, queries * GROUP, 0)
     for row in tl.range(0, rows):
         query = row // GROUP
-        at = (
-            (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP
-            + (query % QUERIES) * GROUP
-            + row % GROUP
-        )
-        sums = tl.load(
-            block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf")
-        )
+        at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + row % GROUP
+        sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
         weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
     weights = weights / tl.maximum(queries, 1)
-    tl.store(
-        out_ptr + list_row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width
-    )
+    tl.store(out_ptr + list_row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width)

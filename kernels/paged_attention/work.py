@@ -87,9 +87,7 @@ def plan_work(
     """
     tile_queries, row_tiles = row_tiles_of(max_queries, group)
     tuning = tuning or default_tuning(dim, blocks is not None, tile_queries * group)
-    longest = (
-        block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
-    )
+    longest = block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
     per_sequence = kv_heads * row_tiles
     starts, first_items = _share_tiles(kv_lengths, longest, per_sequence, row_tiles, blocks, means, tuning)
     pieces = unread = None
@@ -270,9 +268,7 @@ def _pieces_kernel(
     piece = block * PER_BLOCK + place % PER_BLOCK
     logical = piece // PER_PAGE
     # A last block of several pages may reach beyond the table; those tokens lie beyond the length too.
-    page = tl.load(
-        tables_ptr + sequence * table_stride + logical, mask=inside & (logical < table_stride), other=0
-    )
+    page = tl.load(tables_ptr + sequence * table_stride + logical, mask=inside & (logical < table_stride), other=0)
     at = (page * KV_HEADS + kv_head) * PER_PAGE + piece % PER_PAGE
     tl.store(pieces_ptr + row * (list_width * PER_BLOCK) + place, at, mask=inside)
 
@@ -298,8 +294,6 @@ def _unread_kernel(
         inside = place < count
         group = tl.load(lists_ptr + row * list_width + place, mask=inside, other=0) // PER_GROUP
         # Blocks after the last whole group belong to none.
-        read += tl.histogram(
-            tl.where(inside & (group < GROUPS), group, 0), GROUPS, mask=inside & (group < GROUPS)
-        )
+        read += tl.histogram(tl.where(inside & (group < GROUPS), group, 0), GROUPS, mask=inside & (group < GROUPS))
     group = tl.arange(0, GROUPS)
     tl.store(unread_ptr + row * group_stride + group, (PER_GROUP - read) * BLOCK, mask=group < group_stride)

@@ -91,15 +91,7 @@ def coarse_kernel(
 
 @jit
 def _crossing(
-    edges_ptr,
-    sums_ptr,
-    at,
-    wanted,
-    lower,
-    below,
-    SPLITS: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    EDGES: tl.constexpr,
+    edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, EDGES: tl.constexpr
 ):
     """Between which of the ascending edges the mass reaches `wanted`: `lower` and the mass `below` it come first.
 
@@ -109,9 +101,7 @@ def _crossing(
     k = tl.arange(0, EDGES)
     splits = tl.arange(0, SPLITS_2)
     sums = tl.load(
-        sums_ptr + (at * SPLITS + splits[:, None]) * EDGES + k[None, :],
-        mask=splits[:, None] < SPLITS,
-        other=0.0,
+        sums_ptr + (at * SPLITS + splits[:, None]) * EDGES + k[None, :], mask=splits[:, None] < SPLITS, other=0.0
     )
     mass = tl.sum(sums, 0)
     edges = tl.load(edges_ptr + at * EDGES + k)
@@ -218,9 +208,7 @@ def list_kernel(
     wanted = tl.load(floats_ptr + WANTED * every + at)
     lower = tl.load(floats_ptr + LOWER * every + at)
     below = tl.load(floats_ptr + BELOW_LOWER * every + at)
-    lower, upper, below, _, _, _ = _crossing(
-        edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2, EDGES
-    )
+    lower, upper, below, _, _, _ = _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2, EDGES)
     if split == 0:
         tl.store(floats_ptr + FROM * every + at, lower)
         tl.store(floats_ptr + UPTO * every + at, upper)

@@ -132,15 +132,12 @@ def draw_kernel(
     threshold = tl.load(uniforms_ptr + at).to(tl.float64) * tl.sum(wide, 0)
     # u close to 1 may round up to the total: then the last of positive weight is meant, here and below.
     chunk = tl.minimum(
-        tl.min(tl.where((ends > threshold) & (sums > 0), splits, SPLITS_2), 0),
-        tl.max(tl.where(sums > 0, splits, 0), 0),
+        tl.min(tl.where((ends > threshold) & (sums > 0), splits, SPLITS_2), 0), tl.max(tl.where(sums > 0, splits, 0), 0)
     )
     rest = (threshold - tl.sum(tl.where(splits < chunk, wide, 0.0), 0)).to(tl.float32)
     inner = tl.arange(0, CHUNK)
     if empty:
-        weights = _target_probs(
-            logits_ptr, floats_ptr, ints_ptr, at, every, scale, chunk * CHUNK + inner, VOCAB
-        )
+        weights = _target_probs(logits_ptr, floats_ptr, ints_ptr, at, every, scale, chunk * CHUNK + inner, VOCAB)
     else:
         weights = tl.load(weights_ptr + (row.to(tl.int64) * SPLITS + chunk) * CHUNK + inner)
     ends_inside = tl.cumsum(weights, 0)

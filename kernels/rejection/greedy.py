@@ -7,9 +7,7 @@ from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 from kernels.rejection.layout import depth_of, logits_at, scale_of, split_vocabulary
 
 
-def judge_greedy_in_triton(
-    logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def judge_greedy_in_triton(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
     """Judge as `kernels.rejection.judge_greedy` describes it."""
     (rows, gamma), device = draft_tokens.shape, logits.device
     cut = split_vocabulary(logits, gamma)
@@ -19,9 +17,7 @@ def judge_greedy_in_triton(
         return accepted, following
     best = torch.empty(every, splits, dtype=torch.float32, device=device)
     tokens = torch.empty(every, splits, dtype=torch.int32, device=device)
-    best_kernel[(splits, every)](
-        logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False, **overlap
-    )
+    best_kernel[(splits, every)](logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False, **overlap)
     _greedy_verdict_kernel[(rows,)](
         *(best, tokens, draft_tokens, draft_counts, accepted, following, gamma),
         SPLITS=splits,
@@ -95,9 +91,7 @@ def _greedy_verdict_kernel(
     row = tl.program_id(0)
     place = tl.arange(0, PLACES)
     count = tl.load(counts_ptr + row).to(tl.int32)
-    likeliest = likeliest_of(
-        best_ptr, tokens_ptr, row * (gamma + 1) + place, place <= count, SPLITS, SPLITS_2
-    )
+    likeliest = likeliest_of(best_ptr, tokens_ptr, row * (gamma + 1) + place, place <= count, SPLITS, SPLITS_2)
     drafted = tl.load(draft_tokens_ptr + row * gamma + place, mask=place < count, other=-1).to(tl.int32)
     accepted = tl.min(tl.where((place < count) & (drafted == likeliest), PLACES, place), 0)
     tl.store(accepted_ptr + row, accepted)

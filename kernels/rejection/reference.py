@@ -84,9 +84,7 @@ def truncated_probs(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tenso
     return probs / probs.sum(-1, keepdim=True)
 
 
-def judge_greedy_in_torch(
-    logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def judge_greedy_in_torch(logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> tuple[Tensor, Tensor]:
     accepted, following = accept_greedy(draft_tokens.long(), draft_counts.long(), logits.argmax(-1))
     return accepted.int(), following.int()
 

@@ -111,16 +111,10 @@ def _list_candidates(
     best, floats = scratch.best, scratch.floats
     best_kernel[grid](*common, best, scratch.tokens, scratch.sums, gamma, **cut, SAMPLED=True, **overlap)
     coarse_kernel[grid](
-        *(*common, top_p, best, scratch.sums, floats, coarse, coarse_sums, *of_positions),
-        **cut,
-        EDGES=EDGES,
-        **overlap,
+        *(*common, top_p, best, scratch.sums, floats, coarse, coarse_sums, *of_positions), **cut, EDGES=EDGES, **overlap
     )
     fine_kernel[grid](
-        *(*common, top_p, floats, coarse, coarse_sums, fine, fine_sums, *of_positions),
-        **cut,
-        EDGES=EDGES,
-        **overlap,
+        *(*common, top_p, floats, coarse, coarse_sums, fine, fine_sums, *of_positions), **cut, EDGES=EDGES, **overlap
     )
     list_kernel[grid](
         *(*common, top_p, floats, fine, fine_sums, scratch.listed, scratch.listed_counts, *of_positions),

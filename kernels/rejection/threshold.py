@@ -44,15 +44,7 @@ def _candidates(source, column, CHUNK: tl.constexpr, SPLITS_2: tl.constexpr, CAN
 
 @jit
 def _masses_to(
-    bits,
-    weights,
-    p0,
-    p1,
-    p2,
-    source,
-    CHUNK: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    bits, weights, p0, p1, p2, source, CHUNK: tl.constexpr, SPLITS_2: tl.constexpr, CANDIDATES: tl.constexpr
 ):
     """The weights' sums of candidates up to three depths: of a first tile, given, and of others, read every time."""
     m0 = _sum(tl.where(bits <= p0, weights, 0.0))
@@ -68,9 +60,7 @@ def _masses_to(
 
 
 @jit
-def _ties_to(
-    index, bits, cut, last, source, CHUNK: tl.constexpr, SPLITS_2: tl.constexpr, CANDIDATES: tl.constexpr
-):
+def _ties_to(index, bits, cut, last, source, CHUNK: tl.constexpr, SPLITS_2: tl.constexpr, CANDIDATES: tl.constexpr):
     """How many candidates at just this depth have an index up to `last`."""
     ties = _sum(((bits == cut) & (index <= last)).to(tl.int32))
     for column in tl.range(CANDIDATES, source[3], CANDIDATES):

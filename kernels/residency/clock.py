@@ -26,17 +26,7 @@ def advance_hand(tables: ResidencyTables, row: int, wanted: int, now: int) -> li
 
 
 @jit
-def loose_lines(
-    round_ptr,
-    begun_ptr,
-    referenced_ptr,
-    stamps_ptr,
-    dirty_ptr,
-    row,
-    chunk,
-    lines,
-    CHUNK: tl.constexpr,
-):
+def loose_lines(round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK: tl.constexpr):
     """The lines of a chunk in the order of the hand, and what it may take: at once, and if it comes again."""
     now = tl.load(round_ptr)
     place = chunk * CHUNK + tl.arange(0, CHUNK)

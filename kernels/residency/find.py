@@ -38,12 +38,7 @@ def find_block_lines(
 
 
 def _launch_find(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    pages_per_block: int,
-    absent: int,
+    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int, absent: int
 ) -> tuple[Tensor, Tensor]:
     rows, sequences, kv_heads, width = lists.shape
     listed = width * pages_per_block
@@ -99,15 +94,7 @@ def _find_kernel(
     if tl.program_id(0) * CHUNK < count:
         page_tables_ptr += (listing // kv_heads).to(tl.int64) * max_pages
         page, listed = pages_at(
-            lists_ptr + at * width,
-            page_tables_ptr,
-            place,
-            place < count,
-            pages,
-            head,
-            kv_heads,
-            max_pages,
-            PER_BLOCK,
+            lists_ptr + at * width, page_tables_ptr, place, place < count, pages, head, kv_heads, max_pages, PER_BLOCK
         )
         line = tl.load(line_of_ptr + row * pages + page, mask=listed, other=-1)
         missing = tl.sum((listed & (line < 0)).to(tl.int32), 0)

@@ -27,9 +27,7 @@ def pages_of_blocks(
 
 
 @jit
-def pages_at(
-    list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max_pages, PER_BLOCK: tl.constexpr
-):
+def pages_at(list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max_pages, PER_BLOCK: tl.constexpr):
     """The head's pages at `place` among all that a list names, and which of them there are."""
     block = tl.load(list_ptr + place // PER_BLOCK, mask=inside, other=-1)
     known = (block >= 0) & (block < (max_pages + PER_BLOCK - 1) // PER_BLOCK)

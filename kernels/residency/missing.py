@@ -46,12 +46,7 @@ def count_missing_blocks(
 
 
 def _torch_count(
-    line_of: Tensor,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    pages_per_block: int,
+    line_of: Tensor, lists: Tensor, counts: Tensor, page_tables: Tensor, kv_heads: int, pages_per_block: int
 ) -> Tensor:
     layers, sequences, _, width = lists.shape
     device = lists.device

@@ -10,12 +10,7 @@ from kernels.residency.tables import ResidencyTables, check_pages, check_round, 
 
 
 def pin_gpu_pages(
-    tables: ResidencyTables,
-    pages: Tensor,
-    gpu_pages: Tensor,
-    round: Tensor,
-    kv_heads: int,
-    backend: str = "torch",
+    tables: ResidencyTables, pages: Tensor, gpu_pages: Tensor, round: Tensor, kv_heads: int, backend: str = "torch"
 ) -> None:
     """Let pages that `round` writes lie in given GPU pages, every head in every row; they are dirty, without bit.
 
@@ -27,9 +22,7 @@ def pin_gpu_pages(
     """
     check_backend("pin_gpu_pages", backend, ("torch", "triton"))
     check_pages("pin_gpu_pages", tables, pages, kv_heads)
-    check_tensor(
-        "pin_gpu_pages", "gpu_pages", gpu_pages, tuple(pages.shape), torch.int32, tables.page_in.device
-    )
+    check_tensor("pin_gpu_pages", "gpu_pages", gpu_pages, tuple(pages.shape), torch.int32, tables.page_in.device)
     check_round("pin_gpu_pages", tables, "round", round)
     if backend == "torch":
         fit = (gpu_pages >= 0) & (gpu_pages < tables.lines // kv_heads)

@@ -36,9 +36,7 @@ def request_blocks(
     check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     check_round("request_blocks", tables, "round", round)
     if backend == "torch":
-        return _torch_request(
-            tables, pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round
-        )
+        return _torch_request(tables, pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round)
     return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
 
 
@@ -54,13 +52,7 @@ def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor) -> Tra
     return transfers
 
 
-def _request_row(
-    tables: ResidencyTables,
-    row: int,
-    wanted: Tensor,
-    now: int,
-    transfers: Transfers,
-) -> None:
+def _request_row(tables: ResidencyTables, row: int, wanted: Tensor, now: int, transfers: Transfers) -> None:
     """One row of the reference; wanted: [n] int32, pages in order."""
     pages = list(dict.fromkeys(wanted.tolist()))
     lines = [int(tables.line_of[row, page]) for page in pages]

@@ -40,12 +40,7 @@ class _Work:
 
 
 def launch_request(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    pages_per_block: int,
-    round: Tensor,
+    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int, round: Tensor
 ) -> Transfers:
     """request_blocks, by Triton; the arguments have been checked."""
     rows, sequences, kv_heads, width = lists.shape
@@ -308,15 +303,7 @@ def _survey_kernel(
         else:
             for chunk in tl.range(part - joiners, chunks, tl.num_programs(0) - joiners):
                 _slot, ready, later = loose_lines(
-                    round_ptr,
-                    begun_ptr,
-                    referenced_ptr,
-                    stamps_ptr,
-                    dirty_ptr,
-                    row,
-                    chunk,
-                    lines,
-                    CHUNK,
+                    round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK
                 )
                 tl.store(tallies_ptr + row * 2 * chunks + chunk, tl.sum(ready, 0))
                 tl.store(tallies_ptr + (row * 2 + 1) * chunks + chunk, tl.sum(later, 0))
@@ -371,15 +358,7 @@ def _place_kernel(
         ready_before = tl.sum(tl.where(one < chunk, ready_of, 0), 0)
         while (chunk < chunks) & (ready_before < missing):
             line, ready, later = loose_lines(
-                round_ptr,
-                begun_ptr,
-                referenced_ptr,
-                stamps_ptr,
-                dirty_ptr,
-                row,
-                chunk,
-                lines,
-                CHUNK,
+                round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK
             )
             before = ready_before + tl.cumsum(ready, 0) - ready
             later_before = tl.sum(tl.where(one < chunk, later_of, 0), 0) + tl.cumsum(later, 0) - later

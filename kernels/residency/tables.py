@@ -101,12 +101,7 @@ def clear_tables(tables: ResidencyTables) -> None:
 
 
 def check_tensor(
-    operation: str,
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    operation: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
@@ -135,9 +130,7 @@ def check_blocks(
     shape = tables.rows, sequences, kv_heads
     check_tensor(operation, "lists", lists, (*shape, width), torch.int32, device)
     check_tensor(operation, "counts", counts, shape, torch.int32, device)
-    check_tensor(
-        operation, "page_tables", page_tables, (sequences, page_tables.shape[1]), torch.int32, device
-    )
+    check_tensor(operation, "page_tables", page_tables, (sequences, page_tables.shape[1]), torch.int32, device)
 
 
 def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:

@@ -33,12 +33,7 @@ def select_top_k(
 
 
 def select_nucleus(
-    weights: Tensor,
-    valid: Tensor,
-    mass: float,
-    iterations: int = 24,
-    backend: str = "torch",
-    width: int | None = None,
+    weights: Tensor, valid: Tensor, mass: float, iterations: int = 24, backend: str = "torch", width: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select the entries at or above a threshold that leaves at least `mass` of each row's total weight.
 

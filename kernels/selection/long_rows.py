@@ -64,9 +64,7 @@ def select_long_rows(
         num_warps=min(short_rows.WARPS, max(2, room // 512)),
     )
     _emit_kernel[(rows, spans)](
-        *(weights, valid, state, told[1], lists, counts, n // unit, lists.shape[1]),
-        **of_row,
-        num_warps=warps,
+        *(weights, valid, state, told[1], lists, counts, n // unit, lists.shape[1]), **of_row, num_warps=warps
     )
 
 

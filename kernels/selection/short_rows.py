@@ -78,9 +78,7 @@ def _select_rows_kernel(
         third = (p3 - p0) // 3
         probes = (p0, p0 + third, p3 - third, p3)
         state = (lo, hi, total, total * 0, size, zero)
-        lo, hi, _at_lo, _at_hi, _many_lo, many_hi = narrow(
-            key, probes, total * 0, zero, wanted, state, NUCLEUS
-        )
+        lo, hi, _at_lo, _at_hi, _many_lo, many_hi = narrow(key, probes, total * 0, zero, wanted, state, NUCLEUS)
         if NUCLEUS:
             hi = lo  # with all that tie
         else:

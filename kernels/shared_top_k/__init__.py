@@ -15,11 +15,7 @@ __all__ = ["mark_top_k_over_all", "select_top_k_over_all"]
 
 
 def select_top_k_over_all(
-    scores: Tensor,
-    counts: Tensor,
-    forced: Tensor | None = None,
-    backend: str = "torch",
-    inner: int = 0,
+    scores: Tensor, counts: Tensor, forced: Tensor | None = None, backend: str = "torch", inner: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Select the `counts` highest positive scores of each group, and all forced entries, as ascending lists.
 

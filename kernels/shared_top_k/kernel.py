@@ -81,9 +81,7 @@ def _bounds(bracket_ptr, PARTS: tl.constexpr, LOG_BINS: tl.constexpr):
     highest = tl.max(tl.load(bracket_ptr + 3 * PARTS + parts), 0)
     bottom = tl.minimum(tl.where(lo > 0, lo, lowest), hi - 1)
     span = tl.maximum(tl.minimum(hi, highest + 1) - bottom, 1)
-    octave = (
-        span.to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    ) - 126  # a power of two that is not below span
+    octave = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # a power of two that is not below span
     shift = tl.maximum(octave - LOG_BINS, 0)
     return lo, hi, bottom, shift
 
@@ -119,9 +117,7 @@ def tally_kernel(
     tallies_ptr += group * (BINS + 3)
     slots_ptr += group * (BINS * SLOTS)
     tl.static_assert(n < 1023 * CHUNK)
-    seen = tl.zeros(
-        [CHUNK], tl.int32
-    )  # three counts: registers are what limits how much is on its way from memory
+    seen = tl.zeros([CHUNK], tl.int32)  # three counts: registers are what limits how much is on its way from memory
     for start in tl.range(first, n, step):
         bits = following
         ahead = start + step + inner
@@ -183,9 +179,7 @@ def threshold_kernel(
         threshold, last = zero + 1, zero + 0x7FFFFFFF
     elif in_bin & (members <= SLOTS):
         entries = bin.to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-        entry = tl.load(
-            slots_ptr + group * (BINS * SLOTS) + entries, mask=tl.arange(0, SLOTS) < members, other=0
-        )
+        entry = tl.load(slots_ptr + group * (BINS * SLOTS) + entries, mask=tl.arange(0, SLOTS) < members, other=0)
         rank = tl.sum((entry[None, :] >= entry[:, None]).to(tl.int32), 1)
         chosen = tl.max(tl.where(rank == wanted - greater, entry, 0), 0)
         threshold, last = (chosen >> 32).to(tl.int32), 0x7FFFFFFF - (chosen & 0x7FFFFFFF).to(tl.int32)

@@ -40,10 +40,7 @@ def find_thresholds(scores: Tensor, counts: Tensor) -> Tensor:
     chunk = min(TALLY_CHUNK, max(64, power_of_two(n)))
     splits = max(1, min(-(-n // chunk), TALLY_PROGRAMS // (groups * rows)))
     tally_kernel[(groups * rows, splits)](
-        *(scores, bracket, tallies, slots, n, rows),
-        CHUNK=chunk,
-        **of_bins,
-        num_warps=min(4, max(1, chunk // 512)),
+        *(scores, bracket, tallies, slots, n, rows), CHUNK=chunk, **of_bins, num_warps=min(4, max(1, chunk // 512))
     )
     threshold_kernel[(groups,)](
         *(scores, counts, bracket, tallies, slots, state, size),

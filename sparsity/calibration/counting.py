@@ -87,9 +87,7 @@ def _value_spread(target: Runner, sequence: SequenceKV, projections: list[Tensor
     for v_pages, projection in zip(target.kv.v_pages, projections, strict=True):
         values = v_pages[pages.to(v_pages.device)].transpose(0, 1).flatten(1, 2)[:, : sequence.length].float()
         values = values - values.mean(1, keepdim=True)
-        by_head = projection.float().unflatten(
-            1, (len(values), -1, values.shape[2])
-        )  # [hidden, kv_heads, group, dim]
+        by_head = projection.float().unflatten(1, (len(values), -1, values.shape[2]))  # [hidden, kv_heads, group, dim]
         moved = torch.einsum("knd,hkgd->kgnh", values, by_head)
         spread.append(moved.norm(dim=-1).mean((1, 2)))
     return torch.cat(spread).double().cpu()

@@ -24,12 +24,7 @@ from sparsity.plan import Plan
 
 
 def calibrate_files(
-    draft: str,
-    target: str,
-    files: list[str],
-    passages: int,
-    settings: CalibrationSettings,
-    progress_file: Path,
+    draft: str, target: str, files: list[str], passages: int, settings: CalibrationSettings, progress_file: Path
 ) -> tuple[Plan, CalibrationSums]:
     """Calibrate a pair of models (ids or folders) on `passages` evenly spread passages of each text file.
 
@@ -73,9 +68,7 @@ def _provenance(draft: str, target: str, files: list[str], passages: int, text_h
     }
 
 
-def read_passages(
-    files: list[str], tokenizer: Any, passages: int, context: int
-) -> tuple[list[list[int]], str]:
+def read_passages(files: list[str], tokenizer: Any, passages: int, context: int) -> tuple[list[list[int]], str]:
     """Token ids of evenly spread passages of each file, `context` each, and a hash of the files' text."""
     texts, digest = [], hashlib.sha256()
     for file in files:

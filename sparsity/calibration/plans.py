@@ -67,11 +67,7 @@ def _head_maps(
 
 
 def _scores(
-    sums: CalibrationSums,
-    settings: CalibrationSettings,
-    overlaps: list[Tensor],
-    similarity: float,
-    weights: Tensor,
+    sums: CalibrationSums, settings: CalibrationSettings, overlaps: list[Tensor], similarity: float, weights: Tensor
 ) -> dict[str, Any]:
     """Say how well the maps and blends fit. overlaps: by map budget, [target heads]. weights: of the blends, [T, D]."""
     layers = sums.similarity.shape[1]
@@ -82,14 +78,11 @@ def _scores(
 
     return {
         "mean_overlap": {budget: round(float(overlap.mean()), 4) for budget, overlap in by_budget},
-        "overlap_by_layer": {
-            budget: rounded(overlap.view(layers, -1).mean(1)) for budget, overlap in by_budget
-        },
+        "overlap_by_layer": {budget: rounded(overlap.view(layers, -1).mean(1)) for budget, overlap in by_budget},
         "layer_map_score": round(similarity, 4),
         "blend_explained": _explained(sums, weights),
         "prunable_by_layer": {
-            str(mass): rounded(row / sums.samples)
-            for mass, row in zip(settings.masses, sums.prunable, strict=True)
+            str(mass): rounded(row / sums.samples) for mass, row in zip(settings.masses, sums.prunable, strict=True)
         },
     }
 
@@ -107,7 +100,5 @@ def _anchors(layers: int) -> tuple[int, ...]:
 
 def _explained(sums: CalibrationSums, weights: Tensor) -> float:
     """Share of the square of the target's block weights that the blends predict."""
-    error = (
-        sums.target_square - 2 * (weights * sums.cross.T).sum(1) + ((weights @ sums.gram) * weights).sum(1)
-    )
+    error = sums.target_square - 2 * (weights * sums.cross.T).sum(1) + ((weights @ sums.gram) * weights).sum(1)
     return round(1 - float(error.sum() / sums.target_square.sum()), 4)

@@ -65,9 +65,7 @@ class CalibrationSums:
     texts: int = 0
 
     @staticmethod
-    def zeros(
-        draft: Runner, target: Runner, draft_heads: int, settings: CalibrationSettings
-    ) -> "CalibrationSums":
+    def zeros(draft: Runner, target: Runner, draft_heads: int, settings: CalibrationSettings) -> "CalibrationSums":
         d, t = draft.kv.num_layers * draft_heads, target.kv.num_layers * target.kv.kv_heads
 
         def double(*shape: int) -> Tensor:
@@ -122,7 +120,5 @@ def load_progress(file: Path, task: str) -> CalibrationSums | None:
         return None
     content = torch.load(file, weights_only=True)
     if content.pop("task", None) != task:
-        raise ValueError(
-            f"{file} is of another calibration: delete it, or give the same models, texts and settings"
-        )
+        raise ValueError(f"{file} is of another calibration: delete it, or give the same models, texts and settings")
     return CalibrationSums(**content)

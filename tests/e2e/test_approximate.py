@@ -13,9 +13,7 @@ from tests.stack import Stack
 pytestmark = pytest.mark.books
 
 
-def test_a_budget_of_all_blocks_equals_exact(
-    launch: Callable[..., Stack], books: list[str], tokenizer: Any
-) -> None:
+def test_a_budget_of_all_blocks_equals_exact(launch: Callable[..., Stack], books: list[str], tokenizer: Any) -> None:
     stack = launch("--budget", "1.0")
     stub = stack.stub()
     prompts = [tokenizer.encode(book[5000:25_000])[: 100 + 400 * i] for i, book in enumerate(books)]

@@ -39,9 +39,7 @@ def run(services: Services, prompts: list[list[int]], at_once: int, drafted: boo
             services.processes[1].wait()
         stub = stack.stub()
         with ThreadPoolExecutor(at_once) as pool:
-            results = list(
-                pool.map(lambda p: generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True), prompts)
-            )
+            results = list(pool.map(lambda p: generate(stub, p, max_tokens=NEW_TOKENS, ignore_eos=True), prompts))
         stack.stop()
     finally:
         services.stop()
@@ -63,9 +61,7 @@ def run(services: Services, prompts: list[list[int]], at_once: int, drafted: boo
     ],
     ids=["default", "flashinfer"],
 )
-def test_where_it_differs_from_float32_two_tokens_were_close(
-    prompts: list[list[int]], flags: tuple[str, ...]
-) -> None:
+def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[int]], flags: tuple[str, ...]) -> None:
     outputs = run(start_services("--dtype", "bfloat16", *flags), prompts, 8)
     model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
     followed = 0

@@ -29,12 +29,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
         "--dense-layers",
         "0",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", *command, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, "-m", "cli", *command, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     plan = load_plan(out)
     assert plan.hash in done.stdout

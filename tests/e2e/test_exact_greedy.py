@@ -38,11 +38,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
     for prompt in prompts:
         with torch.inference_mode():
             ids = model.generate(
-                torch.tensor([prompt]),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
             )
         outputs.append(ids[0, len(prompt) :].tolist())
     return outputs
@@ -58,10 +54,7 @@ def test_greedy_exact_equals_transformers(
 
     def run(prompt: list[int]) -> tuple[list[int], inference_pb2.SpeculationSummary]:
         request = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=prompt),
-            max_tokens=NEW_TOKENS,
-            temperature=0,
-            ignore_eos=True,
+            token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True
         )
         responses = list(stub.Generate(request))
         return [t for response in responses for t in response.token_ids], responses[-1].speculation

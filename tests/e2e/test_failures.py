@@ -50,9 +50,7 @@ def test_draft_killed(mortal: Stack, books: list[str], tokenizer: Any) -> None:
     tokens, pause, _ = _stream(mortal, prompt, 40, pid)
     assert tokens == expected
     assert pause < 2, "plain decoding takes over within 2 s"
-    wait_for(
-        lambda: metric(mortal.http, "service_attached", service="target") == 1, 60, "Ray restarts the draft"
-    )
+    wait_for(lambda: metric(mortal.http, "service_attached", service="target") == 1, 60, "Ray restarts the draft")
     drafts = metric(mortal.http, "spec_decode_num_drafts_total")
     again = generate(mortal.stub(), prompt, max_tokens=TOKENS, ignore_eos=True)
     assert again.tokens == expected
@@ -62,9 +60,7 @@ def test_draft_killed(mortal: Stack, books: list[str], tokenizer: Any) -> None:
     wait_until_idle(mortal.http)
 
 
-def test_draft_killed_twice_while_it_speculates_again(
-    mortal: Stack, books: list[str], tokenizer: Any
-) -> None:
+def test_draft_killed_twice_while_it_speculates_again(mortal: Stack, books: list[str], tokenizer: Any) -> None:
     """A session that outlives its draft is taken up by the next one in mid-stream."""
     prompt = tokenizer.encode(books[5][:6000])[:300]
     request = make_request(prompt, temperature=0, max_tokens=6000, ignore_eos=True)
@@ -77,10 +73,7 @@ def test_draft_killed_twice_while_it_speculates_again(
 
     def drafted_again() -> bool:
         next(responses)
-        return (
-            service_state(mortal.http, "target", "drafted_sessions") == 1
-            and service_pid(mortal, "draft") != pid
-        )
+        return service_state(mortal.http, "target", "drafted_sessions") == 1 and service_pid(mortal, "draft") != pid
 
     wait_for(drafted_again, 60, "the running session is drafted again")
     call.cancel()

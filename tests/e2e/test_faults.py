@@ -88,9 +88,7 @@ class FaultyLine(speculation_pb2_grpc.SpeculationServicer):
             reader.cancel()
 
     def _batch(self, kind: Any, events: list[Any]) -> Any:
-        batch = {"DraftFrame": speculation_pb2.DraftEvents, "TargetFrame": speculation_pb2.TargetEvents}[
-            kind.__name__
-        ]
+        batch = {"DraftFrame": speculation_pb2.DraftEvents, "TargetFrame": speculation_pb2.TargetEvents}[kind.__name__]
         return kind(batch=batch(events=events))
 
 

@@ -72,11 +72,7 @@ def test_generate(stack: Stack, tokenizer: Any) -> None:
         assert not response.HasField("speculation")
     prompt_tokens = len(tokenizer.encode(PROMPT))
     usage = last.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
-        prompt_tokens,
-        40,
-        prompt_tokens + 40,
-    )
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt_tokens, 40, prompt_tokens + 40)
     assert len(tokens) == 40
 
 

@@ -18,18 +18,7 @@ from sparsity.selection import BlockSelection
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_service, start_services
 from wire import convert
-from wire.messages import (
-    Announcement,
-    At,
-    Begin,
-    Commit,
-    Exactness,
-    Hello,
-    Open,
-    Proposal,
-    Ready,
-    Support,
-)
+from wire.messages import Announcement, At, Begin, Commit, Exactness, Hello, Open, Proposal, Ready, Support
 from wire.selection_codec import encode_selection
 
 
@@ -43,9 +32,7 @@ def services() -> Iterator[Services]:
 @pytest.fixture(scope="module")
 def hello() -> Hello:
     plan = load_plan(PLAN)
-    return Hello(
-        "a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16
-    )
+    return Hello("a-draft", "models/a-draft", 4096, tokenizer_hash(load_tokenizer(str(TARGET))), plan.hash, 4, 16)
 
 
 async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
@@ -133,18 +120,14 @@ BAD_EVENTS = {
 
 
 @pytest.mark.parametrize("what", BAD_EVENTS)
-async def test_a_broken_draft_loses_its_stream_and_no_token(
-    hello: Hello, bare_target: str, what: str
-) -> None:
+async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
     """A session of a draft that misbehaves is decoded plainly to its end; the target lives."""
     async with grpc.aio.insecure_channel(bare_target) as channel:
         draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
         await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
         await draft.read()
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()
-        sampling = (
-            Sampling(1.0, 1.0, 3) if "probability" in what or "impossible" in what else Sampling(0.0, 1.0, 3)
-        )
+        sampling = Sampling(1.0, 1.0, 3) if "probability" in what or "impossible" in what else Sampling(0.0, 1.0, 3)
         name = f"session-{what}"
         opening = Open(name, PROMPT, len(PROMPT), 8, [], sampling, Exactness.APPROXIMATE)
         await serve.write(convert.serve_request_to_pb(opening))
@@ -193,9 +176,7 @@ def bare_target() -> Iterator[str]:
         ({"tokens": [1] * 1900, "prompt_tokens": 1900, "max_tokens": 200}, "pages"),
     ],
 )
-async def test_the_target_refuses_what_it_cannot_run(
-    bare_target: str, change: dict[str, Any], reason: str
-) -> None:
+async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: dict[str, Any], reason: str) -> None:
     opening = replace(Open("s", [1], 1, 4, [], Sampling(0.0), Exactness.EXACT), **change)
     async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(20):
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()

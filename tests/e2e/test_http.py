@@ -19,10 +19,7 @@ from tests.stack import Stack
 
 MODEL = "tiny-target"
 PROMPT = "The old man looked at the sea and"
-MESSAGES: Any = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Tell me of the sea."},
-]
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me of the sea."}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "extra_body": {"ignore_eos": True}}
 
@@ -47,9 +44,7 @@ def complete(client: OpenAI, **fields: Any) -> Any:
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(
-        **({"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields)
-    )
+    return client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES, "temperature": 0} | fields))
 
 
 def wait_for_sessions(stack: Stack, count: int) -> None:
@@ -157,11 +152,7 @@ def test_chat(client: OpenAI, tokenizer: Any) -> None:
     """The answer is the completion of the rendered template; in a stream, the role comes first and once."""
     plain = chat(client, max_completion_tokens=20)
     (choice,) = plain.choices
-    assert (plain.object, choice.message.role, choice.finish_reason) == (
-        "chat.completion",
-        "assistant",
-        "length",
-    )
+    assert (plain.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
     assert plain.usage.completion_tokens == 20
     rendered = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert complete(client, prompt=rendered, max_tokens=20).choices[0].text == choice.message.content
@@ -411,9 +402,7 @@ async def test_clients_that_leave_without_an_answer_end_their_requests(stack: St
     writers = []
     for _ in range(2):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data))
-        )
+        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(data)))
         writer.write(data)
         writers.append(writer)
     await asyncio.to_thread(wait_for_sessions, stack, 2)
@@ -426,9 +415,7 @@ async def test_clients_that_leave_without_an_answer_end_their_requests(stack: St
     assert metric(stack.http, "num_requests_running") == 0
 
 
-async def test_bad_requests_do_no_harm_to_others(
-    client: OpenAI, raw: aiohttp.ClientSession, stack: Stack
-) -> None:
+async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.ClientSession, stack: Stack) -> None:
     """A stream goes on as if alone while all of the above, and the strangest that is allowed, arrive."""
     fields: dict[str, Any] = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
     expected = (await asyncio.to_thread(complete, client, **fields)).choices[0].text

@@ -69,9 +69,7 @@ def _p_values(stack: Stack, prompt: list[int], draws: int) -> list[float]:
     stub = stack.stub()
 
     def run(seed: int) -> list[int]:
-        result = generate(
-            stub, prompt, max_tokens=5, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, ignore_eos=True
-        )
+        result = generate(stub, prompt, max_tokens=5, temperature=TEMPERATURE, top_p=TOP_P, seed=seed, ignore_eos=True)
         assert result.speculation.drafted >= 3, "the first three tokens go through the acceptance rule"
         return result.tokens[:3]
 

@@ -16,23 +16,15 @@ pytestmark = pytest.mark.books
 SESSIONS, AT_ONCE = 32, 16
 
 
-def test_sixteen_sessions_started_and_aborted_at_random(
-    stack: Stack, books: list[str], tokenizer: Any
-) -> None:
+def test_sixteen_sessions_started_and_aborted_at_random(stack: Stack, books: list[str], tokenizer: Any) -> None:
     chosen = random.Random(11)
     stub = stack.stub()
     cases = []
     for i in range(SESSIONS):
         book = books[i % len(books)]
         start = chosen.randrange(len(book) - 20_000)
-        prompt = tokenizer.encode(book[start : start + 20_000])[
-            : chosen.choice([1, 15, 16, 17, 100, 700, 2000])
-        ]
-        fields = {
-            "max_tokens": chosen.choice([1, 7, 33, 80]),
-            "temperature": chosen.choice([0.0, 0.8]),
-            "seed": i,
-        }
+        prompt = tokenizer.encode(book[start : start + 20_000])[: chosen.choice([1, 15, 16, 17, 100, 700, 2000])]
+        fields = {"max_tokens": chosen.choice([1, 7, 33, 80]), "temperature": chosen.choice([0.0, 0.8]), "seed": i}
         abort_after = chosen.choice([None, None, 0, 2, 9])
         cases.append((prompt, fields, chosen.random() * 0.5, abort_after))
 
@@ -83,9 +75,7 @@ def test_a_long_prefill_does_not_hold_others_up(stack: Stack, books: list[str], 
     assert order == ["short", "long"]
 
 
-def test_approximate_reads_less_and_a_prompt_is_reused(
-    stack: Stack, books: list[str], tokenizer: Any
-) -> None:
+def test_approximate_reads_less_and_a_prompt_is_reused(stack: Stack, books: list[str], tokenizer: Any) -> None:
     """A second turn over the same text finds its KV again, and the answer is the same."""
     stub = stack.stub()
     prompt = tokenizer.encode(books[2][:40_000])[:3000]

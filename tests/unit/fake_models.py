@@ -90,9 +90,7 @@ class FakeRunner(Runner):
     raised by the next calls of draft_rounds or forward, before anything has changed.
     """
 
-    def __init__(
-        self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT
-    ) -> None:
+    def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT) -> None:
         self.kv = PagedKV(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
@@ -150,9 +148,7 @@ class FakeRunner(Runner):
         assert history[length - len(item.tokens) :] == item.tokens
         out = SequenceOutput()
         if item.logits != "none":
-            out.logits = torch.from_numpy(
-                np.stack([self.logits(history[: p + 1]) for p in range(first, length)])
-            )
+            out.logits = torch.from_numpy(np.stack([self.logits(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
             (out.verdict,) = judge_rounds([out.logits], [item.drafted])
@@ -162,11 +158,7 @@ class FakeRunner(Runner):
         return out
 
     def _report(
-        self,
-        given: SparseRead,
-        history: list[int],
-        read: list[tuple[np.ndarray, np.ndarray]],
-        out: SequenceOutput,
+        self, given: SparseRead, history: list[int], read: list[tuple[np.ndarray, np.ndarray]], out: SequenceOutput
     ) -> None:
         weights = self.block_weights(history, given.block_size, KV_HEADS)
         chosen = torch.zeros(weights.shape, dtype=torch.bool)
@@ -201,8 +193,7 @@ class FakeRunner(Runner):
         words = torch.zeros(1, len(budget.bitmap), -(-blocks // 64), dtype=torch.int64)
         words[0, :, : budget.bitmap.shape[1]] = torch.tensor(budget.bitmap.view(np.int64))
         first, last, count, room = (
-            torch.tensor([n], dtype=torch.int32)
-            for n in (budget.first, budget.last, blocks, max(0, budget.room))
+            torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, blocks, max(0, budget.room))
         )
         memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
         forced, scores = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
@@ -271,9 +262,7 @@ class FakeRunner(Runner):
         weights = []
         for index in range(settings.gamma + 1):
             length = base + index
-            history = self._check(
-                self._read_all(item.kv, length, [None] * self.kv.num_layers), length, length - 1
-            )
+            history = self._check(self._read_all(item.kv, length, [None] * self.kv.num_layers), length, length - 1)
             blocks = pages_for(base)
             weights.append(self.block_weights(history, settings.block_size, self.heads)[..., :blocks])
             token, support = self._sample(item, settings, self.logits(history), index)

@@ -52,11 +52,7 @@ CONFIGS: dict[str, Any] = {
         **sizes(6, 2, hidden_size=96), pad_token_id=0, partial_rotary_factor=0.75
     ),
     "granite": lambda: transformers.GraniteConfig(
-        **sizes(4, 1),
-        embedding_multiplier=12.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.22,
-        logits_scaling=4.0,
+        **sizes(4, 1), embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=4.0
     ),
     "olmo2": lambda: transformers.Olmo2Config(**sizes(4, 4)),
     "olmo2, groups of 4": lambda: transformers.Olmo2Config(**sizes(8, 2, hidden_size=64)),
@@ -135,9 +131,7 @@ def test_a_sliding_window_is_refused_where_it_hides_tokens() -> None:
     assert sliding_window(config) == 8
     config.sliding_window = 256  # as long as the model's context
     assert read_shape(config).num_layers == 2
-    unused = transformers.Qwen3Config(
-        **SIZES, num_key_value_heads=2, sliding_window=8, use_sliding_window=False
-    )
+    unused = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, sliding_window=8, use_sliding_window=False)
     assert sliding_window(unused) is None
 
 
@@ -190,9 +184,7 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
     """Interpreted where there is no GPU; attention, which has tests of its own, gives the queries."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = (
-        torch.bfloat16 if device == "cuda" else torch.float16
-    )  # the interpreter has no arithmetic of bfloat16
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter has no arithmetic of bfloat16
     decoder = read_decoder(load_model(folder, dtype, device, "eager"))
     token_ids, positions = torch.arange(2 * rows, device=device).view(2, rows)
     slots = torch.arange(1, rows + 1, device=device)
@@ -201,9 +193,7 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
         sizes = 2, 1, decoder.kv_heads, 16, decoder.head_dim  # of layers of pages
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
         pages = list(keys), list(values)
-        logits = run_decoder(
-            decoder, token_ids, positions, slots, *pages, lambda _, queries: queries, backend
-        )
+        logits = run_decoder(decoder, token_ids, positions, slots, *pages, lambda _, queries: queries, backend)
         return [logits.float(), keys.float(), values.float()]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):

@@ -16,14 +16,7 @@ import transformers
 from torch import Tensor
 
 import models
-from config import (
-    DraftSettings,
-    ModelSettings,
-    SettingsError,
-    TargetSettings,
-    resolve_launch,
-    resolve_service,
-)
+from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
 from config.attention_backends import check_attention_backend
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
@@ -166,12 +159,7 @@ class StandIn:
             mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
             keys, values = (each[read].transpose(0, 1).flatten(1, 2)[:, :length] for each in pages)
             out[rows] = torch.nn.functional.scaled_dot_product_attention(
-                queries[rows].transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                mask,
-                scale=self.scale,
-                enable_gqa=True,
+                queries[rows].transpose(0, 1)[None], keys[None], values[None], mask, scale=self.scale, enable_gqa=True
             )[0].transpose(0, 1)
         return out
 
@@ -218,9 +206,7 @@ def drive(runner: ModelRunner) -> list[SequenceOutput]:
         outputs.extend(runner.forward(inputs))
 
     outputs.extend(
-        runner.forward(
-            [SequenceInput(kv, tokens(n, n), "last") for kv, n in zip(sequences, lengths, strict=True)]
-        )
+        runner.forward([SequenceInput(kv, tokens(n, n), "last") for kv, n in zip(sequences, lengths, strict=True)])
     )
     step([0, 1], 60)  # the rest of a prompt, over KV that is there
     step([0, 1, 2], 5)

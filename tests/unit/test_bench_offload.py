@@ -109,9 +109,7 @@ def test_every_pass_of_a_replay_finds_nothing_hot() -> None:
     step = steps()[2]
     rounds = rounds_of(CASE, 0.1, CPU)
     once, twice = (replay(step, rounds, passes) for passes in (1, 2))
-    assert len(once.milliseconds) == len(rounds) - SETTLED and len(twice.milliseconds) == 2 * len(
-        once.milliseconds
-    )
+    assert len(once.milliseconds) == len(rounds) - SETTLED and len(twice.milliseconds) == 2 * len(once.milliseconds)
     assert (once.read, once.fetched, once.refused) == (twice.read, twice.fetched, twice.refused)
 
 
@@ -165,9 +163,7 @@ def test_how_many_sessions_fit() -> None:
     many = replace(case, batch=28)
     share = hot_share(100 << 30, many)
     assert beside_frames(many) < 4.5 * 2**30
-    assert share * many.pages * frame_bytes(many) + beside_frames(many) == pytest.approx(
-        100 * 2**30, rel=1e-3
-    )
+    assert share * many.pages * frame_bytes(many) + beside_frames(many) == pytest.approx(100 * 2**30, rel=1e-3)
     assert hot_share(100 << 30, case) == 1.0
     with pytest.raises(ValueError, match="write 28 at once: raise --kv-memory or lower --sessions-factor"):
         hot_share(3 << 30, many)
@@ -244,19 +240,7 @@ def test_an_8b_target_needs_little_host_memory() -> None:
 
 def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
-    sizes = [
-        "--contexts",
-        "512",
-        "--batches",
-        "2",
-        "--hot",
-        "0.5",
-        "--passes",
-        "1",
-        "--shares",
-        "0.1",
-        "0.0625",
-    ]
+    sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--shares", "0.1", "0.0625"]
     main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file), "--plot", str(plot)])
     content = json.loads(file.read_text())
     ways = [way for way in ("resident", "in step", "on demand") for _ in range(2)]

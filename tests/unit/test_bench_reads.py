@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import read_trace
-from benchmarks.read_trace import (
-    BLOCKS_AT_100K,
-    MOST_BLOCKS,
-    READS,
-    ReadTrace,
-    about_reads,
-    load_reads,
-    save_reads,
-)
+from benchmarks.read_trace import BLOCKS_AT_100K, MOST_BLOCKS, READS, ReadTrace, about_reads, load_reads, save_reads
 from benchmarks.selection_trace import ROWS
 from cli.main import main
 from models import PLAN
@@ -80,9 +72,7 @@ def test_churn_and_share_are_those_of_the_recording() -> None:
     bits = [trace.history >> np.uint32(t) & 1 for t in range(7)]
     for t in range(1, 7):
         assert rounds[t].mean() == pytest.approx(bits[t].mean(), abs=0.005)
-        assert (rounds[t] & ~rounds[t - 1]).mean() == pytest.approx(
-            (bits[t] & ~bits[t - 1]).mean(), abs=0.005
-        )
+        assert (rounds[t] & ~rounds[t - 1]).mean() == pytest.approx((bits[t] & ~bits[t - 1]).mean(), abs=0.005)
     assert all(np.array_equal(s.matrix(), r) for s, r in zip(trace.selections(), rounds, strict=True))
     assert trace.matrix(6, MOST_BLOCKS).shape == (256, 32768)
 

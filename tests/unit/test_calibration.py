@@ -94,10 +94,7 @@ def test_the_sums_are_those_of_whole_attention_matrices(
 
 
 def test_a_stopped_calibration_goes_on(
-    pair: tuple[ModelRunner, ModelRunner],
-    passages: list[list[int]],
-    projections: list[Tensor],
-    tmp_path: Path,
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.progress"
     whole = count(pair, passages, projections, on_text=lambda sums: None)

@@ -39,9 +39,7 @@ def test_defaults() -> None:
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
     file = config(tmp_path, "gamma: 2\ngrpc_port: 1002\nhttp_port: 2002\n")
-    settings = resolve(
-        "--config", file, "--gamma", "8", SPECAHEAD_GAMMA="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin"
-    )
+    settings = resolve("--config", file, "--gamma", "8", SPECAHEAD_GAMMA="6", SPECAHEAD_GRPC_PORT="1006", PATH="/bin")
     assert (settings.target.gamma, settings.draft.gamma) == (8, 8)
     assert (settings.clients.grpc_port, settings.clients.http_port) == (1006, 2002)
     assert settings.target.max_sessions == TargetSettings().max_sessions
@@ -71,8 +69,7 @@ def test_values_have_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("gamma", "four"), ("gamma", "4.5"), ("draft_timeout", "soon"), ("grpc_port", "")],
+    ("name", "value"), [("gamma", "four"), ("gamma", "4.5"), ("draft_timeout", "soon"), ("grpc_port", "")]
 )
 def test_a_flag_of_the_wrong_type_is_refused(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=rf"flag: {name} is '{value}'"):
@@ -87,8 +84,7 @@ def test_an_environment_switch_must_be_true_or_false() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["gamma: 4.5", "gamma: true", "gamma: null", "gamma: [4]", "ahead: 2", "plan: null", "host: [a, b]"],
+    "line", ["gamma: 4.5", "gamma: true", "gamma: null", "gamma: [4]", "ahead: 2", "plan: null", "host: [a, b]"]
 )
 def test_a_files_value_of_the_wrong_type_is_refused(tmp_path: Path, line: str) -> None:
     """It is not rounded or spelled out; the message names the file and the setting."""
@@ -240,9 +236,7 @@ def test_what_a_launch_decides_for_its_services() -> None:
     assert automatic.port > 0 and automatic.threads >= 1
 
 
-@pytest.mark.parametrize(
-    "flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")]
-)
+@pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")])
 def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -> None:
     with pytest.raises(SettingsError, match="bundled plan"):
         resolve(*flags)
@@ -283,12 +277,7 @@ def test_a_service_calls_its_own_settings_by_short_names() -> None:
 
 def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path: Path) -> None:
     """What is another's is left to it: SPECAHEAD_TARGET is a model, and the draft's --target an address."""
-    environment = {
-        "SPECAHEAD_TARGET": "t",
-        "SPECAHEAD_PLAN": "p",
-        "SPECAHEAD_GRPC_PORT": "5",
-        "SPECAHEAD_HOST": "h",
-    }
+    environment = {"SPECAHEAD_TARGET": "t", "SPECAHEAD_PLAN": "p", "SPECAHEAD_GRPC_PORT": "5", "SPECAHEAD_HOST": "h"}
     target = alone(TargetSettings(), **environment)
     assert (target.model, target.plan, target.host) == ("t", "p", "127.0.0.1")
     draft = alone(DraftSettings(), **environment, SPECAHEAD_DRAFT="d")
@@ -307,20 +296,8 @@ def test_a_service_has_defaults_of_its_own() -> None:
 # Declarations
 
 
-def test_what_is_printed_is_a_file_that_gives_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = (
-        "--gamma",
-        "7",
-        "--no-ahead",
-        "--draft-kv-tokens",
-        "999",
-        "--budget",
-        "0.5",
-        "--namespace",
-        "mine",
-    )
+def test_what_is_printed_is_a_file_that_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--gamma", "7", "--no-ahead", "--draft-kv-tokens", "999", "--budget", "0.5", "--namespace", "mine")
     with pytest.raises(SystemExit) as ended:
         resolve(*flags, "--dry-run")
     assert ended.value.code == 0
@@ -363,9 +340,7 @@ def test_what_exists_holds_allowed_values(name: str) -> None:
 def test_one_message_names_source_setting_value_and_range() -> None:
     with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 1 and at most 64$"):
         resolve("--gamma", "65")
-    with pytest.raises(
-        SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"
-    ):
+    with pytest.raises(SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"):
         resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")
     with pytest.raises(SettingsError, match="load_format is 'gguf', expected auto, dummy"):
         resolve("--load-format", "gguf")

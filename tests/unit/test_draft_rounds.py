@@ -108,9 +108,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
         assert event.tokens == logits[:count].argmax(-1).tolist()
         assert event.supports == []
         return
-    probs = truncated_probs(
-        logits, *(torch.full((len(logits),), x) for x in (sampling.temperature, sampling.top_p))
-    )
+    probs = truncated_probs(logits, *(torch.full((len(logits),), x) for x in (sampling.temperature, sampling.top_p)))
     ids, top = limit_support(probs, DraftSettings.support)
     drawn = draw(top, torch.from_numpy(uniforms(sampling.seed, event.at.base, len(logits), USE_DRAFT)))
     assert event.tokens == ids.gather(1, drawn[:, None])[:count, 0].tolist()
@@ -118,9 +116,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     limited = torch.zeros_like(probs).scatter(1, ids, top)
     for support, row in zip(event.supports, limited, strict=False):
         assert abs(float(support.probs.sum()) - 1) < 1e-5
-        torch.testing.assert_close(
-            torch.from_numpy(support.probs), row[support.ids.tolist()], rtol=1e-3, atol=1e-5
-        )
+        torch.testing.assert_close(torch.from_numpy(support.probs), row[support.ids.tolist()], rtol=1e-3, atol=1e-5)
 
 
 def check_announcement(side: Side, event: Announcement, weights: Tensor) -> None:
@@ -165,9 +161,7 @@ def begin(name: str, length: int, method: str, sampling: Sampling, max_length: i
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_rounds_are_what_teacher_forced_passes_give(
-    runner: ModelRunner, reference: ModelRunner, ahead: bool
-) -> None:
+def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, reference: ModelRunner, ahead: bool) -> None:
     side = Side(runner, ahead=ahead)
     events: list[Any] = [
         begin("a", 700, "ahead", GREEDY),
@@ -229,9 +223,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     assert few != dense
 
 
-def test_a_draft_that_fell_behind_catches_up_before_its_round(
-    runner: ModelRunner, reference: ModelRunner
-) -> None:
+def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunner, reference: ModelRunner) -> None:
     side = Side(runner, ahead=False)
     side.run(begin("a", 300, "ahead", GREEDY))
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]

@@ -114,9 +114,7 @@ def test_sharing_block_sizes_and_gammas_run_side_by_side(
     assert all(sums.scored == 15 for sums in results)
 
 
-def test_recall_is_exact_or_not(
-    pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
-) -> None:
+def test_recall_is_exact_or_not(pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]) -> None:
     (case,) = cases.recall_cases(["pass-key"], texts, tokenizer, 600, 1)
     dense, streaming = evaluate_case(
         *pair, case, [Variant("dense", "", PLAN), Variant("streaming", "0.15", parse_budget("0.15", PLAN))]
@@ -212,12 +210,7 @@ def test_workers_give_what_one_process_gives(
 def some_rows() -> list[report.QualityRow]:
     plain = VariantSums(nll=math.log(20) * 10, scored=10, judged=10, accepted=6.5, read=100, present=100)
     plain.rounds, plain.blocks = 2, 8
-    changes: dict[str, Any] = {
-        "nll": math.log(22) * 10,
-        "read": 6,
-        "compared": 4,
-        "fresh": [3, 2, 1, 1, 0, 0],
-    }
+    changes: dict[str, Any] = {"nll": math.log(22) * 10, "read": 6, "compared": 4, "fresh": [3, 2, 1, 1, 0, 0]}
     sparse = VariantSums(**(vars(plain) | changes | {"recalled": 2, "asked": 3}))
     return report.to_rows("t", [Variant("dense", "", PLAN), Variant("sts", "0.06", PLAN)], [plain, sparse])
 

@@ -54,10 +54,7 @@ def as_flashinfer_would(requests: Requests, queries: Tensor, k_pages: Tensor, v_
             continue
         length = (len(pages) - 1) * PAGE + last
         keys, values = (
-            each[pages]
-            .transpose(0, 1)
-            .flatten(1, 2)[:, :length]
-            .repeat_interleave(rows.shape[1] // each.shape[1], 0)
+            each[pages].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(rows.shape[1] // each.shape[1], 0)
             for each in (k_pages, v_pages)
         )
         scores = torch.einsum("rhd,hnd->hrn", rows, keys) * SCALE

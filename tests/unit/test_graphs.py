@@ -70,9 +70,7 @@ class Pair:
         self.graphs = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
         modules, kv = modules_decoder(load_model(folder, torch.float32, DEVICE)), self.graphs.kv
         of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
-        self.plain = ModelRunner(
-            modules, PagedKV(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch"
-        )
+        self.plain = ModelRunner(modules, PagedKV(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch")
         self.runners = (self.plain, self.graphs)
         self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]
 
@@ -180,8 +178,7 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
             supports = []
             if step % 2 and not sampling.greedy:
                 supports = [
-                    Support(np.array([t, (t + 1) % VOCAB]), np.array([0.75, 0.25], np.float32))
-                    for t in chosen[1:]
+                    Support(np.array([t, (t + 1) % VOCAB]), np.array([0.75, 0.25], np.float32)) for t in chosen[1:]
                 ]
             read = None
             if step >= 2:

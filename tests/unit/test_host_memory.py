@@ -47,9 +47,7 @@ def test_a_host_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(host_memory, "_Memory", refuse)
-    with pytest.raises(
-        MemoryError, match=r"no 3.0 GiB .*Cannot allocate memory.*lower --host-kv-memory.*ulimit -l"
-    ):
+    with pytest.raises(MemoryError, match=r"no 3.0 GiB .*Cannot allocate memory.*lower --host-kv-memory.*ulimit -l"):
         host_zeros((3, 2**28), torch.float32, CPU)
 
 

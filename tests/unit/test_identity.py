@@ -29,9 +29,7 @@ def test_tokens_are_the_same_down_to_the_fewest_frames(capsys: pytest.CaptureFix
         assert (row["fetched"] > 0) == (row["mix"] != "exact")
 
 
-def test_a_token_that_differs_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_token_that_differs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is stored, so that what has left the device is lost."""
     monkeypatch.setattr(BackingStore, "_copy_layers", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
@@ -39,9 +37,7 @@ def test_a_token_that_differs_is_told(
     assert ended.value.code == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("float32 on ")
-    assert said[1].split() == [
-        *("sessions", "frames", "hot", "fetched", "staged", "overflow", "tokens", "identical")
-    ]
+    assert said[1].split() == [*("sessions", "frames", "hot", "fetched", "staged", "overflow", "tokens", "identical")]
     assert len(said) == 8
     assert all(any(f" no, {mix} " in line for line in said) for mix in ("exact", "approximate"))
 

@@ -20,16 +20,7 @@ PACKAGES = {
         *("config", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service"),
     },
-    "evaluation": {
-        "config",
-        "kernels",
-        "engine",
-        "sparsity",
-        "wire",
-        "draft_service",
-        "target_service",
-        "models",
-    },
+    "evaluation": {"config", "kernels", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
     "benchmarks": {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
@@ -174,9 +165,7 @@ def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Also not where only types are imported, or only when a function is called."""
     folders = [*PACKAGES, "models"]
-    files = {
-        path: name for folder in folders for path in (ROOT / folder).rglob("*.py") if (name := dotted(path))
-    }
+    files = {path: name for folder in folders for path in (ROOT / folder).rglob("*.py") if (name := dotted(path))}
     graph = {name: modules_of(path) & set(files.values()) for path, name in files.items()}
     found = circle_of(graph)
     assert not found, " → ".join(found)

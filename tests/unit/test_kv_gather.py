@@ -32,9 +32,7 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
 
 
-@pytest.mark.parametrize(
-    ("host", "pairs"), [("source", 1), ("source", 2), ("destination", 2), ("neither", 1)]
-)
+@pytest.mark.parametrize(("host", "pairs"), [("source", 1), ("source", 2), ("destination", 2), ("neither", 1)])
 @pytest.mark.parametrize(
     ("row_bytes", "dtype"),
     [
@@ -86,13 +84,8 @@ def test_layers_one_after_the_other(backend: str) -> None:
         torch.stack([torch.randperm(m)[:capacity] for _ in range(layers)]),
     )
     counts = [13, 0, 16]
-    sources = [
-        [random_bytes(n, 1024, torch.bfloat16, 2 * layer + i) for i in range(2)] for layer in range(layers)
-    ]
-    wanted = [
-        [random_bytes(m, 1024, torch.bfloat16, 9 + 2 * layer + i) for i in range(2)]
-        for layer in range(layers)
-    ]
+    sources = [[random_bytes(n, 1024, torch.bfloat16, 2 * layer + i) for i in range(2)] for layer in range(layers)]
+    wanted = [[random_bytes(m, 1024, torch.bfloat16, 9 + 2 * layer + i) for i in range(2)] for layer in range(layers)]
     destinations = [tuple(tensor.to(DEVICE, copy=True) for tensor in pair) for pair in wanted]
     for layer, pairs in enumerate(zip(sources, wanted, strict=True)):
         for source, tensor in zip(*pairs, strict=True):
@@ -147,10 +140,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
     [
         ({"destinations": (torch.zeros(3, 32, device=DEVICE),)}, "rows differ"),
         ({"destinations": (torch.zeros(64, device=DEVICE),)}, "rows differ"),
-        (
-            {"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),)},
-            "float32 into torch.int32",
-        ),
+        ({"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),)}, "float32 into torch.int32"),
         ({"destinations": (torch.zeros(3, 128, device=DEVICE)[:, ::2],)}, "contiguous"),
         ({"sources": (torch.zeros(64, 4).T,)}, "contiguous"),
         ({"sources": (torch.zeros(4, 64),) * 2}, "2 sources into 1"),
@@ -177,10 +167,7 @@ def test_what_does_not_fit_is_refused(backend: str, changes: dict[str, Any], mat
 
 
 def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
-    odd = {
-        "sources": (torch.zeros(4, 6, device=DEVICE),),
-        "destinations": (torch.zeros(3, 6, device=DEVICE),),
-    }
+    odd = {"sources": (torch.zeros(4, 6, device=DEVICE),), "destinations": (torch.zeros(3, 6, device=DEVICE),)}
     with pytest.raises(ValueError, match="16-byte words"):
         gather_blocks(**arguments(**odd), backend="triton")
     # Pageable memory; without a GPU, tensors of no memory stand for those on another device.

@@ -33,9 +33,7 @@ def test_similarity_is_minus_the_divergence() -> None:
     expected = -(0.5 * torch.tensor(2.0).log() + 0.25 * torch.tensor(0.5).log())
     similarity = layer_similarity(draft, target)
     assert similarity.shape == (2, 1)
-    torch.testing.assert_close(
-        similarity[:, 0], torch.tensor([float(expected), 0.0]).double(), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(similarity[:, 0], torch.tensor([float(expected), 0.0]).double(), atol=1e-4, rtol=0)
 
 
 def test_blends_find_the_mixture() -> None:

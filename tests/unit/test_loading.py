@@ -84,14 +84,8 @@ def tiered(tokens: int, **changes: Any) -> ModelSettings:
 
 
 def test_the_backing_store_is_as_large_as_its_memory() -> None:
-    assert (
-        backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32)
-        == 700
-    )
-    assert (
-        backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16)
-        == 1400
-    )
+    assert backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.float32) == 700
+    assert backing_store_tokens(replace(SETTINGS, host_kv_memory=700 * A_TOKEN / 2**30), SHAPE, torch.bfloat16) == 1400
     assert backing_store_tokens(SETTINGS, SHAPE, torch.float32) == 0
 
 

@@ -29,9 +29,7 @@ def plan_with(**changes: Any) -> Plan:
 
 
 def evidence_of(seed: int, queries: int = 3) -> Tensor:
-    scores = torch.randn(
-        queries, DRAFT_LAYERS, DRAFT_HEADS, 50, generator=torch.Generator().manual_seed(seed)
-    )
+    scores = torch.randn(queries, DRAFT_LAYERS, DRAFT_HEADS, 50, generator=torch.Generator().manual_seed(seed))
     return (2 * scores).softmax(-1)
 
 
@@ -162,9 +160,7 @@ def test_the_shared_room_counts_everything_that_is_read() -> None:
     plan = plan_with(group_size=64)
     heads = LAYERS * KV_HEADS
     mandatory_blocks = int(mandatory(plan, BASE, 50, LEAST_WINDOW).sum())
-    tokens = 16 * (shared_room(plan, BASE, 50) + heads * mandatory_blocks) + heads * summary_tokens(
-        plan, BASE
-    )
+    tokens = 16 * (shared_room(plan, BASE, 50) + heads * mandatory_blocks) + heads * summary_tokens(plan, BASE)
     assert 0 <= tokens - 0.25 * heads * 50 * 16 < 16
 
 
@@ -259,9 +255,7 @@ def test_every_method_of_the_table_is_there() -> None:
 
 @pytest.mark.parametrize("name", ["nonesuch", "oracle", "quest", "tidal", "twilight"])
 def test_a_name_that_is_not_served_is_refused_with_those_that_are(name: str) -> None:
-    with pytest.raises(
-        PlanError, match=f"'{name}'; known are dense, streaming, pillar, sts, specattn, ahead"
-    ):
+    with pytest.raises(PlanError, match=f"'{name}'; known are dense, streaming, pillar, sts, specattn, ahead"):
         method_named(name)
 
 

@@ -23,9 +23,7 @@ def case(seed: int, width: int, per_block: int, device: str) -> dict[str, torch.
         "line_of": torch.randint(-1, 2, (LAYERS, pages * KV_HEADS), generator=generator).int().to(device),
         "lists": order.int().contiguous().to(device),
         "counts": torch.randint(0, width + 1, shape, generator=generator).int().to(device),
-        "page_tables": torch.randint(0, pages, (SEQUENCES, table_width), generator=generator)
-        .int()
-        .to(device),
+        "page_tables": torch.randint(0, pages, (SEQUENCES, table_width), generator=generator).int().to(device),
     }
 
 

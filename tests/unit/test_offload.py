@@ -44,14 +44,7 @@ def model() -> Any:
 class Side:
     """A runner and its sequences, each with its prompt read and a reader of its own."""
 
-    def __init__(
-        self,
-        model: Any,
-        frames: int,
-        plan: Plan,
-        method: str,
-        kept: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, model: Any, frames: int, plan: Plan, method: str, kept: tuple[int, ...] = ()) -> None:
         sizes = 16 * (frames or PAGES), 16 * PAGES if frames else 0, CONTEXT
         self.runner = make_runner(model, *sizes, dense_layers=kept)
         self.kv: KVCache = self.runner.kv
@@ -164,9 +157,7 @@ def plain(model: Any) -> Callable[[Case], Outcome]:
     return lru_cache(lambda case: run(model, 0, case))
 
 
-def check(
-    model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True
-) -> Outcome:
+def check(model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True) -> Outcome:
     wanted, got = plain(case), run(model, frames, case)
     for one, other in zip(wanted.outputs + wanted.means, got.outputs + got.means, strict=True):
         compare(other, one, exactly)

@@ -82,13 +82,7 @@ def random_case(seed: int, group: int) -> Case:
 
 
 def shuffled_case(
-    rng: np.random.Generator,
-    lengths: list[int],
-    counts: list[int],
-    page_size: int,
-    kv_heads: int,
-    dim: int,
-    group: int,
+    rng: np.random.Generator, lengths: list[int], counts: list[int], page_size: int, kv_heads: int, dim: int, group: int
 ) -> Case:
     """Sequences of these lengths and query counts over shuffled pages, with random lists of pages."""
     pages_of = [-(-length // page_size) for length in lengths]
@@ -97,8 +91,7 @@ def shuffled_case(
     for row, count in enumerate(pages_of):
         tables[row, :count] = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.int32)
     lists = [
-        [rng.permutation(count)[: rng.integers(0, count + 1)].tolist() for _ in range(kv_heads)]
-        for count in pages_of
+        [rng.permutation(count)[: rng.integers(0, count + 1)].tolist() for _ in range(kv_heads)] for count in pages_of
     ]
     shape = (sum(pages_of) + 3, kv_heads, page_size, dim)
     queries = torch.randn(sum(counts), kv_heads * group, dim)
@@ -142,9 +135,7 @@ def reference(case: Case, lists: list[list[list[int]]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts)).float()
 
 
-cases = pytest.mark.parametrize(
-    ("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(12)]
-)
+cases = pytest.mark.parametrize(("seed", "group"), [(100 * group + i, group) for group in (1, 2, 4) for i in range(12)])
 
 
 @cases
@@ -162,9 +153,7 @@ def test_listed_attention_is_the_reference(seed: int, group: int) -> None:
 
 def test_random_lists_matter() -> None:
     """The cases are such that a kernel that ignores its lists would be found out."""
-    differing = [
-        (random_case(seed, 2).sparse() - random_case(seed, 2).dense()).abs().max() for seed in range(12)
-    ]
+    differing = [(random_case(seed, 2).sparse() - random_case(seed, 2).dense()).abs().max() for seed in range(12)]
     assert sum(float(d) > 0.1 for d in differing) >= 10
 
 
@@ -208,11 +197,7 @@ def test_a_query_before_all_listed_pages_gets_zeros() -> None:
 def test_a_sequence_without_queries_takes_no_part() -> None:
     case = random_case(3, 2)
     starts = case.query_starts.tolist()
-    silent = replace(
-        case,
-        queries=case.queries[starts[1] :],
-        query_counts=[0, *case.query_counts[1:]],
-    )
+    silent = replace(case, queries=case.queries[starts[1] :], query_counts=[0, *case.query_counts[1:]])
     assert torch.equal(silent.dense(), case.dense()[starts[1] :])
 
 
@@ -248,9 +233,7 @@ def test_block_weights_are_the_pooled_softmax(seed: int, group: int, block_size:
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]), atol=1e-5, rtol=0)
     for i, by_token in enumerate(reference_weights(case, case.every_page())):
         last = by_token[-1]
-        pooled = np.stack(
-            [last[:, n : n + block_size].sum(1) for n in range(0, last.shape[1], block_size)], 1
-        )
+        pooled = np.stack([last[:, n : n + block_size].sum(1) for n in range(0, last.shape[1], block_size)], 1)
         np.testing.assert_allclose(weights[i, :, : blocks_of[i]].numpy(), pooled, atol=1e-5)
         assert not weights[i, :, blocks_of[i] :].any()
 
@@ -315,21 +298,15 @@ def in_blocks(case: Case, block_size: int, seed: int) -> Case:
         return rng.permutation(blocks)[:count].tolist()
 
     kv_heads = case.k_pages.shape[1]
-    return replace(
-        case, lists=[[draw(-(-n // block_size)) for _ in range(kv_heads)] for n in case.kv_lengths]
-    )
+    return replace(case, lists=[[draw(-(-n // block_size)) for _ in range(kv_heads)] for n in case.kv_lengths])
 
 
 def every_block(case: Case, block_size: int) -> Case:
-    lists = [
-        [list(range(-(-n // block_size))) for _ in range(case.k_pages.shape[1])] for n in case.kv_lengths
-    ]
+    lists = [[list(range(-(-n // block_size))) for _ in range(case.k_pages.shape[1])] for n in case.kv_lengths]
     return replace(case, lists=lists)
 
 
-def reference_by_token(
-    case: Case, block_size: int, means: GroupMeans | None = None
-) -> tuple[Tensor, list[np.ndarray]]:
+def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = None) -> tuple[Tensor, list[np.ndarray]]:
     """Output [rows, heads, dim] and each sequence's weights [rows, heads, length], in float64 by hand."""
     outs, weights, starts = [], [], case.query_starts.tolist()
     for i, (length, rows) in enumerate(zip(case.kv_lengths, case.query_counts, strict=True)):
@@ -350,9 +327,7 @@ def reference_by_token(
                     assert means is not None
                     slot, size = int(means.tables[i, g]), means.group_size
                     unread = size - int(listed[g * size : (g + 1) * size].sum())
-                    k, v, var = (
-                        x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance)
-                    )
+                    k, v, var = (x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance))
                     if unread:
                         spread = min(MAX_VARIANCE_TERM, SCALE**2 * float(q**2 @ var) / 2)
                         scores.append(k @ q * SCALE + spread + np.log(unread))
@@ -391,8 +366,7 @@ def group_means(case: Case, group_size: int) -> GroupMeans:
         at, shape = [slots.pop() for _ in range(count)], (count, group_size, kv_heads, dim)
         tables[i, :count] = torch.tensor(at, dtype=torch.int32)
         keys, values = (
-            densified(case, i, pages)[: count * group_size].reshape(shape)
-            for pages in (case.k_pages, case.v_pages)
+            densified(case, i, pages)[: count * group_size].reshape(shape) for pages in (case.k_pages, case.v_pages)
         )
         k[at], v[at] = torch.from_numpy(keys.mean(1)).float(), torch.from_numpy(values.mean(1)).float()
         variance[at] = torch.from_numpy(keys.var(1)).float()

@@ -163,10 +163,7 @@ def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -
         pytest.skip("needs a GPU")
     case = ragged(11, 4, [5, 5, 1, 5], longest=900, dim=dim)
     case = replace(
-        case,
-        queries=case.queries.to(dtype) * 0.3,
-        k_pages=case.k_pages.to(dtype),
-        v_pages=case.v_pages.to(dtype),
+        case, queries=case.queries.to(dtype) * 0.3, k_pages=case.k_pages.to(dtype), v_pages=case.v_pages.to(dtype)
     )
     chosen = in_blocks(case, 16, 2)
     for each, blocks in ((every_block(case, 16), None), (chosen, chosen.packed_lists(16))):
@@ -223,9 +220,7 @@ def test_pinned_splits_give_the_same_bits_in_any_batch(sparse: bool) -> None:
         rows = [slice(int(starts[i]), int(starts[i + 1])) for i in chosen]
         counts = torch.tensor([0, *(row.stop - row.start for row in rows)]).cumsum(0).int()
         lists = None if blocks is None else BlockLists(blocks.lists[chosen], blocks.counts[chosen], 16)
-        moved = on_device(
-            (torch.cat([q[row] for row in rows]), k, v, tables[chosen], lengths[chosen], counts)
-        )
+        moved = on_device((torch.cat([q[row] for row in rows]), k, v, tables[chosen], lengths[chosen], counts))
         lists = on_device(lists)
         heads = k.shape[1], q.shape[1] // k.shape[1], q.shape[2], 5
         work = plan_work(*heads, moved[3], moved[4], 16, lists, tuning=tuning)

@@ -227,9 +227,7 @@ class Sessions(RuleBasedStateMachine):
             tokens = session.run
             if not tokens:
                 continue
-            wanted = torch.tensor(
-                [content(tokens[: at + 1]) for at in range(len(tokens))], dtype=torch.float64
-            )
+            wanted = torch.tensor([content(tokens[: at + 1]) for at in range(len(tokens))], dtype=torch.float64)
             for layer in range(LAYERS):
                 for head in range(HEADS):
                     k = self.kv.k_pages[layer][session.kv.pages, head].flatten()[: len(tokens)]
@@ -534,8 +532,7 @@ class Forks(RuleBasedStateMachine):
             mean, variance = groups.mean(3).float(), groups[:, 0].var(2, correction=0).float()
             for layer in range(LAYERS):
                 k, v, spread = (
-                    pool[layer][item.kv.groups, :, 0]
-                    for pool in (self.means.k, self.means.v, self.means.k_variance)
+                    pool[layer][item.kv.groups, :, 0] for pool in (self.means.k, self.means.v, self.means.k_variance)
                 )
                 torch.testing.assert_close(k, mean[layer, 0])
                 torch.testing.assert_close(v, mean[layer, 1])
@@ -647,9 +644,7 @@ def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> No
     for length in (16, 40, 47, 48, 112):
         kv.grow(sequence, length)
         for at in range(sequence.length, length):
-            kv.k_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(
-                at // PAGE_SIZE + at % 2
-            )
+            kv.k_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(at // PAGE_SIZE + at % 2)
             kv.v_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(-at)
         sequence.length = length
         (made,) = kv.group_means([sequence], torch.device("cpu"))
@@ -714,11 +709,7 @@ def test_a_record_opens_its_session_again_where_it_stands() -> None:
     held = ledger.records["a"]
     opening = held.to_open()
     assert (opening.tokens, opening.prompt_tokens, opening.max_tokens) == ([1, 2, 3, 4, 7], 2, 9)
-    assert (opening.stop_token_ids, opening.sampling, opening.exactness) == (
-        [7],
-        Sampling(seed=3),
-        held.exactness,
-    )
+    assert (opening.stop_token_ids, opening.sampling, opening.exactness) == ([7], Sampling(seed=3), held.exactness)
     assert held.finish_reason is FinishReason.STOP
     opening.tokens.append(5)
     assert held.generated == [3, 4, 7]
@@ -734,9 +725,7 @@ def test_totals_add_up_over_rounds() -> None:
         tokens = [1] * (accepted + 1)
         at = At("a", 0, number, base)
         base += len(tokens)
-        commit = Commit(
-            at, tokens, drafted, accepted, kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5
-        )
+        commit = Commit(at, tokens, drafted, accepted, kv_tokens_read=read, kv_tokens_total=total, wait_seconds=0.5)
         ledger.apply(commit)
     totals = ledger.records["a"].totals
     assert (totals.rounds, totals.drafted, totals.accepted) == (2, 8, 6)

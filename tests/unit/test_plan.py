@@ -194,9 +194,7 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=f"{sharing}' is for evaluation"):
             opened(replace(SMALL, sharing=sharing, method="sts"))  # type: ignore[arg-type]
     for name in ("nonesuch", "oracle", "quest", "tidal", "twilight"):
-        with pytest.raises(
-            PlanError, match=f"'{name}'; known are dense, streaming, pillar, sts, specattn, ahead"
-        ):
+        with pytest.raises(PlanError, match=f"'{name}'; known are dense, streaming, pillar, sts, specattn, ahead"):
             opened(SMALL, method=name)
     with pytest.raises((OSError, ValueError)) as refusal:
         opened(SMALL, method="sts")
@@ -256,9 +254,7 @@ def test_announced_are_the_heaviest_blocks_within_the_budget(context: tuple[Plan
 
 @settings(max_examples=60)
 @given(contexts(), st.integers(1, 70))
-def test_what_is_read_is_what_was_announced_and_what_must_be(
-    context: tuple[Plan, int, np.ndarray], more: int
-) -> None:
+def test_what_is_read_is_what_was_announced_and_what_must_be(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     """Block by block, for a round that ends `more` tokens after the committed ones."""
     plan, base, weights = context
     selection = sts(plan, base, weights)

@@ -28,9 +28,7 @@ def ints(*rows: list[int]) -> Tensor:
         ([5, 6, 7], 1, [4, 6, 7, 8], 0, 4),
     ],
 )
-def test_greedy_by_hand(
-    drafted: list[int], count: int, target: list[int], accepted: int, following: int
-) -> None:
+def test_greedy_by_hand(drafted: list[int], count: int, target: list[int], accepted: int, following: int) -> None:
     got = accept_greedy(ints(drafted), torch.tensor([count]), ints(target))
     assert [t.tolist() for t in got] == [[accepted], [following]]
 
@@ -80,12 +78,7 @@ Q, P, END = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.0, 1.0, 0.0]
     ],
 )
 def test_sampled_by_hand(
-    drafted: list[int],
-    count: int,
-    accept: list[float],
-    recover: list[float],
-    accepted: int,
-    following: int,
+    drafted: list[int], count: int, accept: list[float], recover: list[float], accepted: int, following: int
 ) -> None:
     assert sampled(drafted, count, [Q, Q], [P, P, END], accept, recover) == (accepted, following)
 

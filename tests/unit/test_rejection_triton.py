@@ -70,13 +70,7 @@ def test_greedy(rows: int, gamma: int, vocab: int, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampled(
-    rows: int,
-    gamma: int,
-    vocab: int,
-    support: int,
-    chunk: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, gamma: int, vocab: int, support: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of vocabularies that take several programs, and of lists of ties longer than a program holds at once."""
     monkeypatch.setattr(kernels.rejection.layout, "CHUNK", chunk)

@@ -203,10 +203,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     assert lines[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
     assert missing.tolist() == [0, 0]
     pin_gpu_pages(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
-    assert tables.page_in.tolist() == [
-        [18, 19, 6, -1, 7, 4, 8, 9, -1],
-        [18, 19, 13, -1, 5, -1, 8, 9, -1],
-    ]
+    assert tables.page_in.tolist() == [[18, 19, 6, -1, 7, 4, 8, 9, -1], [18, 19, 13, -1, 5, -1, 8, 9, -1]]
     mark_stored(tables, ints([9, 8, -1]), 2, backend)
     assert tables.dirty.tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 0]] * 2
     drop_pages(tables, ints([3, 4]), 2, backend)
@@ -311,20 +308,10 @@ KINDS = {  # lines, full, dirty, stamped
 SMALL = {"LISTED": 32, "PARTS": 3, "FOUND": 32, "JOINED": 2, "CLAIMS": 4, "SWEPT": 32, "SWEEPERS": 2}
 
 
-@pytest.mark.parametrize(
-    ("sequences", "kv_heads", "width", "per_block"), [(1, 1, 30, 1), (5, 2, 12, 3), (3, 4, 60, 1)]
-)
-@pytest.mark.parametrize(
-    ("kind", "small"), [*((kind, True) for kind in KINDS), ("as served", False), ("full", False)]
-)
+@pytest.mark.parametrize(("sequences", "kv_heads", "width", "per_block"), [(1, 1, 30, 1), (5, 2, 12, 3), (3, 4, 60, 1)])
+@pytest.mark.parametrize(("kind", "small"), [*((kind, True) for kind in KINDS), ("as served", False), ("full", False)])
 def test_triton_equals_the_reference(
-    kind: str,
-    sequences: int,
-    kv_heads: int,
-    width: int,
-    per_block: int,
-    small: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, sequences: int, kv_heads: int, width: int, per_block: int, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every operation, twice in a row, on the tables that the ones before left behind."""
     if small:
@@ -454,9 +441,7 @@ class Offload(RuleBasedStateMachine):
         self.stored: dict[Key, int] = {}
         self.unsaved: set[int] = set()  # pages, of all rows and heads
         self.gpu: dict[Key, int] = {}  # (row, line)
-        self.needed: dict[
-            Key, tuple[int, int]
-        ] = {}  # (row, line): the last round that needs it, and the page
+        self.needed: dict[Key, tuple[int, int]] = {}  # (row, line): the last round that needs it, and the page
         self.round = 0
         self.numbers = count(1)
 
@@ -564,11 +549,7 @@ class Offload(RuleBasedStateMachine):
             self.gpu[key[0], cached[key]] = self.written[key] = next(self.numbers)
 
     @precondition(lambda self: any(session.pages for session in self.sessions))
-    @rule(
-        data=st.data(),
-        ahead=st.integers(0, 2),
-        draws=st.lists(wanted_blocks, min_size=1, max_size=3),
-    )
+    @rule(data=st.data(), ahead=st.integers(0, 2), draws=st.lists(wanted_blocks, min_size=1, max_size=3))
     def request(self, data: st.DataObject, ahead: int, draws: list[list[list[int]]]) -> None:
         """Some sessions want some of their blocks, in the round before or a new one."""
         self.round += ahead
@@ -681,10 +662,7 @@ class Offload(RuleBasedStateMachine):
         cached = self.where()
         for (row, line), (_, page) in self.needed.items():
             if self.in_flight((row, line)):
-                assert (
-                    cached.get((row, page), line) == line
-                    or page not in self.tables.page_in[row, line].tolist()
-                )
+                assert cached.get((row, page), line) == line or page not in self.tables.page_in[row, line].tolist()
                 assert self.tables.page_in[row, line] in (page, -1)
 
 

@@ -19,17 +19,7 @@ from sparsity.choice import choose, mandatory
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, PlanError
 from sparsity.reader import Reader
-from tests.unit.test_methods import (
-    BASE,
-    DRAFT_HEADS,
-    KV_HEADS,
-    LAYERS,
-    LENGTH,
-    as_sets,
-    best,
-    evidence_of,
-    plan_with,
-)
+from tests.unit.test_methods import BASE, DRAFT_HEADS, KV_HEADS, LAYERS, LENGTH, as_sets, best, evidence_of, plan_with
 
 # Sharing.
 
@@ -132,8 +122,7 @@ def test_quest_bounds_every_score_from_above() -> None:
     scores = torch.einsum("rhgd,hbtd->rhgbt", grouped, keys)
     assert (bounds[:, :, :49] >= scores.amax((2, 4))[:, :, :49] - 1e-5).all()
     by_hand = torch.maximum(
-        grouped[:, :, :, None] * keys.amin(2)[None, :, None],
-        grouped[:, :, :, None] * keys.amax(2)[None, :, None],
+        grouped[:, :, :, None] * keys.amin(2)[None, :, None], grouped[:, :, :, None] * keys.amax(2)[None, :, None]
     ).sum(-1)
     torch.testing.assert_close(bounds[:, :, :49], by_hand.amax(2)[:, :, :49])
     assert as_sets(just_in_time.quest(view)) == [best(row, 8, 1, 46) for row in bounds.amax(0)]
@@ -151,9 +140,7 @@ def test_bounds_kept_between_rounds_are_those_made_anew(block_size: int) -> None
         ):
             torch.testing.assert_close(mine, fresh)
         pages[(base - 1) // 16 + 1 :] = torch.randn(pages[(base - 1) // 16 + 1 :].shape, generator=generator)
-        pages[(base - 1) // 16, :, (base - 1) % 16 + 1 :] = (
-            0.0  # what was not committed may be another token's
-        )
+        pages[(base - 1) // 16, :, (base - 1) % 16 + 1 :] = 0.0  # what was not committed may be another token's
 
 
 def test_twilight_keeps_to_quests_candidates_and_holds_its_mass() -> None:
@@ -165,9 +152,7 @@ def test_twilight_keeps_to_quests_candidates_and_holds_its_mass() -> None:
         candidates = best(bounds[head], 12, 0, 50) | set(torch.nonzero(always).flatten().tolist())
         assert as_sets(row[None])[0] <= candidates
         keys = view.keys.read(0, LENGTH)
-        assert (just_in_time._four_bits(keys) - keys).abs().max() <= (
-            keys.amax(-1) - keys.amin(-1)
-        ).max() / 30 + 1e-6
+        assert (just_in_time._four_bits(keys) - keys).abs().max() <= (keys.amax(-1) - keys.amin(-1)).max() / 30 + 1e-6
     assert 0 < chosen.sum() < 2 * (12 + 5)
 
 

@@ -5,14 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import (
-    USE_ACCEPT,
-    USE_DRAFT,
-    USE_TARGET,
-    Sampling,
-    limit_support,
-    uniforms,
-)
+from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, Sampling, limit_support, uniforms
 from kernels.rejection import truncated_probs
 
 
@@ -133,11 +126,7 @@ def test_no_two_seeds_positions_or_uses_share_a_number() -> None:
 def test_uniforms_are_uniform_and_not_correlated() -> None:
     """Mean, spread and range; no correlation of neighbours, of uses, of neighbouring seeds."""
     count = 20_000
-    a, b, c = (
-        uniforms(7, 0, count, USE_DRAFT),
-        uniforms(7, 0, count, USE_ACCEPT),
-        uniforms(8, 0, count, USE_DRAFT),
-    )
+    a, b, c = (uniforms(7, 0, count, USE_DRAFT), uniforms(7, 0, count, USE_ACCEPT), uniforms(8, 0, count, USE_DRAFT))
     assert (a >= 0).all()
     assert (a < 1).all()
     assert abs(a.mean() - 0.5) < 4 * (1 / 12 / count) ** 0.5

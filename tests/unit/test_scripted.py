@@ -11,7 +11,7 @@ from engine.rounds.requests import RoundOutput, RoundRequest
 from engine.sampling import Sampling
 from sparsity.methods import method_named
 from sparsity.rounds import announced_selection, announcement_request, round_settings
-from sparsity.selection import BlockSelection
+from sparsity.selection import BlockSelection, row_words
 
 PLAN, GAMMA, LENGTH = scripted_plan(), 4, 2000
 GREEDY = Sampling(temperature=0.0)
@@ -52,7 +52,7 @@ def test_about_a_third_of_a_selection_is_new_in_each_round(drafting: ScriptedRun
     shares, before = [], np.zeros((LAYERS * KV_HEADS, PLAN.num_blocks(LENGTH)), bool)
     for base in range(LENGTH, LENGTH + 400, GAMMA + 1):
         bitmap = draft(drafting, base).bitmap
-        assert bitmap is not None
+        assert bitmap is not None and bitmap.shape[1] >= row_words(PLAN.num_blocks(base))
         selection = announced_selection(bitmap, PLAN, base)
         *_, count = method_named("ahead").announcing.limits(PLAN, "top_k", base)  # type: ignore[union-attr]
         assert selection.count(0, selection.num_blocks) == count > 20
@@ -68,9 +68,7 @@ def test_what_a_budget_reads_is_counted() -> None:
     rows = LAYERS * KV_HEADS
     announced = BlockSelection.from_lists([[0, 4, 5], [4], [], [9]], 10).words
     budget = SharedBudget(announced, 1, 8, 3, ReadMemory(None, 0.9), ())  # type: ignore[arg-type]
-    item = SequenceInput(
-        kv, [1] * 160, "all", SparseRead(16, budget=budget), drafted=Drafted([], [], GREEDY, 159)
-    )
+    item = SequenceInput(kv, [1] * 160, "all", SparseRead(16, budget=budget), drafted=Drafted([], [], GREEDY, 159))
     (output,) = runner.forward([item])
     assert output.blocks_read == rows * 3 + 3 + 3
 

@@ -26,9 +26,7 @@ NAMES: list[Reference] = [(3, 200), (3, 199), (2, 198), (2, 70), (0, 1)]
 DENSITIES = [0.0, 0.01, 0.1, 0.5, 1.0]
 
 
-def random_selection(
-    heads: int, blocks: int, density: float, seed: int, churn: float = 0.0
-) -> BlockSelection:
+def random_selection(heads: int, blocks: int, density: float, seed: int, churn: float = 0.0) -> BlockSelection:
     """churn: share of the bits that another seed decides."""
     chosen = np.random.default_rng(0).random((heads, blocks)) < density
     rng = np.random.default_rng(seed)
@@ -52,9 +50,7 @@ def sessions(draw: st.DrawFn) -> tuple[BlockSelection, list[tuple[Reference, Blo
     return selection(blocks), held
 
 
-def encode(
-    selection: BlockSelection, held: list[tuple[Reference, BlockSelection]], compact: bool = True
-) -> bytes:
+def encode(selection: BlockSelection, held: list[tuple[Reference, BlockSelection]], compact: bool = True) -> bytes:
     if not compact:
         return encode_selection(selection, compact=False)
     if not held:
@@ -114,12 +110,7 @@ def bitmap(members: list[int], size: int) -> bytes:
 
 
 def packet(
-    heads: int,
-    blocks: int,
-    sets: bytes,
-    keys: set[int],
-    names: list[Reference] | None = None,
-    version: int = 2,
+    heads: int, blocks: int, sets: bytes, keys: set[int], names: list[Reference] | None = None, version: int = 2
 ) -> bytes:
     head = bytes([version, len(names or [])]) + varint(heads) + varint(blocks)
     head += b"".join(varint(epoch) + varint(round_) for epoch, round_ in names or [])
@@ -130,9 +121,7 @@ def packet(
 
 
 @given(sessions(), st.booleans())
-def test_round_trip(
-    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool
-) -> None:
+def test_round_trip(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool) -> None:
     """References may be of shorter or longer contexts."""
     selection, held = session
     data = encode(selection, held, compact)
@@ -271,8 +260,7 @@ def test_any_bytes(data: bytes, heads: int) -> None:
     st.integers(0, 2),
     st.integers(0, 200),
     st.lists(
-        st.tuples(st.integers(0, 4), st.one_of(st.none(), st.integers(0, 40)), st.binary(max_size=30)),
-        max_size=3,
+        st.tuples(st.integers(0, 4), st.one_of(st.none(), st.integers(0, 40)), st.binary(max_size=30)), max_size=3
     ),
     st.binary(max_size=9),
 )
@@ -302,14 +290,10 @@ def test_any_changed_byte(
 
 
 @given(sessions(), st.booleans())
-def test_any_truncation(
-    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool
-) -> None:
+def test_any_truncation(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool) -> None:
     selection, held = session
     data = encode(selection, held, compact)
-    sizes = (
-        range(len(data)) if len(data) < 60 else (*range(12), 40, len(data) - 9, len(data) - 8, len(data) - 1)
-    )
+    sizes = range(len(data)) if len(data) < 60 else (*range(12), 40, len(data) - 9, len(data) - 8, len(data) - 1)
     for size in sizes:
         with pytest.raises(InvalidArgument):
             decode_selection(data[:size], dict(held), selection.num_heads)
@@ -333,10 +317,7 @@ def frame(content: bytes, stated: int, **options: bool) -> bytes:
         (packet(2, 9, one_set(4, b"\1"), {1}), "1 bytes of words for 2 heads"),
         (packet(2, 9, one_set(4, bytes(16), 15), set()), "15 bytes of words"),
         (packet(2, 9, one_set(4, bytes(15)), set()), "15 bytes of words"),
-        (
-            bytes([2, 0, 2, 9]) + one_set(4, b"\0\2" + bytes(14)) + checksum(2, 9, [512, 0]),
-            "beyond the last block",
-        ),
+        (bytes([2, 0, 2, 9]) + one_set(4, b"\0\2" + bytes(14)) + checksum(2, 9, [512, 0]), "beyond the last block"),
         (packet(2, 9, one_set(GAPS, gaps([1, 128])), {1}), "index 128 in a set of 128"),
         (packet(2, 9, one_set(GAPS, b"\1\xff"), {1}), "gap is cut off"),
         (packet(2, 9, one_set(GAPS, bytes(10)), set(range(10))), "10 bytes for 128"),
@@ -370,9 +351,7 @@ def peak_bytes(data: bytes, references: dict[Reference, BlockSelection], heads: 
         tracemalloc.stop()
 
 
-def decodes_or_refuses_unchecked(
-    data: bytes, references: dict[Reference, BlockSelection], heads: int
-) -> None:
+def decodes_or_refuses_unchecked(data: bytes, references: dict[Reference, BlockSelection], heads: int) -> None:
     try:
         decode_selection(data, references, heads)
     except InvalidArgument:

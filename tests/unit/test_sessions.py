@@ -124,9 +124,7 @@ def test_commits_tell_what_was_read(clock: Clock) -> None:
         world.run()
         world.check_greedy(name)
         commits = world.commits[name]
-        assert [commit.kv_tokens_read for commit in commits] == [
-            16 * pages for pages in world.target.pages_read
-        ]
+        assert [commit.kv_tokens_read for commit in commits] == [16 * pages for pages in world.target.pages_read]
         speculated = [commit for commit in commits if commit.drafted]
         assert len(speculated) > 3
         fewer = [commit.kv_tokens_read < commit.kv_tokens_total for commit in speculated]
@@ -343,9 +341,7 @@ def random_world(clock: Clock, seed: int, faults: Faults) -> tuple[World, list[s
 
 def check(world: World, names: list[str]) -> None:
     for name in names:
-        (world.check_greedy if world.requests[name].sampling.greedy else lambda n: check_sampled(world, n))(
-            name
-        )
+        (world.check_greedy if world.requests[name].sampling.greedy else lambda n: check_sampled(world, n))(name)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -369,12 +365,7 @@ def test_the_faults_above_are_noticed(clock: Clock) -> None:
         world.run()
         counters += world.verifier.counters + world.drafter.counters
         accepted += totals(world)[1]
-    turned_away = [
-        "repeated_frames",
-        "stale_frames",
-        "unknown_session_frames",
-        "repeated_verdicts",
-    ]
+    turned_away = ["repeated_frames", "stale_frames", "unknown_session_frames", "repeated_verdicts"]
     assert all(counters[name] > 5 for name in turned_away), counters
     assert accepted > 200
 
@@ -464,9 +455,7 @@ def test_a_draft_that_asks_for_resync_is_begun_again(clock: Clock) -> None:
         world = World(clock, moment, FakeModel(ends=True, agreement=3))
         link = world.attach()
         name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
-        world.script = [lambda: None] * (moment // 2) + [
-            lambda link=link: link.to_target.append(m.Resync("s0"))
-        ]
+        world.script = [lambda: None] * (moment // 2) + [lambda link=link: link.to_target.append(m.Resync("s0"))]
         world.run()
         world.check_greedy(name)
         assert world.commits[name][-1].drafted or world.commits[name][-2].drafted

@@ -62,20 +62,14 @@ class ChosenBefore:
 def test_rounds_read_and_remember_the_same(gamma: int) -> None:
     runners = [
         make_runner(
-            load_model(str(models.TARGET), torch.float32, DEVICE),
-            16384,
-            max_context=1300,
-            step_queries=gamma + 1,
+            load_model(str(models.TARGET), torch.float32, DEVICE), 16384, max_context=1300, step_queries=gamma + 1
         )
         for _ in range(2)
     ]
     for runner in runners:
         runner.kv.keep_group_means(PLAN.group_size)
     lengths = (1200, 530, 90)
-    readers = [
-        [ChosenBefore() for _ in lengths],
-        [Reader(METHODS["ahead"], PLAN, report_blocks=True) for _ in lengths],
-    ]
+    readers = [[ChosenBefore() for _ in lengths], [Reader(METHODS["ahead"], PLAN, report_blocks=True) for _ in lengths]]
     sequences = [[SequenceKV() for _ in lengths] for _ in runners]
     for runner, held in zip(runners, sequences, strict=True):
         for i, (length, kv) in enumerate(zip(lengths, held, strict=True)):

@@ -73,10 +73,7 @@ def test_lists_and_bits(shape: tuple[int, int, int], kind: str, backend: str) ->
         lists, taken = select_top_k_over_all(free.to(DEVICE), counts.to(DEVICE), given, backend)
         for group in range(groups):
             wanted = wanted_sets(free[group], int(counts[group]), None if mask is None else mask[group])
-            got = [
-                row[:count].tolist()
-                for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)
-            ]
+            got = [row[:count].tolist() for row, count in zip(lists[group].cpu(), taken[group].tolist(), strict=True)]
             assert got == wanted
         listed = torch.arange(n, device=DEVICE) < taken[..., None]
         for inner in (rows, 1):

@@ -61,11 +61,7 @@ class Fixed:
 
 
 def masks(
-    block_size: int,
-    seed: int = 0,
-    rows: tuple[int, ...] = (),
-    prefix: int = PREFIX,
-    length: int = len(TOKENS),
+    block_size: int, seed: int = 0, rows: tuple[int, ...] = (), prefix: int = PREFIX, length: int = len(TOKENS)
 ) -> list[Tensor]:
     """For each layer bool [*rows, kv_heads, blocks], those of the pass's own tokens always chosen."""
     generator = torch.Generator().manual_seed(seed)
@@ -110,15 +106,10 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])
-def test_reading_every_block_is_reading_densely(
-    runner: ModelRunner, prompt: SequenceKV, block_size: int
-) -> None:
+def test_reading_every_block_is_reading_densely(runner: ModelRunner, prompt: SequenceKV, block_size: int) -> None:
     everything = [torch.ones_like(mask) for mask in masks(block_size)]
     runner.kv.keep_group_means(64)
-    reads = [
-        listed(everything, block_size),
-        listed(everything, block_size, group_means=True, emit_weights=True),
-    ]
+    reads = [listed(everything, block_size), listed(everything, block_size, group_means=True, emit_weights=True)]
     dense, *others = run(runner, prompt, None, *reads)
     selected = attend(runner, prompt, Fixed([*everything[:2], None, everything[3]]), block_size)
     for logits in (*others, selected):
@@ -164,9 +155,7 @@ def test_queries_that_choose_for_themselves_read_as_passes_of_one_query_do(
     assert (together - first_for_all)[1:].abs().max() > 0.05, "each has its own"
 
 
-def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(
-    runner: ModelRunner, prompt: SequenceKV
-) -> None:
+def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: ModelRunner, prompt: SequenceKV) -> None:
     rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
     fork = runner.kv.fork(prompt)
     item = SequenceInput(fork, TOKENS[PREFIX:])
@@ -198,9 +187,7 @@ def test_read_weights_of_everything_are_the_dense_weights(
         listed(everything, block_size, emit_weights=True, group_means=True),
     ]
     dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
-    sparse = [
-        SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)
-    ]
+    sparse = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)]
     emitted, *others = runner.forward([dense, *sparse])
     assert emitted.block_weights is not None
     wanted = emitted.block_weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
@@ -229,11 +216,7 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
     for means in (False, True):
         fork = runner.kv.fork(prompt)
         (output,) = runner.forward(
-            [
-                SequenceInput(
-                    fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True)
-                )
-            ]
+            [SequenceInput(fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True))]
         )
         assert output.read_weights is not None
         assert not output.read_weights[~torch.stack(chosen)].any()
@@ -243,9 +226,7 @@ def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV)
         runner.kv.release(fork)
 
 
-def shared(
-    prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = (), **options: bool
-) -> SparseRead:
+def shared(prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = (), **options: bool) -> SparseRead:
     """A budget without room for more than what is read in any case: one block of three, the first and the last ones."""
     rows, blocks = (LAYERS - len(dense_layers)) * KV_HEADS, -(-length // size)
     selection = BlockSelection.from_matrix(np.arange(rows * blocks).reshape(rows, blocks) % 3 == 0)
@@ -256,9 +237,7 @@ def shared(
     return SparseRead(size, budget=budget, emit_weights=True, report_blocks=True, **options)
 
 
-def test_budgets_of_several_shapes_are_shared_out_side_by_side(
-    runner: ModelRunner, prompt: SequenceKV
-) -> None:
+def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunner, prompt: SequenceKV) -> None:
     """Each reads in a second pass, by its memory alone, what it read in the first."""
     sizes: list[tuple[int, tuple[int, ...]]] = [(16, ()), (16, (0,)), (1, ()), (64, (1, 2)), (16, ())]
     reads = [shared(PREFIX, len(TOKENS), size, dense) for size, dense in sizes]
@@ -268,9 +247,7 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(
         for read in reads:
             assert read.budget is not None
             read.budget.room = room
-        inputs = [
-            SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)
-        ]
+        inputs = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks, reads, strict=True)]
         outputs = runner.forward(inputs)
         for kv in forks:
             runner.kv.release(kv)
@@ -322,11 +299,7 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (199, 4, {"logits": "all", "read": budget(199, 4, 16, 0)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 1)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 16)}),
-        (
-            32,
-            5,
-            {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)},
-        ),  # no groups yet
+        (32, 5, {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)}),  # no groups yet
         (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
         (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit_weights=True)}),
         (16, 1, {"logits": "last"}),
@@ -379,9 +352,7 @@ def test_means_bring_the_result_nearer(runner: ModelRunner, prompt: SequenceKV) 
     nearer = 0
     for seed in range(6):
         chosen = masks(16, seed)
-        dense, without, stood_in = run(
-            runner, prompt, None, listed(chosen, 16), listed(chosen, 16, group_means=True)
-        )
+        dense, without, stood_in = run(runner, prompt, None, listed(chosen, 16), listed(chosen, 16, group_means=True))
         nearer += bool((stood_in - dense).norm() < (without - dense).norm())
     assert nearer == 6
 

@@ -43,9 +43,7 @@ class Loop:
 
     def run(self) -> None:
         async def until_idle() -> None:
-            loop = run_step_loop(
-                self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None
-            )
+            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None)
             await asyncio.wait_for(loop, 0.2)
 
         try:
@@ -69,9 +67,7 @@ def test_an_error_that_is_not_handled_ends_the_loop() -> None:
 
 def test_steps_that_fail_in_a_row_end_the_loop_with_the_last_error() -> None:
     loop = Loop(10, {i: ValueError(f"step\n{i}") for i in range(2, 10)})
-    with pytest.raises(
-        RuntimeError, match=f"{MOST_FAILURES} .* in a row, .*ValueError: step {1 + MOST_FAILURES}"
-    ):
+    with pytest.raises(RuntimeError, match=f"{MOST_FAILURES} .* in a row, .*ValueError: step {1 + MOST_FAILURES}"):
         loop.run()
     assert loop.planned == 2 + MOST_FAILURES
 
@@ -90,16 +86,12 @@ def test_failures_with_a_success_between_them_never_end_the_loop() -> None:
         RuntimeError("CUDA error: device-side assert triggered"),
     ],
 )
-def test_a_device_that_is_lost_ends_the_loop_at_once(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(3, {0: error})
     with pytest.raises(type(error)):
         loop.run()
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        f"a model step failed, which ends the service: {type(error).__name__}"
-    )
+    assert record.getMessage().startswith(f"a model step failed, which ends the service: {type(error).__name__}")
     assert (loop.planned, loop.failed) == (1, [])
 
 

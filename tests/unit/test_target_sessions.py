@@ -46,9 +46,7 @@ class Stand:
     def __post_init__(self) -> None:
         model = FakeModel(ends=True)
         self.runner = FakeRunner(model.target, True, LAYERS, 1, 40)
-        self.verifier = Verifier(
-            self.runner, PLAN, TargetSettings(gamma=4, max_context=self.max_context, max_queued=2)
-        )
+        self.verifier = Verifier(self.runner, PLAN, TargetSettings(gamma=4, max_context=self.max_context, max_queued=2))
         self.peer = DraftPeer("draft", self.sent.append)
         self.verifier.attach_draft(self.peer)
         self.tokens = [7] * self.base
@@ -138,11 +136,7 @@ def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_doe
 
 
 def test_room_for_group_means_is_made_where_they_are_used() -> None:
-    for plan, used in (
-        (PLAN, True),
-        (replace(PLAN, budget=1.0), False),
-        (replace(PLAN, group_size=0), False),
-    ):
+    for plan, used in ((PLAN, True), (replace(PLAN, budget=1.0), False), (replace(PLAN, group_size=0), False)):
         runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
         Verifier(runner, plan, TargetSettings())
         assert (runner.kv.means is not None) == used
@@ -197,9 +191,7 @@ def test_a_gap_is_refused_with_what_is_expected() -> None:
 
 def test_a_difference_against_an_unknown_selection_is_refused() -> None:
     stand = Stand()
-    dense = BlockSelection.from_matrix(
-        np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7
-    )
+    dense = BlockSelection.from_matrix(np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7)
     data = encode_selection(dense, dense, (0, 7))
     assert data[1] == 1, "it names one reference"
     before = stand.state()
@@ -229,17 +221,12 @@ def test_frames_that_no_honest_draft_sends() -> None:
     at, before = stand.session.at, stand.state()
     wide = m.Support(np.array([1, VOCAB]), np.array([0.5, 0.5], dtype=np.float32))
     shorter = encode_selection(stand.selection(stand.base - PAGE_SIZE))
-    heads = encode_selection(
-        BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base))
-    )
+    heads = encode_selection(BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base)))
     wrong = [
         (stand.proposal([1, 2, 3, 4, 5]), "γ is 4"),
         (stand.proposal([1, VOCAB]), "outside the vocabulary"),
         (stand.proposal([1], supports=[wide]), "outside the vocabulary"),
-        (
-            stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]),
-            "carry no distributions",
-        ),
+        (stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]), "carry no distributions"),
         (stand.proposal(at=at._replace(base=99)), "base 99"),
         (stand.proposal(at=at._replace(base=101)), "base 101"),
         (stand.proposal(at=at._replace(round=1, base=99)), "base 99"),
@@ -382,9 +369,7 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     assert stand.verifier.runner.kv.pool.held == len(other.kv.pages)
     while stand.step():
         pass
-    assert [event.finish_reason for event in others if isinstance(event, m.Commit)][
-        -1
-    ] is m.FinishReason.LENGTH
+    assert [event.finish_reason for event in others if isinstance(event, m.Commit)][-1] is m.FinishReason.LENGTH
     assert len(stand.served) == 1
     stand.verifier.plan_step()
     assert stand.verifier.runner.kv.pool.held == stand.verifier._admission.reserved == 0
@@ -422,9 +407,7 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
         next_deadline=verifier.next_deadline,
     )
     if ends:
-        with pytest.raises(
-            RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"
-        ):
+        with pytest.raises(RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"):
             await asyncio.wait_for(loop, 10)
     else:
         with pytest.raises(TimeoutError):
@@ -491,9 +474,7 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
     )
     for name in ("a", "b"):
         verifier.open(exact(name, 5, 5), lambda _: None)
-    with pytest.raises(
-        ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"
-    ):
+    with pytest.raises(ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"):
         verifier.open(exact("c", 5, 5), lambda _: None)
     run_to_the_end(verifier)
     verifier.open(exact("c", 100, 400), lambda _: None)

@@ -52,9 +52,7 @@ def test_text_comes_out_whole(tokenizer: Any, text: str, most: int) -> None:
 
 def test_the_texts_have_characters_split_over_tokens(tokenizer: Any) -> None:
     """Else the test above would say little."""
-    split = [
-        text for text in AWKWARD if any(REPLACEMENT in tokenizer.decode([t]) for t in tokenizer.encode(text))
-    ]
+    split = [text for text in AWKWARD if any(REPLACEMENT in tokenizer.decode([t]) for t in tokenizer.encode(text))]
     assert len(split) >= 4
 
 

@@ -233,9 +233,7 @@ class Tiers(RuleBasedStateMachine):
             return False
         assert fits and has_frames
         self.reached["spilled"] += self.kv.offload_active and not spilled
-        self.reached["spilled again"] += (
-            self.kv.offload_active and not spilled and self.kv.counters.offloads > 1
-        )
+        self.reached["spilled again"] += self.kv.offload_active and not spilled and self.kv.counters.offloads > 1
         self.reached["unspilled"] += spilled and not self.kv.offload_active
         self.reached["evicted"] += missing > free
         return True
@@ -264,9 +262,7 @@ class Tiers(RuleBasedStateMachine):
             else:
                 self.judge(session, data)
 
-    def run_planned(
-        self, planned: list[tuple[Session, int]], seed: int, share: float, per_block: int
-    ) -> None:
+    def run_planned(self, planned: list[tuple[Session, int]], seed: int, share: float, per_block: int) -> None:
         self.check_means([session.kv for session, _ in planned])
         after = [(s.kv, tuple((s.tokens + s.drafted)[: s.kv.length + count])) for s, count in planned]
         if self.kv.offload_active and seed % 3:
@@ -377,9 +373,7 @@ class Tiers(RuleBasedStateMachine):
         if not kv.offload_active:
             return
         for layer in range(LAYERS):
-            page_in, dirty = (
-                part[layer].long() for part in (kv.memory.tables.page_in, kv.memory.tables.dirty)
-            )
+            page_in, dirty = (part[layer].long() for part in (kv.memory.tables.page_in, kv.memory.tables.dirty))
             slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
             for near, home in zip((kv.k_pages, kv.v_pages), zip(*kv.memory.stored, strict=True), strict=True):
                 got = head_rows(near[layer])[slots].cpu()
@@ -441,10 +435,7 @@ def test_sessions_over_tiers() -> None:
     """And that the machine gets to all that is to be tested."""
     Tiers.reached.clear()
     run_state_machine_as_test(
-        Tiers,
-        settings=settings(
-            max_examples=120 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True
-        ),
+        Tiers, settings=settings(max_examples=120 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)
     )
     if DEVICE != "cpu":  # copies end when they end: what the machine gets to is not the same each time
         return
@@ -579,9 +570,7 @@ def test_a_pass_without_room_changes_nothing() -> None:
     kv = make(frames=4, pages=14)
     held = fill(kv, text(1, 6))
     before = held.length, list(held.pages), kv.pool.available
-    with pytest.raises(
-        OutOfPages, match=r"6 GPU pages wanted, \d of 4 can be given: raise --kv-memory, or lower"
-    ):
+    with pytest.raises(OutOfPages, match=r"6 GPU pages wanted, \d of 4 can be given: raise --kv-memory, or lower"):
         kv.begin_pass([(held, 1), (SequenceKV(), 5 * PAGE_SIZE), (SequenceKV(), PAGE_SIZE)])
     with pytest.raises(OutOfPages, match="8 pages wanted, 7 of 14 available"):
         kv.begin_pass([(held, 16), (SequenceKV(), 7 * PAGE_SIZE)])

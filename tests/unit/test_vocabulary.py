@@ -11,13 +11,7 @@ import models
 from config import ModelSettings
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import (
-    OpenedModel,
-    count_token_ids,
-    load_model,
-    load_tokenizer,
-    open_model,
-)
+from engine.loading import OpenedModel, count_token_ids, load_model, load_tokenizer, open_model
 from wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer
@@ -44,16 +38,14 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenedModel, Opened
     draft = pad(models.DRAFT, folder / "draft", IDS + 64)
     target = pad(models.TARGET, folder / "target", IDS + 3000)
     draft_side, target_side = (
-        open_model(ModelSettings(model=path, device="cpu", kv_tokens=320, max_context=200))
-        for path in (draft, target)
+        open_model(ModelSettings(model=path, device="cpu", kv_tokens=320, max_context=200)) for path in (draft, target)
     )
     return draft_side, target_side
 
 
 def test_padding_is_no_mismatch(sides: tuple[OpenedModel, OpenedModel]) -> None:
     draft, target = (
-        Hello("a side", "a model", side.shape.vocab_size, side.tokenizer_hash, "a plan", 4, 16)
-        for side in sides
+        Hello("a side", "a model", side.shape.vocab_size, side.tokenizer_hash, "a plan", 4, 16) for side in sides
     )
     assert target.mismatch(draft) is None
     assert target.vocab_size == sides[0].runner.vocab_size == IDS

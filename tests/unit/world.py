@@ -16,16 +16,7 @@ from sparsity.plan import Plan
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import OnRound, Verifier
 from tests.unit.clock import Clock
-from tests.unit.fake_models import (
-    DRAFT_HEADS,
-    DRAFT_LAYERS,
-    GREEDY,
-    LAYERS,
-    PLAN,
-    VOCAB,
-    FakeModel,
-    FakeRunner,
-)
+from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 from wire import convert
 from wire import messages as m
 
@@ -119,9 +110,7 @@ class World:
             on_round,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DraftSettings(
-            gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=draft_context
-        )
+        settings = DraftSettings(gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=draft_context)
         self.drafter = Drafter(self.draft, plan, settings)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
@@ -131,9 +120,7 @@ class World:
         self.commits: dict[str, list[m.Commit]] = {}
         self.requests: dict[str, m.Open] = {}
         self.closed: list[m.Closed] = []
-        self.script: list[
-            Callable[[], None]
-        ] = []  # what happens from outside, in this order, at random times
+        self.script: list[Callable[[], None]] = []  # what happens from outside, in this order, at random times
 
     # From outside.
 
