@@ -8,14 +8,18 @@ import argparse
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
-from engine.inputs import SequenceInput
+from engine.inputs import SequenceInput, SequenceOutput, SharedBudget
+from engine.judging import Drafted
 from engine.kv.paged import PagedKV
-from engine.runner import Runner, SequenceOutput
+from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.runner import Runner
 from sparsity.plan import Plan, uniform_plan
+from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello
 from wire.server import RunningServer, serve_until_signal
@@ -23,47 +27,79 @@ from wire.server import RunningServer, serve_until_signal
 VOCAB = 4096  # the bundled tokenizer's
 LAYERS, KV_HEADS, HEADS = 2, 2, 4
 _PERIOD, _ERRORS = 61, (7, 18, 29, 40, 51)  # positions of a period at which the draft errs: one in twelve
-_REPEATS = 3  # of the period in the table of logits, so that any round is one slice of it
 _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
+_CHANGING = 0.13  # share of a block's weight that changes from position to position
 
 
 class ScriptedRunner(Runner):
-    """Logits are rows of one shared table; KV pages hold one number each.
+    """Tokens follow from positions; KV pages hold one number each. It knows greedy sessions and shared budgets alone.
 
-    Block weights are random and change from position to position so that about a third of a round's selection
-    is new, as with the bundled pair on prose.
+    Block weights are random and change from position to position so that about a third of a round's selection is new,
+    as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
     """
 
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB
         self.kv = PagedKV(LAYERS, KV_HEADS, 1, 20_000)
-        following = torch.arange(_PERIOD) + 1
-        if errs:
-            following[list(_ERRORS)] = 0
-        self._table = torch.eye(_PERIOD + 1, VOCAB)[following].repeat(_REPEATS, 1)
-        random = torch.Generator().manual_seed(0)
-        noise = torch.rand(_PERIOD + 1, LAYERS, HEADS, _MAX_BLOCKS, generator=random)
-        self._weights = 0.84 * noise[-1:] + 0.16 * noise[:-1]
+        self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
+        noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
+        self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
+        self._gamma = 0
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs = []
         for item in inputs:
-            end = item.kv.length + len(item.tokens)
-            self.kv.grow(item.kv, end)
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
+            item.kv.length += len(item.tokens)
             output = SequenceOutput()
-            rows = {"none": 0, "last": 1, "all": len(item.tokens)}[item.logits]
-            if rows:
-                first = (end - rows) % _PERIOD
-                output.logits = self._table[first : first + rows]
-            if item.emitting:
-                blocks = -(-end // item.block_size)
-                output.block_weights = self._weights[end % _PERIOD, :, None, :, :blocks]
-            if item.read is not None and item.read.emit:
-                blocks = -(-end // item.read.block_size)
-                output.read_weights = self._weights[end % _PERIOD, :, :KV_HEADS, :blocks]
+            if item.drafted is not None:
+                output.verdict = self._judge(item.drafted)
+            if item.read is not None:
+                assert item.read.budget is not None
+                output.blocks_read = _count_blocks(item.read.budget, item.kv.length, item.read.block_size)
             outputs.append(output)
-            item.kv.length = end
         return outputs
+
+    def _judge(self, drafted: Drafted) -> tuple[int, int]:
+        if not drafted.sampling.greedy:
+            raise NotImplementedError("the scripted model decodes greedily: ask for temperature 0")
+        own = self._tokens_from(drafted.base, len(drafted.tokens) + 1)
+        agree = [a == b for a, b in zip(drafted.tokens, own, strict=False)]
+        accepted = len(agree) if all(agree) else agree.index(False)
+        return accepted, own[accepted]
+
+    def _tokens_from(self, position: int, count: int) -> list[int]:
+        return [self._following[(position - 1 + i) % _PERIOD] for i in range(count)]
+
+    def prepare_rounds(self, settings: RoundSettings) -> None:
+        self._gamma = settings.gamma
+
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        outputs = []
+        for item in requests:
+            base = item.kv.length + len(item.tokens)
+            self.kv.grow(item.kv, base + self._gamma)
+            bitmap = None if item.announce is None else self._announce(item.announce, base)
+            outputs.append(RoundOutput(self._tokens_from(base, self._gamma + 1), None, None, bitmap))
+        return outputs
+
+    def _announce(self, request: AnnouncementRequest, base: int) -> np.ndarray:
+        """The blocks of highest weight over all rows: uint64 [rows, words]."""
+        weights = self._weights[base % _PERIOD, :, request.first : request.last]
+        count = min(max(0, request.count), weights.size)
+        highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
+        rows, columns = np.divmod(highest, weights.shape[1])
+        keys = rows * request.last + columns + request.first
+        return BlockSelection(len(weights), request.last, keys).words
+
+
+def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:
+    """Count what a pass over `length` tokens reads: all that is read in any case, and all that there is room for."""
+    blocks, rows = -(-length // block_size), len(budget.bitmap)
+    announced = BlockSelection.from_words(rows, blocks, budget.bitmap)
+    middle = budget.last - budget.first
+    chosen = announced.count(budget.first, budget.last) + max(0, budget.room)
+    return rows * (blocks - middle) + min(chosen, rows * middle)
 
 
 def scripted_plan() -> Plan:

@@ -1,6 +1,6 @@
 """Which drafted tokens of which sequence are kept: rows of logits in, accepted counts and next tokens out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,16 +80,6 @@ def judge(logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend) -> tup
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
     return judge_sampled(logits, **inputs, backend=backend)
-
-
-def judge_others(
-    verdicts: Sequence[tuple[int, int] | None], logits: Sequence[Tensor | None], rounds: Sequence[Drafted]
-) -> list[tuple[int, int]]:
-    """The verdicts that a runner gave in its pass, and `judge_rounds` of the rounds that it gave logits for instead."""
-    open_ones = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    judged = judge_rounds([logits[i] for i in open_ones], [rounds[i] for i in open_ones])  # type: ignore[misc]
-    others = dict(zip(open_ones, judged, strict=True))
-    return [others[i] if verdict is None else verdict for i, verdict in enumerate(verdicts)]
 
 
 def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int, int]]:

@@ -94,9 +94,16 @@ class ModelRunner(Runner):
         check_flashinfer(heads.dim, dtype, self.device)
         planned = make_planned(make_workspace(self.device))
         # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
-        numbers = torch.arange(2, dtype=torch.int32)
-        one = numbers[None, :1], numbers[1:], numbers
-        plan_rows(planned, *one, (heads.kv, heads.group, heads.dim), heads.scale, dtype)
+        table, length, starts = torch.zeros(1, 1), torch.ones(1), torch.arange(2)
+        plan_rows(
+            planned,
+            table.int(),
+            length.int(),
+            starts.int(),
+            (heads.kv, heads.group, heads.dim),
+            heads.scale,
+            dtype,
+        )
         return planned
 
     @torch.inference_mode()

@@ -1,11 +1,14 @@
 """The loop of both services: between steps the event loop owns all state; during a step a thread runs the model."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
 
@@ -44,6 +47,7 @@ async def run_step_loop(
             except Exception as error:
                 failures += 1
                 if is_fatal(error) or not fail_step(work, error):
+                    log.error("a model step failed, which ends the service: %s", describe(error))
                     raise
                 if failures == MOST_FAILURES:
                     raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Tensor operations, one file each: a torch reference, faster backends, one dispatching function.
+"""Tensor operations, a file or a folder each: a torch reference, faster backends, one dispatching function.
 
 Nothing here knows of sessions, models or gRPC.
 """

@@ -90,7 +90,7 @@ def test_the_account_of_speculation_is_consistent(stack: Stack, sampling: dict[s
     assert summary.rounds >= at[0]
     assert summary.rounds <= summary.drafted <= 4 * summary.rounds
     # Each round adds a token of the target's own; without a proposal there is that one only.
-    assert summary.rounds + summary.accepted <= 80
+    assert summary.rounds + summary.plain_rounds + summary.accepted in (80, 81)  # the last round may be cut
     assert summary.kv_read_fraction == 1
     assert summary.announced_bytes == 0
     assert summary.verify_seconds > 0

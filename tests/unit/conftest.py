@@ -1,10 +1,34 @@
-"""Fixed randomness for every unit test, and one thread for their small tensors."""
+"""Fixed randomness for every unit test, one thread for their small tensors, and which files `make check` leaves out."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.unit.clock import Clock
+
+# Files that take more than about 15 s of a core: `make check` leaves them out, `make test` does not.
+SLOW = {
+    "test_architectures.py",
+    "test_bench_gpu.py",
+    "test_bench_offload.py",
+    "test_bench_reads.py",
+    "test_bench_stack.py",
+    "test_evaluation.py",
+    "test_offload.py",
+    "test_paged_attention_triton.py",
+    "test_pass_shapes.py",
+    "test_rejection_triton.py",
+    "test_selection_triton.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker(pytest.mark.slow)
+
 
 settings.register_profile(
     "specahead", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -18,3 +42,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The verifier's `time`, which stands still unless it is moved."""
+    stopped = Clock()
+    monkeypatch.setattr("target_service.verifier.time", stopped)
+    return stopped

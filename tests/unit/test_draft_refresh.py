@@ -3,47 +3,43 @@
 from collections.abc import Iterator
 from typing import Any
 
-import engine.draft_rounds
 import numpy as np
 import pytest
 import torch
-from engine.draft_rounds import (
-    AnnouncementRequest,
-    RoundMemory,
-    RoundOutput,
-    RoundRequest,
-    RoundSettings,
-    RoundShape,
-    make_round_buffers,
-)
-from sparsity.whole_rounds import round_settings
 from torch import Tensor
 
+import engine.rounds.launches
 import models
 from config import DraftSettings
-from engine.graphs import GraphRunner
+from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
-from evaluation.drafts import load_pair
+from engine.loading import load_model, make_runner
+from engine.model_runner import ModelRunner
+from engine.round_runner import RoundRunner
+from engine.rounds.buffers import RoundShape, make_round_buffers
+from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
 from evaluation.rounds import prefill
-from evaluation.run import Pair
-from sparsity.announce import shared_limits
+from sparsity.methods import method_named
 from sparsity.plan import load_plan
+from sparsity.rounds import announcement_request, round_settings
 from tests.unit.test_draft_rounds import tokens
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = load_plan(models.PLAN)
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
 GAMMA = DraftSettings.gamma
 LENGTH = 500
+KEPT_OF = RoundRunner._kept_of
 
 
 @pytest.fixture(scope="module")
-def loaded() -> GraphRunner:
+def loaded() -> ModelRunner:
     # In bfloat16 a row alone and one of several round differently.
-    return load_pair(Pair(str(models.DRAFT), str(models.DRAFT)), 2000, "float32")[0]
+    return make_runner(load_model(str(models.DRAFT), torch.float32, DEVICE), 2000)
 
 
 @pytest.fixture
-def runner(loaded: GraphRunner) -> Iterator[GraphRunner]:
+def runner(loaded: ModelRunner) -> Iterator[ModelRunner]:
     yield loaded
     assert loaded.kv.pool.held == 0, "a test released what it held"
 
@@ -54,27 +50,27 @@ def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     if torch.cuda.is_available():
         pytest.skip("rounds are captured once there, and what they hold is not seen again")
     seen: list[Tensor] = []
-    predict = engine.draft_rounds._predict
+    predict = engine.rounds.launches.predict_weights
 
-    def look(settings: RoundSettings, buffers: Any, weights: Tensor) -> Tensor:
+    def look(announcer: Announcer, weights: Tensor, *others: Tensor) -> Tensor:
         seen.append(weights.clone())
-        return predict(settings, buffers, weights)
+        return predict(announcer, weights, *others)
 
-    monkeypatch.setattr(engine.draft_rounds, "_predict", look)
+    monkeypatch.setattr(engine.rounds.launches, "predict_weights", look)
     return seen
 
 
 class Drafting:
     """One session at a runner: what a Drafter keeps of it."""
 
-    def __init__(self, runner: GraphRunner, seed: int = 1, length: int = LENGTH) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 1, length: int = LENGTH) -> None:
         self.runner, self.kv, self.memory = runner, SequenceKV(), RoundMemory()
         self.tokens = tokens(length, seed)
         prefill(runner, self.kv, self.tokens[:-1])
 
     def request(self, refresh: bool) -> RoundRequest:
         base = len(self.tokens)
-        announce = AnnouncementRequest(*shared_limits(PLAN, base), None)
+        announce = announcement_request(method_named("ahead"), PLAN, base, None)
         pending = self.tokens[self.kv.length :]
         return RoundRequest(self.kv, pending, 0.0, 1.0, np.zeros(GAMMA + 1), announce, self.memory, refresh)
 
@@ -97,12 +93,12 @@ def settings(read_share: float, refresh_every: int) -> RoundSettings:
 
 
 def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(
-    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unexpected(*_: Any) -> None:
         raise AssertionError("the first pass is dense")
 
-    monkeypatch.setattr(engine.draft_rounds, "_first_lists", unexpected)
+    monkeypatch.setattr(engine.rounds.launches, "_lists_of_first_pass", unexpected)
     runner.prepare_rounds(settings(0.1, 1))
     session = Drafting(runner)
     first = session.round(True)
@@ -114,23 +110,23 @@ def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(
     session.release()
 
 
-def test_with_everything_listed_rounds_are_dense_ones(runner: GraphRunner, evidence: list[Tensor]) -> None:
-    drafted, words = [], []
+def test_with_everything_listed_rounds_are_dense_ones(runner: ModelRunner, evidence: list[Tensor]) -> None:
+    drafted, bitmaps = [], []
     for read_share, refresh_every in ((1.0, 1), (ALL_LISTED, 2)):
         runner.prepare_rounds(settings(read_share, refresh_every))
         session = Drafting(runner)
         outputs = [session.round(session.memory.refresh_due(refresh_every)) for _ in range(4)]
         drafted.append([output.tokens for output in outputs])
-        words.append([output.words for output in outputs])
+        bitmaps.append([output.bitmap for output in outputs])
         session.release()
     assert drafted[0] == drafted[1]
     for dense, listed in zip(evidence[:4], evidence[4:], strict=True):
         torch.testing.assert_close(listed, dense, rtol=1e-4, atol=1e-6)
-    changed = sum(int(np.bitwise_count(a ^ b).sum()) for a, b in zip(*words, strict=True))  # type: ignore[arg-type]
-    assert changed <= 0.02 * sum(int(np.bitwise_count(a).sum()) for a in words[0])  # type: ignore[arg-type]
+    changed = sum(int(np.bitwise_count(a ^ b).sum()) for a, b in zip(*bitmaps, strict=True))  # type: ignore[arg-type]
+    assert changed <= 0.02 * sum(int(np.bitwise_count(a).sum()) for a in bitmaps[0])  # type: ignore[arg-type]
 
 
-def test_rounds_between_read_less(runner: GraphRunner) -> None:
+def test_rounds_between_read_less(runner: ModelRunner) -> None:
     runner.prepare_rounds(settings(0.2, 2))
     session = Drafting(runner)
     read = [session.round(refresh).blocks_read for refresh in (True, False, True, False)]
@@ -143,17 +139,17 @@ def test_rounds_between_read_less(runner: GraphRunner) -> None:
 
 
 def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
-    runner: GraphRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Tensor] = []
-    own = engine.draft_rounds._own_lists
+    own = engine.rounds.launches._own_lists
 
     def look(*arguments: Any) -> Any:
         lists = own(*arguments)
-        made.append(engine.draft_rounds._listed(lists[0])[:, 0])
+        made.append(engine.rounds.launches._listed(lists.blocks)[:, 0])
         return lists
 
-    monkeypatch.setattr(engine.draft_rounds, "_own_lists", look)
+    monkeypatch.setattr(engine.rounds.launches, "_own_lists", look)
     runner.prepare_rounds(settings(0.2, 4))
     session = Drafting(runner)
     session.round(True)
@@ -176,8 +172,15 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
     session.release()
 
 
+def leave_behind(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """Fill the buffers that hold what sessions remember, as if another session had left it there."""
+    monkeypatch.setattr(RoundRunner, "_kept_of", lambda self, shape: KEPT_OF(self, shape).fill_(value))
+
+
 @torch.inference_mode()
-def test_weights_of_what_was_taken_back_do_not_matter(runner: GraphRunner, evidence: list[Tensor]) -> None:
+def test_weights_of_what_was_taken_back_do_not_matter(
+    runner: ModelRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither those behind the tokens that still stand, nor what another session left in the buffers."""
     runner.prepare_rounds(settings(0.2, 4))
     outputs = []
@@ -187,8 +190,7 @@ def test_weights_of_what_was_taken_back_do_not_matter(runner: GraphRunner, evide
         assert session.memory.weights is not None
         session.memory.cut(LENGTH - 100)
         session.memory.weights[..., (LENGTH - 100) // PLAN.block_size :] = stale
-        assert runner._kept is not None
-        runner._kept.fill_(stale)
+        leave_behind(monkeypatch, stale)
         outputs.append(session.round(False))
         session.release()
     for evidence_of, output in zip(evidence[3::2], outputs[1:], strict=True):
@@ -197,7 +199,7 @@ def test_weights_of_what_was_taken_back_do_not_matter(runner: GraphRunner, evide
         assert output.blocks_read == outputs[0].blocks_read
 
 
-def test_what_has_come_since_the_refresh_is_read(runner: GraphRunner) -> None:
+def test_what_has_come_since_the_refresh_is_read(runner: ModelRunner) -> None:
     """Also beyond the window: nothing is known of it."""
     runner.prepare_rounds(settings(0.1, 4))
     session = Drafting(runner)
@@ -211,7 +213,7 @@ def test_what_has_come_since_the_refresh_is_read(runner: GraphRunner) -> None:
     session.release()
 
 
-def test_a_mixed_batch_is_each_session_alone(runner: GraphRunner) -> None:
+def test_a_mixed_batch_is_each_session_alone(runner: ModelRunner) -> None:
     runner.prepare_rounds(settings(0.2, 2))
     results: list[list[RoundOutput]] = []
     memories = []
@@ -227,8 +229,8 @@ def test_a_mixed_batch_is_each_session_alone(runner: GraphRunner) -> None:
             session.release()
     for alone, mixed in zip(*results, strict=True):
         assert (alone.tokens, alone.blocks_read) == (mixed.tokens, mixed.blocks_read)
-        assert alone.words is not None and mixed.words is not None
-        assert np.array_equal(alone.words, mixed.words)
+        assert alone.bitmap is not None and mixed.bitmap is not None
+        assert np.array_equal(alone.bitmap, mixed.bitmap)
     for alone_memory, mixed_memory in zip(*memories, strict=True):
         assert (alone_memory.length, alone_memory.rounds) == (mixed_memory.length, mixed_memory.rounds)
         torch.testing.assert_close(alone_memory.weights, mixed_memory.weights, rtol=1e-4, atol=1e-6)
@@ -249,7 +251,7 @@ def test_a_round_without_anything_kept_is_refused() -> None:
 
 
 def test_buffers_hold_what_is_kept_only_where_it_is_used() -> None:
-    shape = RoundShape(1, 2, 4, False, False)
+    shape = RoundShape(1, 2, 4, False, "")
     for every in (1, 2):
         buffers = make_round_buffers(shape, settings(0.5, every), 4096, torch.device("cpu"))
         assert (buffers.known is None) == (every == 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from config import DraftSettings
+from config import DraftSettings, SettingsError
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.kv.pages import OutOfPages
@@ -221,6 +221,83 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
         assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
         (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
         assert len(proposal.tokens) == max(1, room - 1)
+
+
+# Which sessions are drafted, and when
+
+
+class Crowd:
+    """A draft with several sessions of ten tokens, none of which announces; their targets accept nothing."""
+
+    def __init__(self, names: str, **settings: Any) -> None:
+        self.sent: list[m.DraftEvent] = []
+        runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 200)
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, **settings))
+        self.peer = TargetPeer("target", self.sent.append)
+        self.drafter.attach(self.peer)
+        self.judged = dict.fromkeys(names, 0)
+        for name in names:
+            self.drafter.receive(self.peer, m.Begin(m.At(name, 0, 0, 10), [3] * 10, GREEDY, 100, ""))
+        self.run()
+
+    def step(self) -> list[str]:
+        """Take one step; returns the sessions that it proposed for."""
+        self.sent.clear()
+        planned = self.drafter.plan_step()
+        if planned is not None:
+            self.drafter.finish_step(planned, self.drafter.execute(planned))
+        return [event.at.session for event in self.sent if isinstance(event, m.Proposal)]
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def reject(self, name: str) -> None:
+        """All of a session's round, for a token that no draft proposed."""
+        session, self.judged[name] = self.peer.sessions[name], self.judged[name] + 1
+        token = (session.tokens[session.committed] + 1) % VOCAB
+        at = m.At(name, self.judged[name], self.judged[name], session.committed)
+        self.drafter.receive(self.peer, m.Verdict(at, 0, [token], plain=False))
+
+
+@pytest.mark.parametrize(("parts", "sizes"), [(1, [5]), (2, [3, 3]), (9, [1, 1, 1, 1, 1])])
+def test_sessions_are_drafted_in_micro_batches(parts: int, sizes: list[int]) -> None:
+    """Who waited longest comes first, so that a micro-batch that comes back does not pass the other by."""
+    crowd = Crowd("abcde", ahead=False, micro_batches=parts)
+    for name in "abcde":
+        crowd.reject(name)
+    micro_batches = [crowd.step()]
+    for name in micro_batches[0]:  # they come back while others still wait
+        crowd.reject(name)
+    while sum(map(len, micro_batches)) < 5:
+        micro_batches.append(crowd.step())
+    assert [len(names) for names in micro_batches] == sizes
+    assert {name for names in micro_batches for name in names} == set("abcde")
+
+
+def test_drafting_ahead_stops_where_guesses_fail() -> None:
+    """Not for the only session of a draft, and every 16th round is tried."""
+    crowd = Crowd("ab")
+
+    def goes_ahead(name: str) -> bool:
+        session = crowd.peer.sessions[name]
+        went = session.round == session.judged + 1
+        crowd.reject(name)
+        crowd.run()
+        return went
+
+    tried = [goes_ahead("a") for _ in range(40)]
+    assert tried[:5] == [True] * 5
+    assert [turn for turn in range(10, 40) if tried[turn]] == [16, 32]
+    assert crowd.peer.sessions["b"].round == 1
+    crowd.drafter.receive(crowd.peer, m.End("b"))
+    crowd.run()
+    assert all(goes_ahead("a") for _ in range(4))
+
+
+def test_no_micro_batch_is_refused() -> None:
+    with pytest.raises(SettingsError, match="draft_waves is 0, expected at least 1"):
+        DraftSettings(micro_batches=0)
 
 
 # Steps that fail

@@ -130,6 +130,7 @@ def test_kernels_know_torch_and_triton_alone() -> None:
         "dataclasses",
         "functools",
         "inspect",
+        "math",
         "time",
         "types",
     }

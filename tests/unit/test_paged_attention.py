@@ -18,7 +18,7 @@ from kernels.paged_attention import (
     paged_attention,
     paged_attention_with_read_weights,
 )
-from kernels.rejection import accept_greedy, accept_sampled
+from kernels.rejection import judge_greedy
 from kernels.selection import select_nucleus, select_top_k
 
 GAMMA = 4
@@ -635,11 +635,9 @@ COUNT = torch.ones(1, dtype=torch.long)
     [
         (paged_attention, (*random_case(0, 2).arguments, SCALE)),
         (paged_attention_with_block_weights, (*random_case(0, 2).arguments, SCALE, 16)),
-        (write_kv, (torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), COUNT, ROW[None], ROW[None])),
         (select_top_k, (ROW, COUNT, COUNT)),
         (select_nucleus, (ROW, COUNT, 0.5)),
-        (accept_greedy, (ROW.long(), COUNT, ROW.long())),
-        (accept_sampled, (ROW.long(), COUNT, ROW[None], ROW[None], ROW, ROW)),
+        (judge_greedy, (ROW[None], ROW.long()[:, :0], COUNT)),
     ],
 )
 def test_an_unknown_backend_is_an_error(operation: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -42,21 +42,22 @@ def decoder_of(group: int) -> Decoder:
         qkv=weight((heads + 2 * KV_HEADS) * DIM, HIDDEN),
         qkv_bias=random((heads + 2 * KV_HEADS) * DIM, dtype=dtype),
         out=weight(HIDDEN, heads * DIM),
-        post_norm=norm(),
+        mlp_norm=norm(),
         gate_up=weight(2 * INNER, HIDDEN),
         down=weight(HIDDEN, INNER),
     )
     angles = torch.rand(64, DIM // 2, device=DEVICE) * 6
-    table = angles.cos(), angles.sin()
     return Decoder(
-        random(VOCAB, HIDDEN, dtype=dtype),
-        [layer],
-        norm(),
-        weight(VOCAB, HIDDEN),
-        *table,
-        heads,
-        KV_HEADS,
-        1e-5,
+        embedding=random(VOCAB, HIDDEN, dtype=dtype),
+        layers=[layer],
+        norm=norm(),
+        lm_head=weight(VOCAB, HIDDEN),
+        cosines=angles.cos(),
+        sines=angles.sin(),
+        heads=heads,
+        kv_heads=KV_HEADS,
+        epsilon=1e-5,
+        attention_scale=SCALE,
     )
 
 

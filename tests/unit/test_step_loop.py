@@ -90,10 +90,16 @@ def test_failures_with_a_success_between_them_never_end_the_loop() -> None:
         RuntimeError("CUDA error: device-side assert triggered"),
     ],
 )
-def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception) -> None:
+def test_a_device_that_is_lost_ends_the_loop_at_once(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = Loop(3, {0: error})
     with pytest.raises(type(error)):
         loop.run()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"a model step failed, which ends the service: {type(error).__name__}"
+    )
     assert (loop.planned, loop.failed) == (1, [])
 
 

@@ -1,0 +1,583 @@
+"""A target alone: what single events of a draft do to its sessions, what it opens, and steps that fail."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from grpc import StatusCode
+
+from config import TargetSettings
+from engine.kv.pages import PAGE_SIZE
+from engine.kv.tiered import TieredKV
+from engine.sampling import Sampling
+from engine.step_loop import run_step_loop
+from sparsity.announce import draft_heads
+from sparsity.methods import methods_of
+from sparsity.selection import BlockSelection
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
+from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
+from wire import messages as m
+from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from wire.selection_codec import encode_selection
+
+INTERNAL = StatusCode.INTERNAL
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+# Single frames at the target
+
+
+@dataclass
+class Stand:
+    """A target alone, with one session whose prompt is read; `sent`: what the draft was sent."""
+
+    exactness: m.Exactness = m.Exactness.APPROXIMATE
+    sampling: Sampling = GREEDY
+    base: int = 100
+    sparsity: str = ""
+    max_context: int = 500
+    sent: list[m.TargetEvent] = field(default_factory=list)
+    served: list[m.ServedEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        model = FakeModel(ends=True)
+        self.runner = FakeRunner(model.target, True, LAYERS, 1, 40)
+        self.verifier = Verifier(
+            self.runner, PLAN, TargetSettings(gamma=4, max_context=self.max_context, max_queued=2)
+        )
+        self.peer = DraftPeer("draft", self.sent.append)
+        self.verifier.attach_draft(self.peer)
+        self.tokens = [7] * self.base
+        self.verifier.open(self.opening("a"), self.served.append)
+        while self.step():
+            pass
+        self.session = self.verifier._admission.running["a"]
+        self.heads = len(draft_heads(PLAN))
+
+    def opening(self, name: str, **changes: Any) -> m.Open:
+        known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
+        return replace(known, **changes)
+
+    def step(self) -> bool:
+        step = self.verifier.plan_step()
+        if step is not None:
+            self.verifier.finish_step(step, self.verifier.execute(step))
+        return step is not None
+
+    def announcement(self, **changes: Any) -> m.Announcement:
+        data = encode_selection(self.selection(self.session.at.base))
+        return replace(m.Announcement(self.session.at, self.session.tokens[-1], data), **changes)
+
+    def selection(self, base: int, block: int = 2) -> BlockSelection:
+        return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
+
+    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposal:
+        made = m.Proposal(self.session.at, True, self.session.tokens[-1], tokens or [1, 2, 3, 4])
+        return replace(made, **changes)
+
+    def receive(self, event: m.DraftEvent) -> None:
+        self.verifier.receive(self.peer, event)
+
+    def state(self) -> Any:
+        """All that a frame could change, but counters and statistics."""
+        session = self.session
+        announced = {key: a.selection.keys.tolist() for key, a in session.announced.items()}
+        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
+        return *known, list(session.held), session.kv.length, list(session.kv.pages)
+
+
+def test_a_repeated_frame_changes_nothing() -> None:
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+        before, counted = stand.state(), stand.verifier.counters["repeated_frames"]
+        stand.receive(event)
+        assert stand.state() == before
+        assert stand.verifier.counters["repeated_frames"] == counted + 1
+    assert stand.step()
+    assert not stand.step()
+
+
+def test_an_announcement_is_waited_for_and_the_first_one_counts() -> None:
+    stand = Stand()
+    stand.receive(stand.proposal())
+    assert not stand.step()
+    other = encode_selection(stand.selection(stand.base, block=4))
+    stand.receive(stand.announcement(selection=other))
+    assert stand.session.announced[stand.session.key].selection.lists() == [[4]] * stand.heads
+    before = stand.state()
+    stand.receive(stand.announcement())
+    assert stand.state() == before, "another one for the same round changes nothing"
+    assert stand.step()
+    assert stand.session.reader is not None
+    assert stand.session.reader.chosen is not None
+    assert stand.session.reader.chosen[1:, :, 4].all()
+    assert not stand.session.reader.chosen[1:, :, 2].any()
+
+
+def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
+    stand = Stand(sparsity="streaming")
+    assert stand.session.announced_by == ""
+    with pytest.raises(InvalidArgument, match="takes no announcements"):
+        stand.receive(stand.announcement())
+    stand.receive(stand.proposal(announces=False))
+    assert stand.step()
+    commit = stand.served[-1]
+    assert isinstance(commit, m.Commit)
+    assert commit.kv_tokens_read < commit.kv_tokens_total
+
+
+def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does() -> None:
+    stand = Stand()
+    with pytest.raises(InvalidArgument, match=f"one of {', '.join(methods_of(PLAN))}; got 'nonesuch'"):
+        stand.verifier.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
+
+
+def test_room_for_group_means_is_made_where_they_are_used() -> None:
+    for plan, used in (
+        (PLAN, True),
+        (replace(PLAN, budget=1.0), False),
+        (replace(PLAN, group_size=0), False),
+    ):
+        runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
+        Verifier(runner, plan, TargetSettings())
+        assert (runner.kv.means is not None) == used
+
+
+def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for event in frames:
+        stand.receive(event)
+    assert stand.step()
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    before = stand.state()
+    for event in frames:
+        stand.receive(event)
+    assert stand.state() == before
+    assert stand.sent[-1] == verdict
+    assert stand.sent.count(verdict) == 2
+    assert stand.verifier.counters["repeated_frames"] == 2
+    assert not stand.step()
+
+
+def test_stale_frames_change_nothing() -> None:
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for _ in range(2):
+        for event in (stand.announcement(), stand.proposal()):
+            stand.receive(event)
+        assert stand.step()
+    before, sent = stand.state(), list(stand.sent)
+    for event in frames:
+        stand.receive(event)
+    assert stand.state() == before
+    assert stand.sent == sent
+    assert stand.verifier.counters["stale_frames"] == 2
+    assert stand.session.stats.stale_rounds == 1
+
+
+def test_a_gap_is_refused_with_what_is_expected() -> None:
+    stand = Stand()
+    at = stand.session.at
+    for ahead in (at._replace(epoch=1), at._replace(round=2), at._replace(epoch=3, round=9)):
+        before = stand.state()
+        for event in (stand.announcement(at=ahead), stand.proposal(at=ahead)):
+            stand.receive(event)
+            refusal = stand.sent.pop()
+            assert isinstance(refusal, m.Refusal)
+            assert refusal.expected == at
+        assert stand.state() == before
+
+
+def test_a_difference_against_an_unknown_selection_is_refused() -> None:
+    stand = Stand()
+    dense = BlockSelection.from_matrix(
+        np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7
+    )
+    data = encode_selection(dense, dense, (0, 7))
+    assert data[1] == 1, "it names one reference"
+    before = stand.state()
+    stand.receive(stand.announcement(selection=data))
+    assert isinstance(stand.sent[-1], m.Refusal)
+    assert stand.state() == before
+
+
+def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
+    """Those of another draft's session as well; whoever sends one is told that it is over."""
+    stand = Stand()
+    before = stand.state()
+    sent: list[m.TargetEvent] = []
+    stranger = DraftPeer("stranger", sent.append)
+    stand.verifier.attach_draft(stranger)
+    ready, decline = m.Ready(stand.session.at), m.Decline("a", "full")
+    for event in (stand.announcement(), stand.proposal(), ready, decline, m.Resync("a")):
+        stand.verifier.receive(stranger, event)
+    stand.verifier.receive(stranger, m.Resync("unheard-of"))
+    assert sent == [m.End("a")] * 5 + [m.End("unheard-of")]
+    assert stand.state() == before
+    assert stand.verifier.counters["unknown_session_frames"] == 6
+
+
+def test_frames_that_no_honest_draft_sends() -> None:
+    stand = Stand()
+    at, before = stand.session.at, stand.state()
+    wide = m.Support(np.array([1, VOCAB]), np.array([0.5, 0.5], dtype=np.float32))
+    shorter = encode_selection(stand.selection(stand.base - PAGE_SIZE))
+    heads = encode_selection(
+        BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base))
+    )
+    wrong = [
+        (stand.proposal([1, 2, 3, 4, 5]), "γ is 4"),
+        (stand.proposal([1, VOCAB]), "outside the vocabulary"),
+        (stand.proposal([1], supports=[wide]), "outside the vocabulary"),
+        (
+            stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]),
+            "carry no distributions",
+        ),
+        (stand.proposal(at=at._replace(base=99)), "base 99"),
+        (stand.proposal(at=at._replace(base=101)), "base 101"),
+        (stand.proposal(at=at._replace(round=1, base=99)), "base 99"),
+        (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
+        (stand.announcement(at=at._replace(base=101)), "base 101"),
+        (stand.announcement(selection=b"nonsense"), "announcement"),
+        (stand.announcement(selection=shorter), "6 blocks"),
+        (stand.announcement(selection=heads), "heads"),
+    ]
+    for event, reason in wrong:
+        with pytest.raises(InvalidArgument, match=reason):
+            stand.receive(event)
+        assert stand.state() == before
+
+
+def test_an_exact_session_takes_no_announcements() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    with pytest.raises(InvalidArgument, match="takes no announcements"):
+        stand.receive(stand.announcement())
+
+
+def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
+    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it."""
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.receive(m.Resync("a"))
+    begin = stand.sent[-1]
+    assert isinstance(begin, m.Begin)
+    assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    assert verdict.plain
+    assert (verdict.at.base, verdict.at.epoch, verdict.at.round) == (100, 2, 1)
+    assert not stand.session.held
+
+
+def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
+    stand = Stand()
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.verifier.detach_draft(stand.peer)
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    assert stand.session.draft is None
+    assert len(stand.served) == 1
+    assert stand.step()  # plainly
+
+
+def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
+    """The step has no say any more; its pages are held until it is over, and the next session has later epochs."""
+    stand = Stand()
+    frames = [stand.announcement(), stand.proposal()]
+    for event in frames:
+        stand.receive(event)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.verifier.abort("a")
+    assert stand.sent[-1] == m.End("a")
+    later: list[m.ServedEvent] = []
+    stand.verifier.open(stand.opening("a", max_tokens=1), later.append)
+    assert stand.verifier.runner.kv.pool.held > 0
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    assert stand.served == later == []
+    while stand.step():
+        pass
+    begin = next(event for event in stand.sent if isinstance(event, m.Begin) and event.at.epoch > 0)
+    assert begin.tokens == stand.tokens
+    for event in frames:
+        stand.receive(event)
+    assert stand.verifier.counters["stale_frames"] == 2
+    stand.receive(m.Decline("a", "no room"))
+    assert stand.step()
+    assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
+    assert not stand.step()
+    assert stand.served == []
+    assert stand.verifier.runner.kv.pool.held == stand.verifier._admission.reserved == 0
+    stand.verifier.runner.kv.pool.check_integrity()
+
+
+def test_an_abort_while_a_prompt_is_read() -> None:
+    stand = Stand()
+    stand.verifier.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
+    step = stand.verifier.plan_step()
+    assert step is not None
+    assert step.prefills
+    stand.verifier.abort("b")
+    stand.verifier.finish_step(step, stand.verifier.execute(step))
+    stand.step()
+    assert stand.verifier.gauges["sessions"] == 1
+    assert stand.verifier.runner.kv.pool.held == len(stand.session.kv.pages)
+
+
+def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() -> None:
+    stand = Stand()
+    stand.verifier.abort("a")
+    stand.verifier.abort("a")
+    stand.verifier.open(stand.opening("a"), stand.served.append)
+    while stand.step():
+        pass
+    assert stand.verifier.gauges["sessions"] == 1
+    assert stand.verifier.counters["aborted_sessions"] == 1
+
+
+# Steps that fail
+
+
+def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Their owners learn why, with one line in the log; their pages and names are free for others."""
+    stand, others = Stand(), list[m.ServedEvent]()
+    stand.verifier.open(stand.opening("b", max_tokens=3), others.append)
+    while stand.step():
+        pass
+    other = stand.verifier._admission.running["b"]
+    for event in (stand.announcement(), stand.proposal()):
+        stand.receive(event)
+    stand.runner.errors = [RuntimeError("no kernel\n image")]
+    step = stand.verifier.plan_step()
+    assert step is not None and list(step.sessions) == [stand.session]
+    with pytest.raises(RuntimeError) as raised:
+        stand.verifier.execute(step)
+    with caplog.at_level("INFO"):
+        assert stand.verifier.fail_step(step, raised.value)
+    reason = "the target failed in a step of this request: RuntimeError: no kernel image"
+    assert stand.served == [m.Closed("a", INTERNAL.value[0], reason)]
+    assert stand.sent[-1] == m.End("a")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "a step of the target failed, which ends its 1 sessions: RuntimeError: no kernel image"
+    )
+    assert record.exc_info is None
+    totals = stand.verifier.totals
+    assert (totals["failed_steps"], totals["failed_sessions"]) == (1, 1)
+    stand.receive(m.Decline("b", "no room"))
+    assert stand.step()
+    assert stand.verifier.runner.kv.pool.held == len(other.kv.pages)
+    while stand.step():
+        pass
+    assert [event.finish_reason for event in others if isinstance(event, m.Commit)][
+        -1
+    ] is m.FinishReason.LENGTH
+    assert len(stand.served) == 1
+    stand.verifier.plan_step()
+    assert stand.verifier.runner.kv.pool.held == stand.verifier._admission.reserved == 0
+    stand.verifier.runner.kv.pool.check_integrity()
+    stand.verifier.open(stand.opening("a"), others.append)
+
+
+def test_a_session_that_was_aborted_in_a_step_that_fails_is_not_told() -> None:
+    stand = Stand()
+    stand.receive(m.Decline("a", "no room"))
+    step = stand.verifier.plan_step()
+    assert step is not None
+    stand.verifier.abort("a")
+    stand.verifier.fail_step(step, RuntimeError("any"))
+    assert stand.served == []
+    assert stand.verifier.totals["failed_sessions"] == 0
+
+
+@pytest.mark.parametrize(("failures", "ends"), [(2, False), (3, True)])
+async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failures: int, ends: bool) -> None:
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 40)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=1))
+    served: list[m.ServedEvent] = []
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        verifier.open(exact(name, 5, 2), served.append)
+    runner.errors = [RuntimeError(f"failure {i}") for i in range(failures)]
+    wake = asyncio.Event()
+    loop = run_step_loop(
+        plan_step=verifier.plan_step,
+        execute=verifier.execute,
+        finish_step=verifier.finish_step,
+        fail_step=verifier.fail_step,
+        wake=wake,
+        next_deadline=verifier.next_deadline,
+    )
+    if ends:
+        with pytest.raises(
+            RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"
+        ):
+            await asyncio.wait_for(loop, 10)
+    else:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(loop, 1)
+    failed = [event.session for event in served if isinstance(event, m.Closed)]
+    assert failed == names[:failures]
+    whole = {event.at.session for event in served if isinstance(event, m.Commit) and event.finish_reason}
+    assert whole == (set() if ends else set(names[failures:]))
+
+
+# Opening
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"session": "a"}, "open already"),
+        ({"prompt_tokens": 0}, "0 prompt tokens"),
+        ({"prompt_tokens": 101}, "101 prompt tokens among 100"),
+        ({"tokens": [VOCAB] * 100}, "outside the vocabulary"),
+        ({"max_tokens": 0}, "leaves nothing to generate"),
+        ({"tokens": [1] * 120, "max_tokens": 20}, "leaves nothing to generate"),
+        ({"max_tokens": 401}, "exceed the context of 500"),
+        ({"tokens": [1] * 400, "prompt_tokens": 400, "max_tokens": 100, "session": "b"}, None),
+    ],
+)
+def test_what_can_never_run_is_not_opened(changes: dict[str, Any], reason: str | None) -> None:
+    stand = Stand()
+    request = stand.opening("b", **{"session": "b"} | changes)
+    if reason is None:
+        stand.verifier.open(request, stand.served.append)
+        return
+    with pytest.raises(InvalidArgument, match=reason):
+        stand.verifier.open(request, stand.served.append)
+
+
+def test_what_needs_more_pages_than_there_are_is_not_opened() -> None:
+    stand = Stand(max_context=10_000)
+    with pytest.raises(InvalidArgument, match="KV pages"):
+        stand.verifier.open(stand.opening("b", max_tokens=600), stand.served.append)
+
+
+def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
+    """Without room for a second session, two wait; a third is refused until one of them goes."""
+    stand = Stand()
+    for name in ("b", "c"):
+        stand.verifier.open(stand.opening(name, max_tokens=400), stand.served.append)
+    stand.step()
+    assert stand.verifier.gauges["queued_sessions"] == 2
+    with pytest.raises(ResourceExhausted, match="queued already"):
+        stand.verifier.open(stand.opening("d"), stand.served.append)
+    stand.verifier.abort("b")
+    stand.verifier.open(stand.opening("d"), stand.served.append)
+    stand.verifier.close_all(Unavailable("stopping"))
+    assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
+
+
+def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
+    """Also before the step that takes it up, and as soon as one that ran has ended."""
+    verifier = Verifier(
+        FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
+        PLAN,
+        TargetSettings(max_sessions=2, max_queued=0, max_context=600),
+    )
+    for name in ("a", "b"):
+        verifier.open(exact(name, 5, 5), lambda _: None)
+    with pytest.raises(
+        ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"
+    ):
+        verifier.open(exact("c", 5, 5), lambda _: None)
+    run_to_the_end(verifier)
+    verifier.open(exact("c", 100, 400), lambda _: None)
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
+    verifier.plan_step()
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        verifier.open(exact("d", 100, 400), lambda _: None)
+    verifier.abort("c")
+    verifier.open(exact("d", 100, 400), lambda _: None)
+    assert verifier.plan_step() is not None
+    assert verifier.gauges["queued_sessions"] == 0
+
+
+# KV in tiers
+
+
+def over_tiers(gpu_pages: int = 40, pages: int = 40, **changes: Any) -> Verifier:
+    """A target over a backing store of so many pages; nothing that runs here leaves the GPU."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, gpu_pages, pages, 500)
+    settings = TargetSettings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
+    return Verifier(runner, PLAN, replace(settings, **changes))
+
+
+def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:
+    return m.Open(name, [7] * prompt, prompt, max_tokens, [], GREEDY, m.Exactness.EXACT)
+
+
+def run_to_the_end(verifier: Verifier) -> None:
+    while (step := verifier.plan_step()) is not None:
+        verifier.finish_step(step, verifier.execute(step))
+
+
+def test_what_the_backing_store_has_no_room_for_is_refused_until_others_have_ended() -> None:
+    """Also beside those that are queued; what runs gets to its end."""
+    verifier = over_tiers(max_sessions=1, max_queued=9)
+    commits: list[m.ServedEvent] = []
+    verifier.open(exact("a"), commits.append)
+    verifier.plan_step()
+    verifier.open(exact("b", max_tokens=180), commits.append)
+    assert verifier.gauges["queued_sessions"] == 1
+    with pytest.raises(
+        ResourceExhausted,
+        match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
+    ):
+        verifier.open(exact("c", max_tokens=5), commits.append)
+    verifier.open(exact("d", 5, 5), commits.append)
+    run_to_the_end(verifier)
+    model, made = FakeModel(), Counter[str]()
+    for event in commits:
+        assert isinstance(event, m.Commit)
+        made[event.at.session] += len(event.tokens)
+    assert made == {"a": 200, "b": 180, "d": 5}
+    text = [token for event in commits if event.at.session == "a" for token in event.tokens]  # type: ignore[union-attr]
+    assert [7] * 100 + text == model.plain([7] * 100, 200, [])[0]
+    verifier.open(exact("c", max_tokens=5), commits.append)
+
+
+def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
+    verifier = over_tiers(gpu_pages=30, pages=30)
+    with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
+        verifier.open(exact("a", max_tokens=500), lambda _: None)
+
+
+def test_counters_and_gauges_of_tiers_are_told() -> None:
+    verifier = over_tiers()
+    verifier.open(exact("a", max_tokens=5), lambda _: None)
+    run_to_the_end(verifier)
+    totals, gauges = verifier.totals, verifier.gauges
+    assert totals["opened_sessions"] == 1
+    assert {name for name in totals if name.startswith("kv_")} == {
+        *("kv_hit_pages", "kv_fetched_pages", "kv_overflow_pages", "kv_staged_pages", "kv_stages"),
+        *("kv_stored_pages", "kv_offloads", "kv_bytes_fetched", "kv_bytes_stored"),
+    }
+    assert (gauges["kv_gpu_pages"], gauges["kv_offload_active"], gauges["kv_pages_held"]) == (40, 0, 0)
+    assert not any(name.startswith("kv_") for name in Stand().verifier.totals)
+
+
+def test_fewer_gpu_pages_than_are_written_at_once_are_refused() -> None:
+    over_tiers(gpu_pages=14)
+    with pytest.raises(
+        ValueError,
+        match="13 KV pages of 16 fit on the GPU; 4 sessions, and 24 prompt tokens a step, write up to 14 at once: "
+        "raise kv_memory, or lower max_sessions or prefill_chunk",
+    ):
+        over_tiers(gpu_pages=13)

@@ -1,0 +1,326 @@
+"""Drafter and verifier in one process, over fake models with real paged KV and a link that may misbehave."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from config import DraftSettings, TargetSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
+from engine.sampling import Sampling
+from orchestrator.ledger import Ledger, Record
+from sparsity.plan import Plan
+from target_service.session import DraftPeer, TargetSession
+from target_service.verifier import OnRound, Verifier
+from tests.unit.clock import Clock
+from tests.unit.fake_models import (
+    DRAFT_HEADS,
+    DRAFT_LAYERS,
+    GREEDY,
+    LAYERS,
+    PLAN,
+    VOCAB,
+    FakeModel,
+    FakeRunner,
+)
+from wire import convert
+from wire import messages as m
+
+
+class Link:
+    """A stream between draft and target. Events travel as protobuf bytes."""
+
+    def __init__(self, number: int) -> None:
+        self.to_draft: list[m.TargetEvent] = []
+        self.to_target: list[m.DraftEvent] = []
+        self.target_end = DraftPeer(f"draft-{number}", self.to_draft.append)
+        self.draft_end = TargetPeer(f"target-{number}", self.to_target.append)
+
+
+def as_draft_event(event: m.DraftEvent) -> m.DraftEvent:
+    frame = convert.draft_events_to_pb([event])
+    return convert.draft_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
+
+
+def as_target_event(event: m.TargetEvent) -> m.TargetEvent:
+    frame = convert.target_events_to_pb([event])
+    return convert.target_event_from_pb(type(frame).FromString(frame.SerializeToString()).batch.events[0])
+
+
+@dataclass
+class Faults:
+    """How many times in all the link may do something wrong, and how far it may put an event back."""
+
+    left: int = 0
+    window: int = 4
+    jumps: int = 0  # of the clock, beyond the verifier's patience
+
+
+@dataclass
+class Side:
+    """A drafter or a verifier and the step that it is in. `dirty`: something has happened since it found nothing."""
+
+    actor: Any
+    step: Any = None
+    result: Any = None
+    dirty: bool = True
+
+    def advance(self, rng: random.Random) -> None:
+        """Plan, or finish; the model runs at either end, since events may arrive before or after it does."""
+        if self.step is None:
+            self.step, self.result = self.actor.plan_step(), None
+            self.dirty = self.step is not None
+            if self.step is not None and rng.random() < 0.5:
+                self.result = self.actor.execute(self.step)
+        else:
+            result = self.actor.execute(self.step) if self.result is None else self.result
+            self.actor.finish_step(self.step, result)
+            self.step = None
+
+
+class World:
+    """One target, its drafts, their links; one random thing after another happens until nothing is left to do."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        seed: int = 0,
+        model: FakeModel | None = None,
+        plan: Plan = PLAN,
+        gamma: int = 4,
+        ahead: bool = True,
+        pages: int = 200,
+        draft_pages: int = 200,
+        prefill_chunk: int = 24,
+        faults: Faults | None = None,
+        max_sessions: int = 64,
+        synthetic_acceptance: float = -1.0,
+        on_round: OnRound | None = None,
+        draft_context: int = 500,
+    ) -> None:
+        self.clock, self.rng = clock, random.Random(seed)
+        self.model = model or FakeModel()
+        self.faults = faults or Faults()
+        self.target = FakeRunner(self.model.target, self.model.ends, LAYERS, 1, pages, self.model.recent)
+        self.verifier = Verifier(
+            self.target,
+            plan,
+            TargetSettings(
+                gamma=gamma,
+                prefill_chunk=prefill_chunk,
+                max_sessions=max_sessions,
+                max_queued=5000,
+                max_context=500,
+                synthetic_acceptance=synthetic_acceptance,
+            ),
+            on_round,
+        )
+        self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
+        settings = DraftSettings(
+            gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=draft_context
+        )
+        self.drafter = Drafter(self.draft, plan, settings)
+        self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
+        self.links: list[Link] = []
+        self.attached = 0
+        self.history: list[tuple[list[Any], Any]] = []
+        self.ledger = Ledger()
+        self.commits: dict[str, list[m.Commit]] = {}
+        self.requests: dict[str, m.Open] = {}
+        self.closed: list[m.Closed] = []
+        self.script: list[
+            Callable[[], None]
+        ] = []  # what happens from outside, in this order, at random times
+
+    # From outside.
+
+    def open(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: list[int] | None = None,
+        exactness: m.Exactness = m.Exactness.EXACT,
+        done: list[int] | None = None,
+        name: str = "",
+        sparsity: str = "",
+    ) -> str:
+        """`done`: tokens generated before, as when a session is opened again."""
+        name = name or f"s{len(self.requests)}"
+        tokens = prompt + (done or [])
+        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
+        self.ledger.open(record)
+        self.commits[name], self.requests[name] = [], record.to_open()
+        self.verifier.open(record.to_open(), self._emit)
+        self.target_side.dirty = True
+        return name
+
+    def _emit(self, event: m.ServedEvent) -> None:
+        if isinstance(event, m.Closed):
+            self.closed.append(event)
+            return
+        assert not self.ended(event.at.session)
+        assert self.ledger.apply(event) is not None
+        self.commits[event.at.session].append(event)
+        session = self.sessions[event.at.session]
+        kept = [*session.proposals, *session.announced]
+        assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
+
+    def ended(self, name: str) -> bool:
+        return self.ledger.records[name].finish_reason is not m.FinishReason.NONE
+
+    def abort(self, name: str) -> None:
+        self.verifier.abort(name)
+        self.target_side.dirty = True
+
+    def attach(self) -> Link:
+        link = Link(self.attached)
+        self.attached += 1
+        self.links.append(link)
+        self.verifier.attach_draft(link.target_end)
+        self.drafter.attach(link.draft_end)
+        self.target_side.dirty = True
+        return link
+
+    def detach(self, link: Link) -> None:
+        """The stream breaks; what was on its way is lost."""
+        self.links.remove(link)
+        self.verifier.detach_draft(link.target_end)
+        self.drafter.detach(link.draft_end)
+        self.target_side.dirty = self.draft_side.dirty = True
+
+    @property
+    def sessions(self) -> dict[str, TargetSession]:
+        """Those that run on the target, by name."""
+        return self.verifier._admission.running
+
+    # What happens.
+
+    def run(self) -> None:
+        for _ in range(60_000):
+            if not self.happen():
+                return
+        raise AssertionError("the sessions do not come to an end")
+
+    def happen(self) -> bool:
+        """One thing, or if there is none the end of the verifier's patience; False if all is over."""
+        choices = list(self._choices())
+        if choices:
+            self.rng.choice(choices)()
+        elif self.busy():
+            patience = self.verifier.next_deadline()
+            assert patience is not None, "sessions are open, and nothing will ever happen again"
+            self.clock.now += patience
+            self.target_side.dirty = True
+        return bool(choices) or self.busy()
+
+    def busy(self) -> bool:
+        return bool(self.verifier.gauges["sessions"] or self.verifier.gauges["queued_sessions"])
+
+    def _choices(self) -> Iterator[Callable[[], None]]:
+        for side in (self.target_side, self.draft_side):
+            if side.dirty or side.step is not None:
+                yield lambda side=side: self._advance(side)
+        for link in self.links:
+            if link.to_target:
+                yield lambda link=link: self._deliver(link, link.to_target)
+            if link.to_draft:
+                yield lambda link=link: self._deliver(link, link.to_draft)
+        if self.script:
+            yield lambda: self.script.pop(0)()
+        if self.faults.jumps and self.busy():
+            yield self._jump
+
+    def _advance(self, side: Side) -> None:
+        side.advance(self.rng)
+        if side.step is None:
+            self.check_kv()
+
+    def check_kv(self) -> None:
+        """Between steps every session's KV is that of its own tokens, on both sides."""
+        if self.target_side.step is None:
+            for session in self.sessions.values():
+                assert self.target.tokens_in(session.kv) == session.tokens[: session.kv.length]
+        if self.draft_side.step is None:
+            for link in self.links:
+                for drafted in link.draft_end.sessions.values():
+                    assert self.draft.tokens_in(drafted.kv) == drafted.tokens[: drafted.kv.length]
+
+    def _jump(self) -> None:
+        if self.rng.random() < 0.05:
+            self.faults.jumps -= 1
+            self.clock.now += 1.5
+            self.target_side.dirty = True
+
+    def _deliver(self, link: Link, queue: list[Any]) -> None:
+        event = queue.pop(self._misplaced(len(queue)))
+        if queue is link.to_target:
+            self.verifier.receive(link.target_end, as_draft_event(event))
+            self.target_side.dirty = True
+        else:
+            self.drafter.receive(link.draft_end, as_target_event(event))
+            self.draft_side.dirty = True
+        if self.faults.left:
+            self.history.append((queue, event))
+            if self._goes_wrong():  # once more, at once or later
+                queue.insert(self.rng.randint(0, min(len(queue), self.faults.window)), event)
+            if self._goes_wrong():  # something from long ago
+                old_queue, old = self.rng.choice(self.history)
+                old_queue.insert(0, old)
+
+    def _misplaced(self, waiting: int) -> int:
+        return self.rng.randrange(min(waiting, self.faults.window)) if self._goes_wrong() else 0
+
+    def _goes_wrong(self) -> bool:
+        wrong = self.faults.left > 0 and self.rng.random() < 0.15
+        self.faults.left -= wrong
+        return wrong
+
+    # What must hold.
+
+    def check_greedy(self, name: str) -> None:
+        request, record = self.requests[name], self.ledger.records[name]
+        prompt = request.tokens[: request.prompt_tokens]
+        tokens, reason = self.model.plain(prompt, request.max_tokens, request.stop_token_ids)
+        assert record.tokens == tokens
+        assert record.finish_reason is reason
+
+    def check_nothing_left(self) -> None:
+        for runner in (self.target, self.draft):
+            runner.kv.pool.check_integrity()
+            assert runner.kv.pool.held == 0
+        assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
+        assert self.verifier._admission.reserved == 0
+        assert self.drafter.is_idle
+        assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
+
+
+def prompts(rng: random.Random, count: int, longest: int = 150) -> list[list[int]]:
+    """Of any length; many begin with the same pages."""
+    common = [rng.randrange(VOCAB) for _ in range(longest)]
+    made = []
+    for _ in range(count):
+        shared = rng.choice([0, 0, 16, 90, longest])
+        own = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 17, 60]))]
+        made.append(([*common[:shared], *own])[:longest])
+    return made
+
+
+def totals(world: World) -> tuple[int, int]:
+    commits = [commit for commits in world.commits.values() for commit in commits]
+    return sum(commit.drafted for commit in commits), sum(commit.accepted for commit in commits)
+
+
+def target_probs(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
+    """The truncated distribution, worked out in float64 apart from the engine."""
+    probs = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
+    probs /= probs.sum()
+    kept: dict[int, float] = {}
+    for token in np.argsort(-probs, kind="stable"):
+        kept[int(token)] = float(probs[token])
+        if sum(kept.values()) >= sampling.top_p:
+            break
+    return {token: p / sum(kept.values()) for token, p in kept.items()}
