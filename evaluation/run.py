@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 from engine.kv.pages import PAGE_SIZE
-from engine.loading import default_device, load_runner, resolve_dtype
+from engine.loading import default_device, load_model, load_runner, make_runner, resolve_dtype
 from engine.model_runner import ModelRunner
 from evaluation.cases import Case
 from evaluation.methods import check_compared, compared_method
@@ -79,15 +79,17 @@ def evaluate(
     return totals
 
 
-def _load(pair: Pair, draft_tokens: int, target_tokens: int) -> None:
+def _load(pair: Pair, longest: int, target_tokens: int) -> None:
+    """Load both models, with room for a sequence of `longest` tokens, and in the target for forks of it."""
     global _loaded
     device = default_device()
     if device == "cpu":
         torch.set_num_threads(1)  # the workers share the cores
     dtype = resolve_dtype("auto", device)
+    target = load_model(pair.target, dtype, device)
     _loaded = (
-        load_runner(pair.draft, dtype, device, draft_tokens),
-        load_runner(pair.target, dtype, device, target_tokens),
+        load_runner(pair.draft, dtype, device, longest),
+        make_runner(target, target_tokens, max_context=longest, enforce_eager=True),
     )
 
 
