@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from, and the uniforms that draw them.
+"""How a session samples, the truncated distributions that it draws from, and the uniforms that draw.
 
 Uniforms depend on (seed, position, use) alone, so a session's draws do not depend on its batch or on how its
 rounds fell. Each position is decided once, with its own uniforms: that keeps speculative sampling exact.
@@ -7,7 +7,6 @@ rounds fell. Each position is decided once, with its own uniforms: that keeps sp
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
 
@@ -31,12 +30,6 @@ class Support:
 
     ids: np.ndarray
     probs: np.ndarray
-
-
-def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
-    """The `support` likeliest entries of each row, renormalised: ids [rows, s] int64 and probs [rows, s] float32."""
-    top, ids = probs.topk(min(support, probs.shape[-1]), dim=-1)
-    return ids, top / top.sum(-1, keepdim=True)
 
 
 def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:

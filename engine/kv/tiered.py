@@ -165,7 +165,8 @@ class TieredKV(KVCache):
 
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
         self._forget_freed()
-        self._grow_all(work)
+        super().begin_pass(work)
+        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
         self._offer_full_pages(work)
         new, reads_stored = self._needs(work)
         if not self.offload_active and (reads_stored or len(new) > self.resident.free):
@@ -202,15 +203,6 @@ class TieredKV(KVCache):
         """Whether a sequence holds a page that has no GPU page. (Others are kept for their prefix.)"""
         away = np.flatnonzero(self.store.holds & (self.resident.of < 0)).tolist()
         return any(self.pool.references[page] for page in away)
-
-    def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> None:
-        """Have pages for all or for none."""
-        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
-        if missing > self.pool.available:
-            raise OutOfPages(f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
-        for sequence, tokens in work:
-            self.grow(sequence, sequence.length + tokens)
-        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
 
     def _offer_full_pages(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time."""

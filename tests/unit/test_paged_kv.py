@@ -480,19 +480,14 @@ class Forks(RuleBasedStateMachine):
         missing = item.kv.length // GROUP - len(before)
         if missing > len(free):
             with pytest.raises(OutOfPages, match=f"{missing} group means wanted, {len(free)} slots are free"):
-                self.kv.group_means([item.kv], torch.device("cpu"))
+                self.kv.extend_group_means([item.kv])
             assert (item.kv.groups, self.means.free) == (before, free)
             return
         for _ in range(2):  # the second time there is nothing to do
-            made = self.kv.group_means([item.kv], torch.device("cpu"))
+            self.kv.extend_group_means([item.kv])
             assert item.kv.groups[: len(before)] == before
             assert len(item.kv.groups) == item.kv.length // GROUP
             assert len(self.means.free) == len(free) - missing
-            assert len(made) == LAYERS
-            for layer in made:
-                assert layer.group_size == GROUP
-                assert layer.tables.tolist() == [item.kv.groups]
-                assert layer.counts.tolist() == [len(item.kv.groups)]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -633,7 +628,7 @@ def test_there_are_as_many_slots_as_groups_fit_the_pages() -> None:
 
 def test_means_without_room_for_them_are_refused() -> None:
     with pytest.raises(ValueError, match="call keep_group_means first"):
-        small().group_means([SequenceKV()], torch.device("cpu"))
+        small().extend_group_means([SequenceKV()])
 
 
 def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> None:
@@ -647,13 +642,13 @@ def test_means_of_a_sequence_that_grows_are_made_of_its_new_groups_alone() -> No
             kv.k_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(at // PAGE_SIZE + at % 2)
             kv.v_pages[0][sequence.pages[at // PAGE_SIZE], 0, at % PAGE_SIZE] = float(-at)
         sequence.length = length
-        (made,) = kv.group_means([sequence], torch.device("cpu"))
+        pool = kv.extend_group_means([sequence])
         assert sequence.groups[: len(slots)] == slots
         slots = list(sequence.groups)
         groups = range(length // PAGE_SIZE)
-        assert made.k[slots].flatten().tolist() == [group + 0.5 for group in groups]
-        assert made.k_variance[slots].flatten().tolist() == [0.25] * len(groups)
-        assert made.v[slots].flatten().tolist() == [-(16 * group + 7.5) for group in groups]
+        assert pool.k[0, slots].flatten().tolist() == [group + 0.5 for group in groups]
+        assert pool.k_variance[0, slots].flatten().tolist() == [0.25] * len(groups)
+        assert pool.v[0, slots].flatten().tolist() == [-(16 * group + 7.5) for group in groups]
 
 
 def test_means_that_find_too_few_slots_change_nothing() -> None:
@@ -661,27 +656,13 @@ def test_means_that_find_too_few_slots_change_nothing() -> None:
     kv.keep_group_means(16, slots=3)
     assert kv.means is not None
     first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
-    kv.group_means([first], torch.device("cpu"))
+    kv.extend_group_means([first])
     with pytest.raises(OutOfPages, match="2 group means wanted, 1 slots are free"):
-        kv.group_means([first, second], torch.device("cpu"))
+        kv.extend_group_means([first, second])
     assert (len(first.groups), second.groups, len(kv.means.free)) == (2, [], 1)
     kv.release(first)
-    kv.group_means([second], torch.device("cpu"))
+    kv.extend_group_means([second])
     assert len(second.groups) == 2
-
-
-def test_tables_of_sequences_with_different_numbers_of_groups() -> None:
-    kv = small()
-    kv.keep_group_means(16)
-    lengths = [20, 0, 15, 50]
-    sequences = [filled(kv, [kind] * length) for kind, length in enumerate(lengths)]
-    (layer,) = kv.group_means(sequences, torch.device("cpu"))
-    assert layer.counts.tolist() == [1, 0, 0, 3]
-    assert layer.tables.dtype == layer.counts.dtype == torch.int32
-    for row, sequence in enumerate(sequences):
-        assert layer.tables[row, : len(sequence.groups)].tolist() == sequence.groups
-    (none,) = kv.group_means(sequences[1:3], torch.device("cpu"))
-    assert (none.counts.tolist(), none.tables.shape) == ([0, 0], (2, 0))
 
 
 # The ledger alone

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.decoder import Decoder, DecoderLayer, run_decoder
+from engine.decoder import Decoder, DecoderLayer
 from kernels.backends import Backend
 from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights
@@ -81,7 +81,7 @@ def test_a_pass(rows: int, group: int) -> None:
             arguments = (queries, k_pages, v_pages, tables, lengths, starts, SCALE)
             return paged_attention(*arguments, backend=backend, max_queries=rows)
 
-        logits = run_decoder(decoder, ids, positions, slots, [k_pages], [v_pages], attend, backend)
+        logits = decoder.run(ids, positions, slots, [k_pages], [v_pages], attend, backend=backend)
         return logits, k_pages, v_pages
 
     for ours, wanted in zip(run("triton"), run("torch"), strict=True):
