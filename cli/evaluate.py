@@ -61,7 +61,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(flags: argparse.Namespace) -> None:
-    from engine.loading import load_tokenizer
+    from engine.loading.tokenizer import load_tokenizer
     from evaluation import cases, plots, report
     from evaluation.run import Pair, evaluate, variants_of
     from sparsity.plan import load_plan
@@ -107,7 +107,7 @@ def _evaluate(flags: argparse.Namespace) -> None:
 
 def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
     """Exits with 1 if any token differs."""
-    from engine.loading import load_tokenizer
+    from engine.loading.tokenizer import load_tokenizer
     from evaluation import cases, identity
     from orchestrator.demo import TEXT
 

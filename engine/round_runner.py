@@ -1,5 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
+import itertools
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -41,17 +43,11 @@ class RoundRunner:
         """Capture rounds of up to `sequences` sessions, greedy and sampled, of every method."""
         if self._pool is None:
             return
-        methods = ["", *self._settings.announcers]
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
-        shapes = [
-            RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method)
-            for sampled in (False, True)
-            for method in methods
-            for count in sizes
-        ]
-        for shape in tqdm(shapes, desc="capturing CUDA graphs of rounds"):
-            self._round_of(shape)
+        kinds = list(itertools.product((False, True), ("", *self._settings.announcers), sizes))
+        for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
+            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""

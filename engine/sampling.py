@@ -34,7 +34,7 @@ class Support:
 
 def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:
     """Uniforms in [0, 1) of positions start … start + count - 1, [count] float64 (Philox 4x64, counter-based)."""
-    # One counter step gives four words; a position uses one step, so that neighbours never share a word.
+    # One counter step gives four numbers; a position uses one step, so that neighbours never share one.
     key = np.array([seed & (2**64 - 1), use], dtype=np.uint64)  # a list with a seed of 64 bits would become floats
     bits = np.random.Philox(key=key, counter=[start, 0, 0, 0])
     return (bits.random_raw(4 * count)[::4] >> np.uint64(11)).astype(np.float64) * 2.0**-53

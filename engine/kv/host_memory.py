@@ -72,8 +72,8 @@ def _near(device: torch.device) -> Iterator[None]:
 
 def _local_cpus(device: torch.device) -> set[int]:
     properties: Any = torch.cuda.get_device_properties(device)
-    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    file = Path("/sys/bus/pci/devices") / place / "local_cpulist"
+    bus_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices") / bus_id / "local_cpulist"
     try:
         return parse_cpu_list(file.read_text())
     except OSError:

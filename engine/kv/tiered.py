@@ -44,7 +44,7 @@ CLOCK_SHARE = 4
 
 
 class TieredKV(KVCache):
-    """A KV cache whose page numbers are places in the backing store.
+    """A KV cache whose page numbers are indices in the backing store.
 
     counters: what it has done. memory: where everything lies. store: which pages are stored. resident: which GPU page
     each page has. offload_active: whether the residency tables say where rows are.
@@ -321,7 +321,7 @@ class TieredKV(KVCache):
     def _make_staged_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Layer by layer, from pages that are brought together."""
         memory = self.memory
-        places = np.arange(pages.size).reshape(pages.shape)
+        staged = np.arange(pages.size).reshape(pages.shape)
         rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
         missed = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, layer in enumerate(memory.layers):
@@ -330,7 +330,7 @@ class TieredKV(KVCache):
             bring_misses(memory, index, 0, rows, lines)
             missed += (lines < 0).sum()
             keys, values = memory.staging[0]
-            make_means([keys], [values], places, slots, pool, layer)
+            make_means([keys], [values], staged, slots, pool, layer)
         self.counters.staged_pages += int(missed)
 
     # Checks, and sequences.

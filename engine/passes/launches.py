@@ -7,7 +7,6 @@ from engine.decoder import Attend, Decoder
 from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import (
     BlockWeights,
     Heads,
@@ -16,8 +15,7 @@ from engine.layer_attention import (
     ListedReads,
     ReadWeights,
     Rows,
-    plan_dense,
-    plan_listed,
+    plan_reads,
 )
 from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
@@ -90,7 +88,7 @@ def _attention_of(
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
     if not shape.width or shape.dense_layers:
-        attend.dense_work = plan_dense(heads, rows, PAGE_SIZE, attention, tuning)
+        attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.kept:
         attend.tables_of = lambda layer: given["kept_tables"] if layer in kv.kept_layers else rows.tables
     if shape.emitting:
@@ -120,7 +118,7 @@ def _listed_reads(
         means = kv.means.over(given["group_tables"], given["group_counts"])
     lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
     blocks = BlockLists(given["lists"], given["counts"], shape.block_size, lines)
-    work = plan_listed(heads, rows, PAGE_SIZE, attention, blocks, means, tuning)
+    work = plan_reads(heads, rows, attention, tuning, blocks, means)
     index = {layer: i for i, layer in enumerate(shape.sparse_layers(kv.num_layers))}
     return ListedReads(blocks, index, work, means, wait)
 

@@ -83,16 +83,10 @@ def lay_out_round(buffers: Buffers, requests: list[RoundRequest]) -> None:
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            _lay_out_bitmap(host["before"][i], item.announce.before)
+            host["before"][i] = 0
+            if item.announce.before is not None:
+                host["before"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
-
-
-def _lay_out_bitmap(row: np.ndarray, bitmap: np.ndarray | None) -> None:
-    """row: int64 [rows, words or more]"""
-    used = 0 if bitmap is None else bitmap.shape[1]
-    row[:, used:] = 0
-    if bitmap is not None:
-        row[:, :used] = bitmap.view(np.int64)
 
 
 def read_round(buffers: Buffers, requests: list[RoundRequest]) -> list[RoundOutput]:

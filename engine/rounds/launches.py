@@ -9,7 +9,7 @@ from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
-from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_dense, plan_listed
+from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.launches import heads_of
 from engine.rounds.buffers import RoundShape
@@ -131,7 +131,7 @@ def _run_pass(
 ) -> Tensor:
     """tokens: ids, positions and slots, [rows] int64 each"""
     heads, kv = round_.heads, round_.kv
-    work = plan_dense(heads, rows, PAGE_SIZE, round_.attention) if lists is None else None
+    work = plan_reads(heads, rows, round_.attention) if lists is None else None
     pages = kv.layer_pages
     attend = LayerAttention(heads, rows, pages, round_.attention, lists, evidence, dense_work=work)
     return round_.decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
@@ -200,7 +200,7 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
     shape = layers, sequences, kv_heads
     blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
     rows = Rows(round_.given["query_starts"], lengths, round_.given["block_tables"], max_queries)
-    work = plan_listed(round_.heads, rows, PAGE_SIZE, round_.attention, blocks)
+    work = plan_reads(round_.heads, rows, round_.attention, blocks=blocks)
     return ListedReads(blocks, {layer: layer for layer in range(layers)}, work)
 
 

@@ -14,8 +14,10 @@ from engine.decoder import Decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, load_runner, read_shape
 from engine.loading import runner as loading_runner
+from engine.loading.model import load_model
+from engine.loading.runner import load_runner
+from engine.loading.shape import read_shape
 from engine.modules import ModulesDecoder
 from engine.runner import Runner
 from kernels.backends import Backend

@@ -21,7 +21,9 @@ from config.attention_backends import check_attention_backend
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, make_runner, open_model
+from engine.loading.model import load_model
+from engine.loading.opening import open_model
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from kernels import flashinfer_attention

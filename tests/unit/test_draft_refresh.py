@@ -13,7 +13,8 @@ import models
 from config import DraftSettings
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, make_runner
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.round_runner import RoundRunner
 from engine.rounds.buffers import RoundShape, make_round_buffers

@@ -17,7 +17,7 @@ import models
 from cli.evaluate import add_evaluate
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import load_runner
+from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation import cases, continuations, drafts, plots, quality, report
 from evaluation.cases import Case

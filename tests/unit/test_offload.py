@@ -17,7 +17,8 @@ from engine.kv.cache import KVCache
 from engine.kv.counters import TierCounters
 from engine.kv.pages import OutOfPages, SequenceKV
 from engine.kv.tiered import TieredKV
-from engine.loading import load_model, make_runner
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
 from engine.rounds.requests import RoundSettings
 from engine.sampling import Sampling
 from sparsity.methods import METHODS

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, load_runner, output_projections
+from engine.loading.model import load_model, output_projections
+from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation.just_in_time import SequenceKeys
 from evaluation.methods import RIVALS
