@@ -10,14 +10,7 @@ from wire.selection_codec import encode_selection
 def send_announcement(session: DraftSession, counters: Counter[str]) -> None:
     """Send what the session's round announces, coded against what the target holds."""
     assert session.selection is not None
-    known = session.known_selections
-    if session.peer.near:
-        data = encode_selection(session.selection, compact=False)
-    elif known:
-        (name, newest), *earlier = known
-        data = encode_selection(session.selection, newest, name, earlier)
-    else:
-        data = encode_selection(session.selection)
+    data = encode_selection(session.selection, session.known_selections, compact=not session.peer.near)
     counters["announcements"] += 1
     counters["announced_bytes"] += len(data)
     session.peer.send(Announcement(session.at, session.tokens[session.base - 1], data))

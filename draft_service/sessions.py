@@ -14,13 +14,10 @@ from engine.sampling import Sampling, Support
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Proposal, Verdict
-from wire.selection_codec import Reference
+from wire.selection_codec import NamedSelection
 
 _RETRY = 16  # rounds
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
-
-# A selection that the target is known to hold, and its name on the wire.
-NamedSelection = tuple[Reference, BlockSelection]
 
 
 class TargetPeer:
