@@ -23,13 +23,13 @@ from pyroaring import BitMap
 from benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
 from benchmarks.stack import _processor as processor
 from sparsity.selection import BlockSelection
-from wire.selection_codec import MAX_REFERENCES, Reference, decode_selection, encode_selection
+from wire.selection_codec import MAX_REFERENCES, NamedSelection, decode_selection, encode_selection
 
 PASSAGES = 48  # sessions of a trace as recorded
 FIRST_STEADY = 4  # the first round that counts; it has all references
 GOAL_BYTES, GOAL_MS = 25_000, 1.0
 
-Held = list[tuple[Reference, BlockSelection]]  # the newest first
+Held = list[NamedSelection]  # the newest first
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,8 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
 # Codings
 
 
-def _encode(selection: BlockSelection, held: Held) -> bytes:
-    if not held:
-        return encode_selection(selection)
-    (name, newest), *earlier = held
-    return encode_selection(selection, newest, name, earlier)
-
-
 def _encode_one(selection: BlockSelection, held: Held) -> bytes:
-    return _encode(selection, held[:1])
+    return encode_selection(selection, held[:1])
 
 
 def _encode_plain(selection: BlockSelection, held: Held) -> bytes:
@@ -246,7 +239,7 @@ def _encode_varints(selection: BlockSelection, held: Held) -> bytes:
 
 
 CODINGS = (
-    Coding("announcement", _encode, _decode),
+    Coding("announcement", encode_selection, _decode),
     Coding("announcement, one reference", _encode_one, _decode),
     Coding("announcement, plain words", _encode_plain, _decode),
     Coding("bitmap", _encode_bitmap, _decode_bitmap),
