@@ -38,7 +38,7 @@ def gather_blocks(
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
     """
-    check_backend("gather_blocks", backend, ("torch", "triton"))
+    check_backend("gather_blocks", backend)
     _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
     if backend == "torch":
         source_rows, destination_rows = source_rows[: int(count)], destination_rows[: int(count)]
@@ -107,7 +107,7 @@ def gather_layers(
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
     done: [layers] int32, zeros before: each program counts one in each layer that it has finished
     """
-    check_backend("gather_layers", backend, ("torch", "triton"))
+    check_backend("gather_layers", backend)
     layers = len(copies.sources)
     if source_rows.shape != destination_rows.shape or not len(source_rows) == len(counts) == len(done) == layers:
         raise ValueError(
@@ -141,7 +141,7 @@ def gather_layers(
 
 def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
     """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer."""
-    check_backend("wait_for_layer", backend, ("torch", "triton"))
+    check_backend("wait_for_layer", backend)
     if backend == "triton":
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 

@@ -36,7 +36,7 @@ def rotate_and_write_kv(
     before they are rotated; None: no norm
     Returns [tokens, heads, head_dim]. Triton takes head_dim that is a power of two.
     """
-    check_backend("rotate_and_write_kv", backend, ("torch", "triton"))
+    check_backend("rotate_and_write_kv", backend)
     if backend == "torch":
         rotated, keys, values = _torch_rotate(qkv, cosines, sines, positions, k_pages.shape, heads, head_norms, epsilon)
         kept = slots >= 0

@@ -33,7 +33,7 @@ def judge_greedy(
     Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
     NotImplementedError for more drafted tokens than Triton takes.
     """
-    check_backend("judge_greedy", backend, ("torch", "triton"))
+    check_backend("judge_greedy", backend)
     _check_judged("judge_greedy", logits, draft_tokens, draft_counts)
     judge = judge_greedy_in_triton if backend == "triton" else judge_greedy_in_torch
     return judge(logits, draft_tokens, draft_counts)
@@ -61,7 +61,7 @@ def judge_sampled(
     Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
     NotImplementedError for more drafted tokens than Triton takes.
     """
-    check_backend("judge_sampled", backend, ("torch", "triton"))
+    check_backend("judge_sampled", backend)
     _check_judged("judge_sampled", logits, draft_tokens, draft_counts)
     rows, gamma = draft_tokens.shape
     shapes = (

@@ -26,7 +26,7 @@ def find_block_lines(
     missing [rows] int32, how many listed pages are in no line, each as often as it is listed. Lines beyond a count say
     nothing.
     """
-    check_backend("find_block_lines", backend, ("torch", "triton"))
+    check_backend("find_block_lines", backend)
     check_blocks("find_block_lines", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     if backend == "torch":
         pages = pages_of_blocks(tables, lists, counts, page_tables, pages_per_block)

@@ -21,7 +21,7 @@ def count_missing_blocks(
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
     page_tables: [sequences, max_pages] int32, negative where there is no page; a block is cached if all its pages are
     """
-    check_backend("count_missing_blocks", backend, ("torch", "triton"))
+    check_backend("count_missing_blocks", backend)
     layers, sequences, _, width = lists.shape
     if backend == "torch":
         return _torch_count(line_of, lists, counts, page_tables, kv_heads, pages_per_block)

@@ -20,7 +20,7 @@ def pin_gpu_pages(
     pages, gpu_pages: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
     round: [1] int32
     """
-    check_backend("pin_gpu_pages", backend, ("torch", "triton"))
+    check_backend("pin_gpu_pages", backend)
     check_pages("pin_gpu_pages", tables, pages, kv_heads)
     check_tensor("pin_gpu_pages", "gpu_pages", gpu_pages, tuple(pages.shape), torch.int32, tables.page_in.device)
     check_round("pin_gpu_pages", tables, "round", round)
@@ -64,7 +64,7 @@ def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: 
     pages: [n] int32; what is in no line is passed over. What was written or freed after the copy began must not be
         listed.
     """
-    check_backend("mark_stored", backend, ("torch", "triton"))
+    check_backend("mark_stored", backend)
     check_pages("mark_stored", tables, pages, kv_heads)
     if backend == "torch":
         for row in range(tables.rows):
@@ -82,7 +82,7 @@ def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: s
 
     pages: [n] int32; what is not cached is passed over
     """
-    check_backend("drop_pages", backend, ("torch", "triton"))
+    check_backend("drop_pages", backend)
     check_pages("drop_pages", tables, pages, kv_heads)
     if backend == "torch":
         for row in range(tables.rows):

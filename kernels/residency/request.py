@@ -32,7 +32,7 @@ def request_blocks(
     first wanted, first placed. A page that finds no line overflows: it is counted once, and stays in the backing store.
     All misses must be in the backing store: what was never written is "copied" too.
     """
-    check_backend("request_blocks", backend, ("torch", "triton"))
+    check_backend("request_blocks", backend)
     check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     check_round("request_blocks", tables, "round", round)
     if backend == "torch":

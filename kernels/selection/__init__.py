@@ -26,7 +26,7 @@ def select_top_k(
     Returns lists [rows, width] int32 ascending, and counts [rows] int32; entries past the count say nothing.
     Raises ValueError for weights that the backend does not take.
     """
-    check_backend("select_top_k", backend, ("torch", "triton"))
+    check_backend("select_top_k", backend)
     if backend == "triton":
         return _select_rows("select_top_k", weights, valid, k, None, width)
     return compact(top_k_mask(weights, valid, k), width)
@@ -41,7 +41,7 @@ def select_nucleus(
     selection never holds less than `mass`. Arguments, result and what is raised: as for `select_top_k`; 0 < mass <= 1.
     iterations: of `torch`; `triton` goes on until no weight lies between the bounds, and adds in float32.
     """
-    check_backend("select_nucleus", backend, ("torch", "triton"))
+    check_backend("select_nucleus", backend)
     if backend == "triton":
         check_mass(mass)
         return _select_rows("select_nucleus", weights, valid, None, mass, width)

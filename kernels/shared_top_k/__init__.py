@@ -25,7 +25,7 @@ def select_top_k_over_all(
     inner: rows are outer * inner; results are then [outer, groups, inner, …] (layers before sequences before heads)
     Returns lists [groups, rows, n] int32, undefined beyond their counts, and these [groups, rows] int32.
     """
-    check_backend("select_top_k_over_all", backend, ("torch", "triton"))
+    check_backend("select_top_k_over_all", backend)
     groups, rows, n = scores.shape
     if backend == "torch":
         chosen = _torch_top_k(scores, counts)
@@ -49,7 +49,7 @@ def select_top_k_over_all(
 
 def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") -> Tensor:
     """Return what `select_top_k_over_all` selects as bits, the lowest first: [groups, rows, ceil(n / 64)] int64."""
-    check_backend("mark_top_k_over_all", backend, ("torch", "triton"))
+    check_backend("mark_top_k_over_all", backend)
     groups, rows, n = scores.shape
     words = -(-n // WORD)
     if backend == "torch":

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_weights import paged_attention_with_block_weights, pool_blocks
 from kernels.kv_write import write_kv
 from kernels.paged_attention import (
     MAX_VARIANCE_TERM,
+    Batch,
     BlockLists,
     GroupMeans,
     paged_attention,
+    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
+    pool_blocks,
 )
 from kernels.rejection import judge_greedy
 from kernels.selection import select_nucleus, select_top_k
@@ -51,6 +53,10 @@ class Case:
         lengths = torch.tensor(self.kv_lengths, dtype=torch.int32)
         return self.queries, self.k_pages, self.v_pages, self.block_tables, lengths, self.query_starts
 
+    @property
+    def batch(self) -> Batch:
+        return Batch(*self.arguments, SCALE, max(self.query_counts))
+
     def packed_lists(self, block_size: int = 0) -> BlockLists:
         counts = torch.tensor([[len(pages) for pages in heads] for heads in self.lists], dtype=torch.int32)
         packed = torch.full((*counts.shape, int(counts.max()) + 2), UNREAD, dtype=torch.int32)
@@ -60,10 +66,10 @@ class Case:
         return BlockLists(packed, counts, block_size or self.page_size)
 
     def dense(self) -> Tensor:
-        return paged_attention(*self.arguments, SCALE)
+        return paged_attention(self.batch)
 
     def sparse(self) -> Tensor:
-        return paged_attention(*self.arguments, SCALE, self.packed_lists())
+        return paged_attention(self.batch, self.packed_lists())
 
     def every_page(self) -> list[list[list[int]]]:
         kv_heads = self.k_pages.shape[1]
@@ -224,7 +230,7 @@ def test_earlier_queries_do_not_see_later_keys(run: Callable[[Case], Tensor], la
 @pytest.mark.parametrize("block_size", [5, 16, 32])
 def test_block_weights_are_the_pooled_softmax(seed: int, group: int, block_size: int) -> None:
     case = random_case(seed, group)
-    out, weights = paged_attention_with_block_weights(*case.arguments, SCALE, block_size)
+    out, weights = paged_attention_with_block_weights(case.batch, block_size)
     assert torch.equal(out, case.dense())
     blocks_of = [-(-length // block_size) for length in case.kv_lengths]
     assert weights.shape == (len(blocks_of), 1, case.queries.shape[1], max(blocks_of))
@@ -280,13 +286,13 @@ def test_heads_must_be_a_multiple_of_kv_heads() -> None:
     case = random_case(5, 2)
     kv_heads, page_lists = case.k_pages.shape[1], case.packed_lists()
     message = f"{2 * kv_heads - 1} query heads are no multiple of {kv_heads} KV heads"
-    arguments = (case.queries[:, :-1], *case.arguments[1:])
+    batch = replace(case.batch, queries=case.queries[:, :-1])
     with pytest.raises(ValueError, match=message):
-        paged_attention(*arguments, SCALE)
+        paged_attention(batch)
     with pytest.raises(ValueError, match=message):
-        paged_attention_with_read_weights(*arguments, SCALE, page_lists)
+        paged_attention_with_read_weights(batch, page_lists)
     with pytest.raises(ValueError, match=message):
-        paged_attention_with_block_weights(*arguments, SCALE, 16)
+        paged_attention_with_block_weights(batch, 16)
 
 
 def in_blocks(case: Case, block_size: int, seed: int) -> Case:
@@ -385,7 +391,7 @@ def test_blocks_of_any_size_are_the_reference(seed: int, group: int) -> None:
     for size in sizes(case):
         chosen = in_blocks(case, size, seed)
         wanted, _ = reference_by_token(chosen, size)
-        got = paged_attention(*chosen.arguments, SCALE, chosen.packed_lists(size))
+        got = paged_attention(chosen.batch, chosen.packed_lists(size))
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -394,7 +400,7 @@ def test_lists_of_all_blocks_of_any_size_are_dense(seed: int, group: int) -> Non
     case = random_case(seed, group)
     for size in sizes(case):
         blocks = every_block(case, size).packed_lists(size)
-        got = paged_attention(*case.arguments, SCALE, blocks)
+        got = paged_attention(case.batch, blocks)
         torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-5)
 
 
@@ -406,8 +412,8 @@ def test_empty_lists_of_any_block_size_give_zeros(block_size: int, width: int) -
     lists = torch.full((*shape, width), UNREAD, dtype=torch.int32)
     blocks = BlockLists(lists, torch.zeros(shape, dtype=torch.int32), block_size)
     zeros = torch.zeros_like(case.queries)
-    assert torch.equal(paged_attention(*case.arguments, SCALE, blocks), zeros)
-    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    assert torch.equal(paged_attention(case.batch, blocks), zeros)
+    got, weights = paged_attention_with_read_weights(case.batch, blocks)
     assert torch.equal(got, zeros)
     assert torch.equal(weights, torch.zeros(*shape, width))
 
@@ -421,11 +427,11 @@ def test_a_last_block_may_reach_beyond_the_table(block_size: int) -> None:
     last = (75 - 1) // block_size
     assert (last + 1) * block_size > 80
     case = Case(torch.randn(3, 4, 8), *pages, storage[:, :5], [75], [3], [[[last], [last, 0][: last + 1]]])
-    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, case.packed_lists(block_size))
+    got, weights = paged_attention_with_read_weights(case.batch, case.packed_lists(block_size))
     wanted, probs = reference_by_token(case, block_size)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
     assert_read_weights(weights, probs, case, block_size)
-    plain = paged_attention(*case.arguments, SCALE, case.packed_lists(block_size))
+    plain = paged_attention(case.batch, case.packed_lists(block_size))
     torch.testing.assert_close(plain, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -436,9 +442,9 @@ def test_read_weights_are_the_reference(seed: int, group: int) -> None:
         chosen = in_blocks(case, size, seed + 1)
         blocks = chosen.packed_lists(size)
         wanted, probs = reference_by_token(chosen, size)
-        got, weights = paged_attention_with_read_weights(*chosen.arguments, SCALE, blocks)
+        got, weights = paged_attention_with_read_weights(chosen.batch, blocks)
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(got, paged_attention(*chosen.arguments, SCALE, blocks))
+        torch.testing.assert_close(got, paged_attention(chosen.batch, blocks))
         assert_read_weights(weights, probs, chosen, size)
 
 
@@ -446,7 +452,7 @@ def test_read_weights_are_the_reference(seed: int, group: int) -> None:
 def test_read_weights_of_all_blocks_sum_to_the_group_size(seed: int, group: int) -> None:
     case = random_case(seed, group)
     blocks = every_block(case, case.page_size).packed_lists()
-    _, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    _, weights = paged_attention_with_read_weights(case.batch, blocks)
     torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], float(group)))
 
 
@@ -463,13 +469,13 @@ def assert_stood_in(case: Case, block_size: int, means: GroupMeans) -> None:
     """Output and weights are the reference's, and the listed blocks' weights leave what the means get."""
     blocks = case.packed_lists(block_size)
     wanted, probs = reference_by_token(case, block_size, means)
-    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    got, weights = paged_attention_with_read_weights(case.batch, blocks, means)
     torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-4)
-    assert torch.equal(got, paged_attention(*case.arguments, SCALE, blocks, means))
+    assert torch.equal(got, paged_attention(case.batch, blocks, means))
     assert_read_weights(weights, probs, case, block_size)
     # Past the counts may stand a block that is one of a group, as the 0 that lists are padded with.
     padded = replace(blocks, lists=blocks.lists.where(blocks.lists != UNREAD, 0))
-    assert torch.equal(got, paged_attention(*case.arguments, SCALE, padded, means))
+    assert torch.equal(got, paged_attention(case.batch, padded, means))
     group = case.queries.shape[1] // case.k_pages.shape[1]
     for i, heads in enumerate(case.lists):
         stood_in = int(means.counts[i]) * means.group_size
@@ -516,7 +522,7 @@ def test_the_variance_term_is_cut_for_some_and_not_for_others() -> None:
     assert (spread < MAX_VARIANCE_TERM).any()
     flat = replace(means, k_variance=torch.zeros_like(means.k_variance))
     blocks = case.packed_lists()
-    with_term, without = (paged_attention(*case.arguments, SCALE, blocks, m) for m in (means, flat))
+    with_term, without = (paged_attention(case.batch, blocks, m) for m in (means, flat))
     assert (with_term - without).abs().max() > 0.01
 
 
@@ -525,7 +531,7 @@ def test_means_take_no_part_where_everything_is_read(group_size: int, block_size
     case = every_block(page_16_case(group_size, 2), block_size)
     means = group_means(case, group_size)
     blocks = case.packed_lists(block_size)
-    got, weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    got, weights = paged_attention_with_read_weights(case.batch, blocks, means)
     torch.testing.assert_close(got, case.dense(), atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(weights.sum(-1), torch.full(weights.shape[:2], 2.0))
 
@@ -550,9 +556,9 @@ def test_means_of_groups_of_equal_keys_stand_in_exactly(group_size: int, block_s
         lists.append([[*(b for b in listed if read == "some" and b < covered), *rest] for listed in heads])
     case = replace(case, lists=lists)
     blocks = case.packed_lists(block_size)
-    got = paged_attention(*case.arguments, SCALE, blocks, means)
+    got = paged_attention(case.batch, blocks, means)
     torch.testing.assert_close(got, case.dense(), atol=1e-5, rtol=1e-4)
-    without = paged_attention(*case.arguments, SCALE, blocks)
+    without = paged_attention(case.batch, blocks)
     assert (without - case.dense()).abs().max() > 0.05
 
 
@@ -565,7 +571,7 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     counts = [emitting, emitting + 2, 7, 7]
     lengths = [emitting, 130, 64, 7]
     case = shuffled_case(rng, lengths, counts, 16, 2, 8, group)
-    out, weights = paged_attention_with_block_weights(*case.arguments, SCALE, block_size, emitting)
+    out, weights = paged_attention_with_block_weights(case.batch, block_size, emitting)
     assert torch.equal(out, case.dense())
     assert weights.shape == (4, emitting, 2 * group, -(-130 // block_size))
     assert weights.dtype == torch.float32
@@ -582,22 +588,22 @@ def test_blocks_that_do_not_fit_pages_are_refused(block_size: int) -> None:
     blocks = replace(case.packed_lists(), block_size=block_size)
     message = f"blocks of {block_size} tokens neither divide a page of 16 nor fill some"
     with pytest.raises(ValueError, match=message):
-        paged_attention(*case.arguments, SCALE, blocks)
+        paged_attention(case.batch, blocks)
     with pytest.raises(ValueError, match=message):
-        paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+        paged_attention_with_read_weights(case.batch, blocks)
 
 
 def test_means_that_do_not_fit_are_refused() -> None:
     case = page_16_case(0, 2)
     means, large = group_means(case, 64), case.packed_lists(128)
     with pytest.raises(ValueError, match="give lists"):
-        paged_attention(*case.arguments, SCALE, None, means)
+        paged_attention(case.batch, None, means)
     for size in (48, 64):
         message = f"groups of {size} tokens are no whole blocks of 128"
         with pytest.raises(ValueError, match=message):
-            paged_attention(*case.arguments, SCALE, large, replace(means, group_size=size))
+            paged_attention(case.batch, large, replace(means, group_size=size))
         with pytest.raises(ValueError, match=message):
-            paged_attention_with_read_weights(*case.arguments, SCALE, large, replace(means, group_size=size))
+            paged_attention_with_read_weights(case.batch, large, replace(means, group_size=size))
 
 
 ROW = torch.zeros(1, 1)
@@ -607,8 +613,8 @@ COUNT = torch.ones(1, dtype=torch.long)
 @pytest.mark.parametrize(
     ("operation", "arguments"),
     [
-        (paged_attention, (*random_case(0, 2).arguments, SCALE)),
-        (paged_attention_with_block_weights, (*random_case(0, 2).arguments, SCALE, 16)),
+        (paged_attention, (random_case(0, 2).batch,)),
+        (paged_attention_with_block_weights, (random_case(0, 2).batch, 16)),
         (select_top_k, (ROW, COUNT, COUNT)),
         (select_nucleus, (ROW, COUNT, 0.5)),
         (judge_greedy, (ROW[None], ROW.long()[:, :0], COUNT)),
