@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.backends import check_backend
 from kernels.selection import rank_in_row
 from kernels.shared_budget import WORD
-from kernels.shared_top_k.launch import find_thresholds, write_lists, write_words
+from kernels.shared_top_k.launch import find_thresholds, write_chosen
 
 __all__ = ["mark_top_k_over_all", "select_top_k_over_all"]
 
@@ -40,8 +40,7 @@ def select_top_k_over_all(
     taken = torch.empty(shape, dtype=torch.int32, device=scores.device)
     if scores.numel():
         scores = scores.contiguous()
-        thresholds = find_thresholds(scores, counts)
-        write_lists(scores, forced, thresholds, lists, taken, inner or rows)
+        write_chosen(scores, forced, find_thresholds(scores, counts), (lists, taken), None, inner or rows)
     else:
         taken.zero_()
     return lists, taken
@@ -59,7 +58,7 @@ def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") 
     marked = torch.empty(groups, rows, words, dtype=torch.int64, device=scores.device)
     if scores.numel():
         scores = scores.contiguous()
-        write_words(scores, find_thresholds(scores, counts), marked)
+        write_chosen(scores, None, find_thresholds(scores, counts), None, marked)
     return marked
 
 
