@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
-from kernels.rejection import judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, judge_greedy, judge_sampled
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ def judge(logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend) -> tup
     """
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
-    return judge_sampled(logits, **{name: inputs[name] for name in verdict_layout(0, 0, 1)}, backend=backend)
+    return judge_sampled(logits, DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)}), backend)

@@ -10,6 +10,7 @@ from engine.decoder import Attend, Decoder
 from engine.graphs import Captured, GraphPool
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
 from engine.passes.buffers import make_buffers
@@ -21,7 +22,7 @@ from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
 from kernels.backends import AttentionBackend, Backend, default_backend
-from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace, plan_rows
+from kernels.flashinfer_attention import Planned, check_flashinfer, dense_requests, make_planned, make_workspace, plan
 
 
 class PassRunner:
@@ -131,5 +132,8 @@ class PassRunner:
         return planned
 
     def _plan_prompt(self, planned: Planned, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
-        heads, dtype = heads_of(self._decoder, self._kv), self._kv.k_pages[0].dtype
-        plan_rows(planned, tables, lengths, starts, (heads.kv, heads.group, heads.dim), heads.scale, dtype)
+        """Plan dense attention over whole sequences; tensors on the CPU, as `dense_requests` takes them."""
+        heads = heads_of(self._decoder, self._kv)
+        requests = dense_requests(tables, lengths, starts, PAGE_SIZE)
+        sizes = heads.kv * heads.group, heads.kv, heads.dim, PAGE_SIZE
+        plan(planned, requests, *sizes, heads.scale, self._kv.k_pages[0].dtype)
