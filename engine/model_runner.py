@@ -1,8 +1,7 @@
-"""Running a model over paged KV: short steps as CUDA graphs, one a shape; prompts, and everything on a CPU, in passes
-of the exact size without a graph.
+"""Running a model over paged KV: which inputs run together, in passes of which shapes.
 
-The inputs of a step that attend alike run in one pass. The tensors of a pass are copied into buffers of its shape and
-its launches are replayed; nothing else happens between kernels.
+Inputs that attend alike run in one pass (engine.passes.grouping). On a GPU short steps are CUDA graphs, one for each
+shape; prompts, and everything on a CPU, run in passes of the exact size without a graph (engine.pass_runner).
 """
 
 import itertools

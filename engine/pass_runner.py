@@ -26,7 +26,7 @@ from kernels.flashinfer_attention import Planned, check_flashinfer, dense_reques
 
 
 class PassRunner:
-    """Runs the inputs of one kind in a pass of a given shape, whose tensors are copied into buffers of that shape.
+    """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
 
     memories: what is remembered of sequences that share budgets out. attention: None for the device's.
 

@@ -65,11 +65,11 @@ class KVCache:
             self.grow(sequence, sequence.length + tokens)
 
     def gpu_pages(self, sequence: SequenceKV) -> np.ndarray:
-        """int32 [pages]: the index in `k_pages` and `v_pages` of each page of a sequence, -1 for one not there."""
+        """Return each page's index in `k_pages` and `v_pages`, -1 for one that is not there: int32 [pages]."""
         return sequence.table()
 
     def is_resident(self, sequence: SequenceKV) -> bool:
-        """Whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
+        """Return whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
         return True
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class KVCache:
     # Reading sequences that are not resident.
 
     def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        """Whether a step can fetch what it lists and is not on the GPU.
+        """Return whether a step can fetch what it lists and is not on the GPU.
 
         width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
         """
@@ -130,12 +130,12 @@ class KVCache:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Counters since the start, by name; those of the tiers, if there are any."""
+        """Return counters since the start, by name; those of the tiers, if there are any."""
         return {}
 
     @property
     def gauges(self) -> dict[str, float]:
-        """How things stand now, by name; of the tiers, if there are any."""
+        """Return how things stand now, by name; of the tiers, if there are any."""
         return {}
 
     # Group means.

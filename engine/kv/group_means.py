@@ -52,7 +52,7 @@ class GroupMeanPool:
         del sequence.groups[keep:]
 
     def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
-        """The means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
+        """Return the means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
         return [
             GroupMeans(*layer, tables, counts, self.group_size)
             for layer in zip(self.k, self.v, self.k_variance, strict=True)
