@@ -84,12 +84,7 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            plan_step=verifier.plan_step,
-            execute=verifier.execute,
-            finish_step=verifier.finish_step,
-            fail_step=verifier.fail_step,
-            wake=wake,
-            next_deadline=verifier.next_deadline,
+            verifier.plan_step, verifier.execute, verifier.finish_step, verifier.fail_step, wake, verifier.next_deadline
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

@@ -349,7 +349,8 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a", "c"}
     assert not any(isinstance(event, m.Resync) for event in said)
     stand.receive(*(m.End(name) for name in "acd"))
-    assert stand.drafter.is_idle
+    admission = stand.drafter.admission
+    assert stand.drafter.session_count == admission.reserved == len(admission.waiting) == 0
     assert runner.kv.pool.held == 0
 
 

@@ -281,7 +281,7 @@ class World:
             assert runner.kv.pool.held == 0
         assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
         assert self.verifier.admission.reserved == 0
-        assert self.drafter.is_idle
+        assert self.drafter.session_count == self.drafter.admission.reserved == len(self.drafter.admission.waiting) == 0
         assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
 
 
