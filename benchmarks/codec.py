@@ -4,6 +4,7 @@ Over recorded selections (benchmarks/selection_trace.py), as recorded and stretc
 Encoding starts from a BlockSelection and ends with bytes, decoding the other way round; every result is compared.
 """
 
+import argparse
 import gc
 import json
 import os
@@ -68,29 +69,32 @@ class Churn:
     weight_lost: float
 
 
-def run_codec_benchmark(repeats: int, json_file: str | None, record: list[str] | None) -> list[Row]:
-    """Measure, print the tables, and write them to `json_file` if given.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
+    parser.add_argument("--record", nargs="+", metavar="TEXT", help="record the selections from these files first")
+    parser.add_argument("--json", metavar="FILE")
 
-    repeats: of each encoding and decoding that is timed. record: texts to record the traces from first.
-    """
-    if repeats < 1:
-        raise ValueError(f"repeats must be 1 or more, got {repeats}")
-    if record:
-        record_traces(record, BUNDLED)
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the tables, and write them to the JSON file if one is named. Raises ValueError for no repeats."""
+    if flags.repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, got {flags.repeats}")
+    if flags.record:
+        record_traces(flags.record, BUNDLED)
     traces, about = load_traces(BUNDLED)
     head = {
         "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench codec --repeats {repeats}",
+        "command": f"specahead bench codec --repeats {flags.repeats}",
         **{f"trace {key}": value for key, value in about.items()},
     }
     churn = [_churn(trace) for trace in traces]
-    rows = [row for trace in traces for row in _rows(trace, repeats)]
+    rows = [row for trace in traces for row in _rows(trace, flags.repeats)]
     print(_report(head, churn, rows))
-    if json_file:
+    if flags.json:
         content = head | {"churn": [asdict(c) for c in churn], "rows": [asdict(row) for row in rows]}
-        Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
-    return rows
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _churn(trace: Trace) -> Churn:

@@ -4,23 +4,24 @@ Random keys, values and page lists. The layers of a step are in rotation, as the
 hold one layer's KV.
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_listed
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
-from benchmarks.shapes import GROUP, Shape
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report, require_gpu
+from benchmarks.shapes import GROUP, Shape, read_shape_of
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.kv.pages import PAGE_SIZE
-from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import (
+    Batch,
     BlockLists,
     GroupMeans,
     paged_attention,
+    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
 )
@@ -115,47 +116,42 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
             means,
         )
         for i in range(layers):
-            arguments = (
-                case.queries,
-                case.k_pages[i % len(case.k_pages)],
-                case.v_pages[i % len(case.v_pages)],
-                case.tables,
-                case.lengths,
-                case.starts,
-                scale,
-            )
-            options: Any = {"backend": "triton", "max_queries": case.rows}
+            pages = case.k_pages[i % len(case.k_pages)], case.v_pages[i % len(case.v_pages)]
+            batch = Batch(case.queries, *pages, case.tables, case.lengths, case.starts, scale, case.rows)
             if what == "dense":
-                paged_attention(*arguments, **options, work=plan)
+                paged_attention(batch, backend="triton", work=plan)
             elif what == "emitting":
-                paged_attention_with_block_weights(
-                    *arguments, PAGE_SIZE, 1, **options, width=case.tables.shape[1], work=plan
-                )
+                width = case.tables.shape[1]
+                paged_attention_with_block_weights(batch, PAGE_SIZE, 1, backend="triton", width=width, work=plan)
             else:
                 here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
                 weighing = what == "weighing"
                 kernel: Callable[..., object] = paged_attention_with_read_weights if weighing else paged_attention
-                kernel(*arguments, here, means, **options, work=plan.layer(i))
+                kernel(batch, here, means, backend="triton", work=plan.layer(i))
 
     return graph_milliseconds(work, repeats) / layers
 
 
-def run_kernel_benchmark(
-    shape_name: str,
-    shape: Shape,
-    batches: list[int],
-    contexts: list[int],
-    rows: int,
-    share: float,
-    repeats: int,
-    json_file: str | None,
-) -> list[Row]:
-    """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, nargs="+", default=[10240, 32768, 102400])
+    parser.add_argument("--queries", type=int, default=5, help="of each sequence")
+    parser.add_argument("--share", type=float, default=0.1, help="of the pages that sparse attention reads")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
+    require_gpu()
+    shape, rows, share, repeats = read_shape_of(flags.shape), flags.queries, flags.share, flags.repeats
     bandwidth = copy_bandwidth()
     rival = flashinfer_attends(shape.head_dim)
     table: list[Row] = []
-    for batch in batches:
-        for context in contexts:
+    for batch in flags.batch:
+        for context in flags.context:
             name = f"{batch} x {context}"
             case = make_case(shape, batch, context, rows, share)
             theirs: dict[str, float] = {}
@@ -176,13 +172,12 @@ def run_kernel_benchmark(
     table += selection_rows(bandwidth, repeats)
     table += verdict_rows(bandwidth, repeats, shape.vocab_size, rows - 1)
     table += gather_rows(repeats)
-    command = f"specahead bench kernels --shape {shape_name} --batch {' '.join(map(str, batches))} "
-    command += f"--context {' '.join(map(str, contexts))} --queries {rows} --share {share}"
+    command = f"specahead bench kernels --shape {flags.shape} --batch {' '.join(map(str, flags.batch))} "
+    command += f"--context {' '.join(map(str, flags.context))} --queries {rows} --share {share}"
     head = Head.here(command, bandwidth)
     rivals = "torch.sort (no FlashInfer here, or none for this head dimension)"
     if rival:
         rivals = "FlashInfer's dense attention (FA2), torch.sort; flashinfer sparse: a KV head as a request"
     print(report(head, table, f"rival: {rivals}"))
-    if json_file:
-        head.write(json_file, table)
-    return table
+    if flags.json:
+        head.write(flags.json, table)

@@ -15,12 +15,13 @@ the GPU, their logits are compared with those of resident parts: by steps of as 
 depend on the batch, since others would round otherwise on a GPU.
 """
 
+import argparse
 import gc
 import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.gpu_timing import require_gpu
 from benchmarks.offload_check import Check, compare_logits
 from benchmarks.offload_sessions import hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
@@ -51,7 +53,7 @@ from benchmarks.offload_steps import (
 from benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from benchmarks.residency import SETTLED
 from benchmarks.selection_trace import ROWS
-from benchmarks.shapes import Shape, random_decoder
+from benchmarks.shapes import Shape, random_decoder, read_shape_of
 from engine.kv.pages import PAGE_SIZE
 from evaluation.plots import make_figure, save_figure
 
@@ -331,13 +333,65 @@ def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
     return (batch,)
 
 
-def run_offload_benchmark(
-    name: str, shape: Shape, settings: Settings, json_file: str | None, plot_file: str | None
-) -> list[Row]:
-    """Measure, print the table, write it to `json_file` and plot it to `plot_file` if given.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes. Those without a default here have the one of Settings."""
+    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id")
+    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
+    parser.add_argument("--contexts", type=int, nargs="+", default=Settings.contexts, metavar="N")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=Settings.shares, metavar="X", help="of the pages that a step selects"
+    )
+    parser.add_argument(
+        "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=float,
+        metavar="GIB",
+        help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
+    )
+    parser.add_argument("--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)")
+    parser.add_argument("--queries", type=int, default=Settings.queries, help="of each sequence")
+    parser.add_argument(
+        "--passes", type=int, default=Settings.passes, help="over the recorded rounds, with nothing hot at first"
+    )
+    parser.add_argument(
+        "--home-layers",
+        type=int,
+        default=Settings.home_layers,
+        help="layers with pinned memory of their own; the others share it",
+    )
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
 
-    Without a CUDA device it is a rehearsal: all runs eagerly, and times say nothing.
+
+def _settings_of(flags: argparse.Namespace) -> Settings:
+    """Raises ValueError for flags that do not go together."""
+    if flags.kv_memory is not None and (flags.batches or flags.hot):
+        raise ValueError("--kv-memory says how many sessions and frames there are: leave --batches and --hot out")
+    if flags.kv_memory is None and flags.sessions_factor is not None:
+        raise ValueError("--sessions-factor is of the sessions that fit --kv-memory: give it")
+    given: dict[str, Any] = {
+        field.name: getattr(flags, field.name) for field in fields(Settings) if getattr(flags, field.name) is not None
+    }
+    for name, value in given.items():
+        if name in ("host_memory", "kv_memory"):
+            given[name] = int(value * 2**30)
+        elif isinstance(value, list):
+            given[name] = tuple(value)
+    return Settings(**given)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the table, write it to the JSON file and plot it if these are named.
+
+    The shape `tiny` needs no CUDA device. Without one it is a rehearsal: all runs eagerly, and times say nothing.
+    Raises ValueError where a GPU is needed and missing, and for settings that are not allowed.
     """
+    if flags.shape != "tiny":
+        require_gpu()
+    settings, shape = _settings_of(flags), read_shape_of(flags.shape)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cases = choose_cases(settings, shape, dtype)
@@ -351,16 +405,15 @@ def run_offload_benchmark(
             for row in replayed(case):
                 rows.append(row)
                 tqdm.write(_line(row), sys.stderr)  # what there is, should the rest not come
-    head = _head(name, settings, device, bench.link, homes)
+    head = _head(flags.shape, settings, device, bench.link, homes)
     if settings.kv_memory is not None:
         head["sessions"] = "; ".join(_about_sessions(settings, case) for case in cases)
     print(report(head, rows))
-    if json_file:
+    if flags.json:
         content = head | {"rows": [asdict(row) for row in rows]}
-        Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
-    if plot_file:
-        print(plot_rows(rows, Path(plot_file)))
-    return rows
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+    if flags.plot:
+        print(plot_rows(rows, Path(flags.plot)))
 
 
 # The table.

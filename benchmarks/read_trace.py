@@ -23,6 +23,7 @@ What is not there is as in benchmarks/selection_trace.py: agreement beyond a gro
 tokens, and the blocks that a context gains. Sink and window are not there either.
 """
 
+import argparse
 import json
 import lzma
 import subprocess
@@ -159,7 +160,7 @@ def _text(content: dict[str, object] | dict[str, str]) -> np.ndarray:
 # Recording
 
 
-def record_reads(folder: str, file: Path, passages: int = PASSAGES) -> None:
+def record_reads(folder: str, file: Path, passages: int) -> None:
     """Record from the held-out books of a folder, with the bundled pair and its plan.
 
     Raises ValueError if the books or the recorded passages are too few, ChildProcessError if a service fails.
@@ -283,16 +284,26 @@ class Row:
     foreseen: float
 
 
-def run_reads_benchmark(record: str | None, passages: int, json_file: str | None) -> list[Row]:
-    """Print what the stored traces hold, and write it to `json_file` if given. record: books to record from first."""
-    if record:
-        record_reads(record, READS, passages)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    parser.add_argument(
+        "--record",
+        metavar="BOOKS",
+        help="record from a folder of .txt files first, by services started for it; half an hour on two cores",
+    )
+    parser.add_argument("--passages", type=int, default=PASSAGES, help="recorded for each share")
+    parser.add_argument("--json", metavar="FILE")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Print what the stored traces hold, and write it to the JSON file if one is named."""
+    if flags.record:
+        record_reads(flags.record, READS, flags.passages)
     rows = [_row(trace) for trace in load_reads()]
     about = about_reads()
     print(_report(about, rows))
-    if json_file:
-        Path(json_file).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    return rows
+    if flags.json:
+        Path(flags.json).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def _row(trace: ReadTrace) -> Row:

@@ -6,6 +6,7 @@ heads, at 100K context) are requested round by round from residency tables (kern
 Nothing is timed; the link's time is bytes over its measured rate.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,6 @@ PAGE_BYTES = 2 * 16 * 128 * 2  # keys and values of 16 tokens of a head of 128, 
 LINK = 53e9  # bytes a second that a gather from pinned host memory reaches (docs/performance.md)
 SETTLED = 5  # rounds after which what a session reads first does not count any more
 POOLS = {"head": 1, "layer": KV_HEADS}
-TRACES = ("draft", "reads")
 
 
 class Recorded(Protocol):
@@ -92,39 +92,46 @@ def measure(trace: Recorded, pool: str, hot: float, layers: int) -> Row:
     return Row(trace.name, pool, hot, fetched / selected, unplaced / selected, size / 1e6, 1e3 * size / LINK)
 
 
-def run_residency_benchmark(
-    shares: list[float], pools: list[str], layers: int, json_file: str | None, kind: str = "draft"
-) -> list[Row]:
-    """Print the table, and write it to `json_file` if given. Raises ValueError for shares or layers out of range.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    parser.add_argument(
+        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="slots, of all pages"
+    )
+    parser.add_argument("--pools", nargs="+", choices=list(POOLS), default=list(POOLS), help="who shares slots")
+    parser.add_argument("--layers", type=int, default=32, help="evenly spread ones; all 32 take some minutes")
+    parser.add_argument(
+        "--traces",
+        choices=["draft", "reads"],
+        default="draft",
+        help="draft: what a draft would announce (bench codec); reads: what the target read (bench reads)",
+    )
+    parser.add_argument("--json", metavar="FILE")
 
-    kind: of TRACES, `draft` for what a draft would announce, `reads` for what the target read.
+
+def run(flags: argparse.Namespace) -> None:
+    """Print the table, and write it to the JSON file if one is named.
+
+    Raises ValueError for shares or layers out of range.
     """
+    shares, pools, layers = flags.hot, flags.pools, flags.layers
     if not all(0 < share <= 1 for share in shares):
         raise ValueError(f"shares of slots must lie in (0, 1], got {shares}")
     if not 1 <= layers <= ROWS // KV_HEADS:
         raise ValueError(f"layers must lie in 1 … {ROWS // KV_HEADS}, got {layers}")
-    traces, about = _load(kind)
+    traces: Sequence[Recorded]
+    traces, about = (load_reads(), about_reads()) if flags.traces == "reads" else load_traces(BUNDLED)
     cases = [(trace, pool, hot) for trace in traces for pool in pools for hot in shares]
     rows = [measure(*case, layers) for case in tqdm(cases, desc="replaying")]
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench residency --hot {' '.join(map(str, shares))} --pools {' '.join(pools)} "
-        f"--layers {layers} --traces {kind}",
+        f"--layers {layers} --traces {flags.traces}",
         "traces": ", ".join(f"{key} {value}" for key, value in about.items()),
     }
     print(_report(head, rows))
-    if json_file:
+    if flags.json:
         content = head | {"rows": [asdict(row) for row in rows]}
-        Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
-    return rows
-
-
-def _load(kind: str) -> tuple[Sequence[Recorded], dict[str, str]]:
-    if kind == "reads":
-        return load_reads(), about_reads()
-    if kind == "draft":
-        return load_traces(BUNDLED)
-    raise ValueError(f"traces {kind!r}: expected one of {', '.join(TRACES)}")
+        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _report(head: dict[str, str], rows: list[Row]) -> str:

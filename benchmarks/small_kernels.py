@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.gpu_timing import Row, copy_milliseconds, graph_milliseconds
 from kernels.kv_gather import gather_blocks
-from kernels.rejection import judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, judge_greedy, judge_sampled
 from kernels.selection import select_nucleus, select_top_k
 from kernels.shared_top_k import select_top_k_over_all
 
@@ -47,19 +47,11 @@ def verdict_rows(bandwidth: float, repeats: int, vocab: int, gamma: int) -> list
         tokens, counts = ids[..., 0].int(), torch.full((rows,), gamma, device="cuda", dtype=torch.int32)
         greedy = partial(judge_greedy, logits, tokens, counts, "triton")
         table.append(Row(f"verdicts greedy, {rows} x {gamma + 1}", graph_milliseconds(greedy, repeats), floor, None))
-        sampled = partial(
-            judge_sampled,
-            logits,
-            tokens,
-            counts,
-            ids.int(),
-            probs / probs.sum(-1, keepdim=True),
-            torch.full((rows,), 0.8, device="cuda"),
-            torch.full((rows,), 0.9, device="cuda"),
-            torch.rand(rows, gamma, device="cuda", dtype=torch.float64),
-            torch.rand(rows, gamma + 1, device="cuda", dtype=torch.float64),
-            "triton",
-        )
+        support = ids.int(), probs / probs.sum(-1, keepdim=True)
+        temperature, top_p = (torch.full((rows,), value, device="cuda") for value in (0.8, 0.9))
+        uniforms = (torch.rand(rows, gamma + i, device="cuda", dtype=torch.float64) for i in (0, 1))
+        drafted = DraftedRows(tokens, counts, *support, temperature, top_p, *uniforms)
+        sampled = partial(judge_sampled, logits, drafted, "triton")
         table.append(Row(f"verdicts sampled, {rows} x {gamma + 1}", graph_milliseconds(sampled, repeats), floor, None))
     return table
 

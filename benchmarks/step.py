@@ -3,12 +3,13 @@
 Random weights, and a random selection of the imposed share: what is measured is time, nothing else.
 """
 
+import argparse
 from itertools import product
 
 import torch
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report
-from benchmarks.shapes import GROUP, Shape, random_decoder, weight_bytes
+from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report, require_gpu
+from benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
 from engine.announcing import Announcer
 from engine.decoder import Decoder
 from engine.kv.paged import PagedKV
@@ -140,15 +141,22 @@ class Bench:
 _CUDA = torch.device("cuda")
 
 
-def run_step_benchmark(
-    target: str, target_shape: Shape, draft: str, draft_shape: Shape, repeats: int, json_file: str | None
-) -> list[Row]:
-    """Measure, print the table, and write it to `json_file` if given. Needs a CUDA device."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
+    parser.add_argument("--draft-shape", default="1b", metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", metavar="FILE")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
+    require_gpu()
     bandwidth = copy_bandwidth()
     cases = list(product(BATCHES, CONTEXTS))
     table: list[Row] = []
     with torch.inference_mode():
-        bench = Bench(target_shape, bandwidth, repeats, max(CONTEXTS))
+        bench = Bench(read_shape_of(flags.target_shape), bandwidth, flags.repeats, max(CONTEXTS))
         for batch, context in cases:
             dense = bench.step(batch, context, 5)
             sparse = [
@@ -160,7 +168,7 @@ def run_step_benchmark(
             table += [row.named("target: ") for row in rows]
         del bench
         torch.cuda.empty_cache()
-        bench = Bench(draft_shape, bandwidth, repeats, max(CONTEXTS))
+        bench = Bench(read_shape_of(flags.draft_shape), bandwidth, flags.repeats, max(CONTEXTS))
         for batch, context in cases:
             rows = [
                 bench.step(batch, context, 1),
@@ -171,10 +179,9 @@ def run_step_benchmark(
                 bench.round(batch, context, 4, 1.0, True),
             ]
             table += [row.named("draft: ") for row in rows]
-    command = f"specahead bench step --target-shape {target} --draft-shape {draft}"
+    command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
     head = Head.here(command, bandwidth)
     note = "rival: of the target's sparse steps our dense step of the same run. Random weights, imposed selection"
     print(report(head, table, note))
-    if json_file:
-        head.write(json_file, table)
-    return table
+    if flags.json:
+        head.write(flags.json, table)

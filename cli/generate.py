@@ -9,7 +9,8 @@ from pathlib import Path
 from orchestrator.client import Generation, generate
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="FILE")
@@ -23,10 +24,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
     parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-    parser.set_defaults(run=_generate)
 
 
-def _generate(flags: argparse.Namespace) -> None:
+def run(flags: argparse.Namespace) -> None:
+    """Print the text as it comes, or one JSON object. Raises ValueError for flags, grpc.RpcError for the request."""
     prompt = _read_prompt(flags)
     for name, value, bits in (("--max-tokens", flags.max_tokens, 32), ("--seed", flags.seed, 64)):
         if value is not None and not 0 <= value < 2**bits:

@@ -1,39 +1,34 @@
-"""The `specahead` command: its subcommands, and how it ends."""
+"""The `specahead` command: its subcommands, and how it ends.
+
+Each subcommand is a module with `add_arguments(parser)` and `run(flags)`. It is imported once its command is chosen, so
+that the others' imports, torch among them, cost nothing.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import grpc
 
-from cli import bench, bench_gpu
-from cli.calibrate import add_calibrate
-from cli.evaluate import add_evaluate
-from cli.generate import add_generate
-
-BENCHMARKS = {
-    "stack": (bench.add_stack, "what a round costs without the models: codec, gRPC, ledger, batching"),
-    "codec": (bench.add_codec, "announcement sizes and times over recorded selections"),
-    "reads": (bench.add_reads, "recorded reads of the target behind the real services, and their churn"),
-    "residency": (bench.add_residency, "what a buffer of GPU pages would miss, by recorded selections"),
-    "kernels": (bench_gpu.add_kernels, "attention and selection kernels on a GPU"),
-    "step": (bench_gpu.add_step, "whole steps of target and draft on a GPU"),
-    "offload": (bench_gpu.add_offload, "whole steps over KV of which a part lies on the GPU, by recorded reads"),
-    "serve": (bench_gpu.add_serve, "tokens a second of the services, random weights, imposed acceptance"),
+COMMANDS = {
+    "generate": ("cli.generate", "continue a prompt on a running server"),
+    "calibrate": ("evaluation.calibration.command", "make a plan for a pair of models"),
+    "evaluate": ("evaluation.command", "measure what the sparsity methods cost in quality"),
+    "bench stack": ("benchmarks.stack", "what a round costs without the models: codec, gRPC, ledger, batching"),
+    "bench codec": ("benchmarks.codec", "announcement sizes and times over recorded selections"),
+    "bench reads": ("benchmarks.read_trace", "recorded reads of the target behind the real services, and their churn"),
+    "bench residency": ("benchmarks.residency", "what a buffer of GPU pages would miss, by recorded selections"),
+    "bench kernels": ("benchmarks.kernels", "attention and selection kernels on a GPU"),
+    "bench step": ("benchmarks.step", "whole steps of target and draft on a GPU"),
+    "bench offload": ("benchmarks.offload", "whole steps over KV of which a part lies on the GPU, by recorded reads"),
+    "bench serve": ("benchmarks.serve", "tokens a second of the services, random weights, imposed acceptance"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; an error of the server or of what was given ends in one line and exit status 1."""
-    parser = argparse.ArgumentParser(prog="specahead", description="Use and measure a specahead server.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    add_generate(commands.add_parser("generate", help="continue a prompt on a running server"))
-    add_calibrate(commands.add_parser("calibrate", help="make a plan for a pair of models"))
-    add_evaluate(commands.add_parser("evaluate", help="measure what the sparsity methods cost in quality"))
-    benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
-    for name, (add, text) in BENCHMARKS.items():
-        add(benchmarks.add_parser(name, help=text))
-    flags = parser.parse_args(arguments)
+    flags = _parse(sys.argv[1:] if arguments is None else list(arguments))
     try:
         flags.run(flags)
     except grpc.RpcError as error:
@@ -42,3 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The flags of the chosen command, with its function as `run`. argparse exits on --help and on what is wrong."""
+    parser = argparse.ArgumentParser(prog="specahead", description="Use and measure a specahead server.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
+    for command, (module, text) in COMMANDS.items():
+        *group, name = command.split()
+        chosen = (benchmarks if group else commands).add_parser(name, help=text)
+        if arguments[: len(group) + 1] == command.split():
+            code = import_module(module)
+            code.add_arguments(chosen)
+            chosen.set_defaults(run=code.run)
+    return parser.parse_args(arguments)

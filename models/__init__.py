@@ -1,4 +1,4 @@
-"""The bundled draft/target pair: where its folders lie. Loads nothing, so importing it costs nothing."""
+"""The bundled draft/target pair and a text for it: where they lie. Loads nothing, so importing it costs nothing."""
 
 from pathlib import Path
 
@@ -7,3 +7,4 @@ _HERE = Path(__file__).resolve().parent
 TARGET = _HERE / "tiny-target"
 DRAFT = _HERE / "tiny-draft"
 PLAN = _HERE / "tiny-plan.json"
+DEMO_TEXT = _HERE / "demo_text.txt"  # the opening of "The Wonderful Wizard of Oz", in the public domain

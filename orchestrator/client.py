@@ -1,41 +1,24 @@
 """A small synchronous gRPC client, as the command line and the demo use it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
-from protos import inference_pb2, inference_pb2_grpc
-from wire.messages import FinishReason
+from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.server import OPTIONS
 
 
 @dataclass
-class Speculation:
-    """How the rounds of a request went; seconds are sums over its rounds."""
-
-    rounds: int = 0
-    plain_rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    stale_rounds: int = 0
-    announced_bytes: int = 0
-    kv_read_fraction: float = 1.0
-    kv_fetched_fraction: float = 0.0  # of what was read
-    prefill_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-
-
-@dataclass
 class Generation:
+    """What a request gave. speculation: how its rounds went, by the names of SpeculationSummary in the .proto."""
+
     text: str
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
-    speculation: Speculation
+    speculation: dict[str, Any]
 
 
 def generate(
@@ -62,7 +45,7 @@ def generate(
         exactness=f"EXACTNESS_{exactness.upper()}",
         sparsity=sparsity,
     )
-    result = Generation("", [], 0, "", Speculation())
+    result = Generation("", [], 0, "", {})
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         for response in inference_pb2_grpc.InferenceStub(channel).Generate(request):
             result.text += response.text
@@ -70,13 +53,10 @@ def generate(
             if on_text is not None:
                 on_text(response.text)
             if response.finish_reason:
+                reason = control_pb2.FinishReason.Name(response.finish_reason)
                 result.prompt_tokens = response.usage.prompt_tokens
-                result.finish_reason = FinishReason(response.finish_reason).name.lower()
-                result.speculation = _summary(response.speculation)
+                result.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
+                summary = response.speculation
+                values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
+                result.speculation = values | {"accepted_per_position": list(summary.accepted_per_position)}
     return result
-
-
-def _summary(pb: inference_pb2.SpeculationSummary) -> Speculation:
-    values = {descriptor.name: getattr(pb, descriptor.name) for descriptor in pb.DESCRIPTOR.fields}
-    values["accepted_per_position"] = list(pb.accepted_per_position)
-    return Speculation(**values)

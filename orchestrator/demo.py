@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import models
 from orchestrator.client import Generation, generate
 
-TEXT = Path(__file__).with_name("demo_text.txt")
 SHOWN, MAX_TOKENS = 300, 96
 
 
@@ -22,7 +21,7 @@ def main() -> None:
     try:
         address = _wait_until_ready(launch)
         print(f"\nready after {time.perf_counter() - started:.1f} s\n")
-        prompt = TEXT.read_text(encoding="utf-8")
+        prompt = models.DEMO_TEXT.read_text(encoding="utf-8")
         results = {exactness: _continue(address, prompt, exactness) for exactness in ("exact", "approximate")}
         _summarise(results)
     finally:
@@ -69,14 +68,14 @@ def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
     row("generated tokens", [str(len(g.token_ids)) for g in generations])
     row("tokens a second (after the first)", [f"{(len(g.token_ids) - 1) / s:.1f}" for g, _, s in results.values()])
     row("time to first token, s", [f"{first:.2f}" for _, first, _ in results.values()])
-    row("rounds", [str(s.rounds) for s in speculations])
-    row("drafted", [str(s.drafted) for s in speculations])
-    row("accepted", [str(s.accepted) for s in speculations])
-    row("mean accepted length, a round", [f"{s.accepted / max(1, s.rounds):.2f}" for s in speculations])
-    row("share of the KV read", [f"{s.kv_read_fraction:.3f}" for s in speculations])
-    row("bytes announced", [str(s.announced_bytes) for s in speculations])
+    row("rounds", [str(s["rounds"]) for s in speculations])
+    row("drafted", [str(s["drafted"]) for s in speculations])
+    row("accepted", [str(s["accepted"]) for s in speculations])
+    row("mean accepted length, a round", [f"{s['accepted'] / max(1, s['rounds']):.2f}" for s in speculations])
+    row("share of the KV read", [f"{s['kv_read_fraction']:.3f}" for s in speculations])
+    row("bytes announced", [str(s["announced_bytes"]) for s in speculations])
     for phase in ("prefill", "draft", "wait", "verify"):
-        row(f"{phase}, s", [f"{getattr(s, phase + '_seconds'):.2f}" for s in speculations])
+        row(f"{phase}, s", [f"{s[phase + '_seconds']:.2f}" for s in speculations])
     print("\nwait: the target had nothing to verify yet. draft runs beside it, on the other process.")
 
 

@@ -116,18 +116,6 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
 
 
 def _totals_to_pb(totals: SpeculationTotals) -> inference_pb2.SpeculationSummary:
-    return inference_pb2.SpeculationSummary(
-        rounds=totals.rounds,
-        plain_rounds=totals.plain_rounds,
-        drafted=totals.drafted,
-        accepted=totals.accepted,
-        accepted_per_position=totals.accepted_per_position,
-        stale_rounds=totals.stale_rounds,
-        announced_bytes=totals.announced_bytes,
-        kv_read_fraction=totals.kv_read_fraction,
-        prefill_seconds=totals.prefill_seconds,
-        wait_seconds=totals.wait_seconds,
-        draft_seconds=totals.draft_seconds,
-        verify_seconds=totals.verify_seconds,
-        kv_fetched_fraction=totals.kv_fetched_fraction,
-    )
+    values = totals.summary()
+    names = inference_pb2.SpeculationSummary.DESCRIPTOR.fields_by_name
+    return inference_pb2.SpeculationSummary(**{name: values[name] for name in names})

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -340,14 +339,13 @@ class _Answer:
 
 
 def _usage(last: Chunk) -> dict[str, Any]:
-    totals = asdict(last.totals) | last.totals.fractions
     return {
         "usage": {
             "prompt_tokens": last.prompt_tokens,
             "completion_tokens": last.completion_tokens,
             "total_tokens": last.prompt_tokens + last.completion_tokens,
         },
-        "speculation": totals,
+        "speculation": last.totals.summary(),
     }
 
 

@@ -4,7 +4,8 @@ Pure bookkeeping. The ledger outlives the target: what it holds is enough to ope
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from engine.sampling import Sampling
 from wire.messages import Commit, Exactness, FinishReason, Open
@@ -14,20 +15,11 @@ class LedgerError(Exception):
     """A commit that does not continue what the ledger holds."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One round: `rolled_back` proposed tokens were rejected and their KV cut off again."""
-
-    epoch: int
-    round: int
-    base: int
-    drafted: int
-    accepted: int
-    committed: int
-
-    @property
-    def rolled_back(self) -> int:
-        return self.drafted - self.accepted
+# Fields of a commit that are added to those of the same name.
+_SUMMED = (
+    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
+    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+)
 
 
 @dataclass
@@ -58,36 +50,29 @@ class SpeculationTotals:
         """Of the KV that was read: what had to come from host memory."""
         return self.kv_tokens_fetched / self.kv_tokens_read if self.kv_tokens_read else 0.0
 
-    @property
-    def fractions(self) -> dict[str, float]:
-        return {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
+    def summary(self) -> dict[str, Any]:
+        """All sums and fractions by name."""
+        fractions = {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
+        return asdict(self) | fractions
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
         self.plain_rounds += commit.drafted == 0
         self.drafted += commit.drafted
         self.accepted += commit.accepted
-        while len(self.accepted_per_position) < commit.drafted:
-            self.accepted_per_position.append(0)
+        self.accepted_per_position += [0] * (commit.drafted - len(self.accepted_per_position))
         for position in range(commit.accepted):
             self.accepted_per_position[position] += 1
-        for name in (
-            "stale_rounds",
-            "announced_bytes",
-            "kv_tokens_read",
-            "kv_tokens_total",
-            "kv_tokens_fetched",
-            "prefill_seconds",
-            "wait_seconds",
-            "draft_seconds",
-            "verify_seconds",
-        ):
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(commit, name))
 
 
 @dataclass
 class Record:
-    """A session. `tokens`: the prompt, then what is committed."""
+    """A session. tokens: the prompt, then what is committed; commits: the rounds, each once.
+
+    Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
+    """
 
     session: str
     tokens: list[int]
@@ -97,7 +82,7 @@ class Record:
     sampling: Sampling
     exactness: Exactness
     sparsity: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
     resumptions: int = 0  # times it was opened on another target since it last got a token
@@ -148,9 +133,7 @@ class Ledger:
             self.counters["repeated_commits"] += 1
             return None
         record.tokens += commit.tokens
-        record.entries.append(
-            Entry(commit.at.epoch, commit.at.round, base, commit.drafted, commit.accepted, len(commit.tokens))
-        )
+        record.commits.append(commit)
         record.totals.add(commit)
         record.finish_reason = commit.finish_reason
         record.resumptions = 0

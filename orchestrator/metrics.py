@@ -54,12 +54,12 @@ class Metrics:
         if len(record.generated) == tokens:
             self._first.labels(self._model).observe(seconds)
         self._generated.labels(self._model).inc(tokens)
-        entry = record.entries[-1]
-        if entry.drafted:
+        commit = record.commits[-1]
+        if commit.drafted:
             self._drafts.labels(self._model).inc()
-            self._draft_tokens.labels(self._model).inc(entry.drafted)
-            self._accepted.labels(self._model).inc(entry.accepted)
-            for position in range(entry.accepted):
+            self._draft_tokens.labels(self._model).inc(commit.drafted)
+            self._accepted.labels(self._model).inc(commit.accepted)
+            for position in range(commit.accepted):
                 self._accepted_at.labels(self._model, position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float) -> None:

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 import models
-from orchestrator.demo import TEXT
+from models import DEMO_TEXT
 from sparsity.plan import load_plan
 from tests.stack import ROOT
 
 
 def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(TEXT)]
+    command = ["calibrate", "--target", str(models.TARGET), "--draft", str(models.DRAFT), "--text", str(DEMO_TEXT)]
     options = [
         "--out",
         str(out),
@@ -35,7 +35,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
     assert plan.hash in done.stdout
     assert (plan.target_layers, plan.target_kv_heads, plan.draft_layers, plan.draft_heads) == (10, 4, 4, 4)
     assert (plan.budget, plan.dense_layers) == (0.2, (0,))
-    assert plan.provenance["files"] == [TEXT.name]
+    assert plan.provenance["files"] == [DEMO_TEXT.name]
     assert plan.provenance["texts"] == 2
     # Chance would give a quarter: a mapped draft head must know much more of what its target head reads.
     assert 0.4 < plan.provenance["mean_overlap"]["0.25"] <= 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.residency import SETTLED, replay, run_residency_benchmark
+from benchmarks.residency import SETTLED, replay
 from cli.main import main
 
 
@@ -54,8 +54,6 @@ def test_reads_of_the_target_instead(tmp_path: Path) -> None:
     assert [row["trace"] for row in content["rows"]] == ["1/8", "1/10", "1/16", "1/32"]
     assert all(0 < row["missed"] < 0.2 and row["unplaced"] == 0 for row in content["rows"])
     assert "--traces reads" in content["command"] and "bench reads --record" in content["traces"]
-    with pytest.raises(ValueError, match="expected one of draft, reads"):
-        run_residency_benchmark([0.25], ["layer"], 1, None, "some")
 
 
 def test_what_is_refused() -> None:

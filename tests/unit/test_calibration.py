@@ -10,8 +10,7 @@ from torch import Tensor
 import models
 from engine.loading import load_model, load_runner, output_projections
 from engine.model_runner import ModelRunner
-from orchestrator.demo import TEXT
-from sparsity.calibration import (
+from evaluation.calibration import (
     CalibrationSettings,
     CalibrationSums,
     calibrate,
@@ -21,8 +20,9 @@ from sparsity.calibration import (
     save_progress,
     to_plan,
 )
-from sparsity.head_map import top_k_overlap
-from sparsity.layer_map import layer_similarity
+from evaluation.calibration.head_map import top_k_overlap
+from evaluation.calibration.layer_map import layer_similarity
+from models import DEMO_TEXT
 
 SETTINGS = CalibrationSettings(
     context=320, stride=64, skipped=192, queries=3, map_budgets=(0.35, 0.6), budget=0.5, window_blocks=2
@@ -45,7 +45,7 @@ def projections() -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def passages(tokenizer: Any) -> list[list[int]]:
-    tokens = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    tokens = tokenizer.encode(DEMO_TEXT.read_text(encoding="utf-8"))
     return [tokens[:320], tokens[1000:1320]]
 
 
@@ -145,7 +145,7 @@ def test_texts_and_settings_without_a_sample_are_refused(
 
 def test_files_leave_no_progress_behind(tmp_path: Path) -> None:
     progress = tmp_path / "progress"
-    plan, sums = calibrate_files(str(models.DRAFT), str(models.TARGET), [str(TEXT)], 1, SETTINGS, progress)
+    plan, sums = calibrate_files(str(models.DRAFT), str(models.TARGET), [str(DEMO_TEXT)], 1, SETTINGS, progress)
     assert not progress.exists()
-    assert plan.provenance["files"] == [TEXT.name]
+    assert plan.provenance["files"] == [DEMO_TEXT.name]
     assert sums.texts == 1

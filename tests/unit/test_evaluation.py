@@ -14,18 +14,17 @@ import pytest
 import torch
 
 import models
-from cli.evaluate import add_evaluate
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import load_runner
 from engine.model_runner import ModelRunner
-from evaluation import cases, continuations, drafts, plots, quality, report
+from evaluation import cases, command, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
-from orchestrator.demo import TEXT
+from models import DEMO_TEXT
 from sparsity.plan import PlanError, load_plan
 from sparsity.selection import BlockSelection
 
@@ -43,7 +42,7 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
-    return cases.read_texts([str(TEXT)])
+    return cases.read_texts([str(DEMO_TEXT)])
 
 
 def test_dense_rounds_are_a_plain_pass(
@@ -158,7 +157,7 @@ def test_rounds_cover_the_rest_of_a_case() -> None:
 
 def test_texts_that_are_too_short_are_refused(tokenizer: Any, texts: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="4096 are needed"):
-        cases.perplexity_cases({"short": texts[TEXT.stem][:2000]}, tokenizer, 4096, 100)
+        cases.perplexity_cases({"short": texts[DEMO_TEXT.stem][:2000]}, tokenizer, 4096, 100)
     with pytest.raises(ValueError, match="known are"):
         cases.recall_cases(["nonesuch"], texts, tokenizer, 600, 1)
 
@@ -325,6 +324,6 @@ def test_the_page_has_a_place_for_every_table() -> None:
 
 def test_a_page_names_the_options_that_it_was_made_with() -> None:
     parser = argparse.ArgumentParser()
-    add_evaluate(parser)
+    command.add_arguments(parser)
     flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
     assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"

@@ -1,11 +1,14 @@
 """Which package may import which: cli → orchestrator → services → wire, engine, sparsity → kernels; and no circles."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -25,10 +28,7 @@ PACKAGES = {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
     },
-    "cli": {
-        *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service", "orchestrator", "evaluation", "benchmarks"),
-    },
+    "cli": {"orchestrator"},  # the modules of evaluations and benchmarks by name, when their command runs
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
 PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
@@ -144,6 +144,23 @@ def test_logic_knows_no_grpc() -> None:
     assert set(FILES) >= WITHOUT_GRPC
     for name in WITHOUT_GRPC:
         assert not FILES[name] & {"grpc", "protos", "ray"}, name
+
+
+def test_help_and_generate_load_no_torch() -> None:
+    program = (
+        "import sys, cli.main\n"
+        "try: cli.main.main(sys.argv[1:])\n"
+        "finally: print(sorted({'torch', 'benchmarks', 'evaluation'} & set(sys.modules)))"
+    )
+    for arguments in ["--help"], ["generate", "--help"]:
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.endswith("\n[]\n"), done.stderr
+
+
+def test_every_command_declares_its_flags_and_runs() -> None:
+    for module in (importlib.import_module(name) for name, _ in COMMANDS.values()):
+        assert callable(module.add_arguments) and callable(module.run)
 
 
 def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from sparsity.blends import fit_blends, to_blend
-from sparsity.layer_map import layer_similarity, monotone_map
+from evaluation.calibration.blends import fit_blends, to_blend
+from evaluation.calibration.layer_map import layer_similarity, monotone_map
 
 
 @pytest.mark.parametrize("seed", range(40))

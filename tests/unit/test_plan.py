@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from config import TargetSettings
 from engine.inputs import SequenceOutput
+from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
 from models import PLAN
 from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
-from sparsity.head_map import best_draft_heads, top_k_overlap
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
 from sparsity.reader import Reader

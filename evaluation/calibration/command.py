@@ -3,34 +3,41 @@
 import argparse
 from pathlib import Path
 
-from cli.pair import add_pair
+from evaluation.calibration.files import calibrate_files
+from evaluation.calibration.plans import overlap_shares
+from evaluation.calibration.sums import CalibrationSettings
+from evaluation.plots import plot_maps, plot_prunable
+from evaluation.run import add_pair
+from sparsity.plan import save_plan
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
+    default = CalibrationSettings()
     add_pair(parser, required=True)
     parser.add_argument("--text", required=True, nargs="+", metavar="FILE")
     parser.add_argument("--out", required=True, metavar="PLAN.JSON")
-    parser.add_argument("--context", type=int, default=4096, help="tokens read of each passage")
     parser.add_argument("--passages", type=int, default=3, help="passages read of each file, evenly spread")
-    parser.add_argument("--stride", type=int, default=64, help="tokens between samples")
-    parser.add_argument("--skipped", type=int, default=1024, help="leading tokens without samples")
     parser.add_argument("--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries")
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=512, help="tokens whose means stand in for unread blocks")
-    parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads by default")
-    parser.add_argument("--sink-blocks", type=int, default=1)
-    parser.add_argument("--window-blocks", type=int, default=4)
+    for name, text in (
+        ("context", "tokens read of each passage"),
+        ("stride", "tokens between samples"),
+        ("skipped", "leading tokens without samples"),
+        ("block_size", None),
+        ("group_size", "tokens whose means stand in for unread blocks"),
+        ("sink_blocks", None),
+        ("window_blocks", None),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name), help=text)
+    parser.add_argument(
+        "--budget", type=float, default=default.budget, help="share of the KV that approximate reads by default"
+    )
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
     parser.add_argument("--plots", metavar="DIR", help="draw the head and layer maps and the prunable share by layer")
-    parser.set_defaults(run=_calibrate)
 
 
-def _calibrate(flags: argparse.Namespace) -> None:
-    # Models are imported only by the commands that run them.
-    from evaluation.plots import plot_maps, plot_prunable
-    from sparsity.calibration import CalibrationSettings, calibrate_files, overlap_shares
-    from sparsity.plan import save_plan
-
+def run(flags: argparse.Namespace) -> None:
+    """Write the plan, draw its maps if asked for, and print where they lie. Raises ValueError for unfit settings."""
     settings = CalibrationSettings(
         context=flags.context,
         stride=flags.stride,

@@ -17,9 +17,9 @@ from engine.loading import (
     output_projections,
     resolve_dtype,
 )
-from sparsity.calibration.counting import calibrate
-from sparsity.calibration.plans import to_plan
-from sparsity.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
+from evaluation.calibration.counting import calibrate
+from evaluation.calibration.plans import to_plan
+from evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
 from sparsity.plan import Plan
 
 

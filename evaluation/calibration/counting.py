@@ -13,7 +13,7 @@ from tqdm import tqdm
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.runner import Runner
-from sparsity.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
+from evaluation.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
 
 
 def calibrate(

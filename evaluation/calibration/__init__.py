@@ -1,9 +1,9 @@
 """Making a plan for a pair of models from text: where both look, block by block, at sampled rounds."""
 
-from sparsity.calibration.counting import calibrate
-from sparsity.calibration.files import calibrate_files
-from sparsity.calibration.plans import overlap_shares, to_plan
-from sparsity.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
+from evaluation.calibration.counting import calibrate
+from evaluation.calibration.files import calibrate_files
+from evaluation.calibration.plans import overlap_shares, to_plan
+from evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
 
 __all__ = [
     "CalibrationSettings",

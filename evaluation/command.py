@@ -7,16 +7,16 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import models
-from cli.pair import add_pair
+from engine.loading import load_tokenizer
+from evaluation import cases, drafts, identity, plots, quality, report
+from evaluation.run import Pair, add_pair, evaluate, variants_of
+from sparsity.plan import Plan, load_plan
 
-if TYPE_CHECKING:
-    from sparsity.plan import Plan
 
-
-def add_evaluate(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `run` takes."""
     add_pair(parser, required=False)
     parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "identity"])
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
@@ -57,15 +57,14 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--markdown", metavar="FILE")
     parser.add_argument("--plots", metavar="DIR")
-    parser.set_defaults(run=_evaluate, typed=partial(_typed, parser))
+    parser.set_defaults(typed=partial(_typed, parser))
 
 
-def _evaluate(flags: argparse.Namespace) -> None:
-    from engine.loading import load_tokenizer
-    from evaluation import cases, plots, report
-    from evaluation.run import Pair, evaluate, variants_of
-    from sparsity.plan import load_plan
+def run(flags: argparse.Namespace) -> None:
+    """Measure and print what the task asks for. Raises ValueError for flags that do not fit together.
 
+    `identity` exits with 1 if any token differs.
+    """
     given = {name: getattr(flags, name) for name in ("sharing", "block_size", "group_size", "dense_layers")}
     changes = {name: value for name, value in given.items() if value is not None}
     if flags.dense_layers is not None:
@@ -105,13 +104,8 @@ def _evaluate(flags: argparse.Namespace) -> None:
             print(path, file=sys.stderr)
 
 
-def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
-    """Exits with 1 if any token differs."""
-    from engine.loading import load_tokenizer
-    from evaluation import cases, identity
-    from orchestrator.demo import TEXT
-
-    sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(TEXT)]
+def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
+    sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(models.DEMO_TEXT)]
     hot = [float(share) for share in (flags.hot or "0.5,0.25").split(",")]
     tokenizer = load_tokenizer(flags.target)
     prompts = identity.prompts_of(cases.read_texts(sources), tokenizer, flags.context or 1000)
@@ -123,10 +117,7 @@ def _evaluate_identity(flags: argparse.Namespace, plan: "Plan") -> None:
         sys.exit(1)
 
 
-def _evaluate_drafts(flags: argparse.Namespace, plan: "Plan", texts: dict[str, str]) -> None:
-    from evaluation import drafts, quality
-    from evaluation.run import Pair
-
+def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
     numbers = {
         "context": flags.context,
         "passages": flags.passages,

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.runner import Runner
+from evaluation.calibration.head_map import top_k_overlap
+from evaluation.calibration.layer_map import layer_similarity
 from kernels.selection import nucleus_mask
 from sparsity.choice import choose_over_all
-from sparsity.head_map import top_k_overlap
-from sparsity.layer_map import layer_similarity
 
 
 @dataclass(frozen=True)

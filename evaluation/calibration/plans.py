@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsity.blends import fit_blends, to_blend
-from sparsity.calibration.sums import CalibrationSettings, CalibrationSums
-from sparsity.head_map import best_draft_heads
-from sparsity.layer_map import monotone_map
+from evaluation.calibration.blends import fit_blends, to_blend
+from evaluation.calibration.head_map import best_draft_heads
+from evaluation.calibration.layer_map import monotone_map
+from evaluation.calibration.sums import CalibrationSettings, CalibrationSums
 from sparsity.plan import Heads, Plan
 
 
