@@ -65,7 +65,7 @@ async def serve(
         return ServiceStatus(
             peer=hello.peer,
             pid=os.getpid(),
-            attached=list(speculation.attached),
+            attached=[draft.name for draft in verifier.protocol.drafts],
             refusal=speculation.refusal,
             counters={name: float(value) for name, value in verifier.totals.items()},
             gauges=verifier.gauges | {"pid": os.getpid()},

@@ -28,7 +28,7 @@ class Link:
         self.to_draft: list[m.TargetEvent] = []
         self.to_target: list[m.DraftEvent] = []
         self.target_end = DraftPeer(f"draft-{number}", self.to_draft.append)
-        self.draft_end = TargetPeer(f"target-{number}", self.to_target.append)
+        self.draft_end = TargetPeer(self.to_target.append)
 
 
 def as_draft_event(event: m.DraftEvent) -> m.DraftEvent:
