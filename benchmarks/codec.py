@@ -42,7 +42,7 @@ class Coding:
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """Bytes a session and round. first: of a session; mean, most: from its fifth round on."""
 
     trace: str
@@ -111,7 +111,7 @@ def _churn(trace: Trace) -> Churn:
     )
 
 
-def _rows(trace: Trace, repeats: int) -> list[Row]:
+def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
     stretched = [trace.selections()]
     recorded = list(trace.passages(PASSAGES))
     return [
@@ -120,7 +120,7 @@ def _rows(trace: Trace, repeats: int) -> list[Row]:
     ]
 
 
-def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, repeats: int) -> Row:
+def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, repeats: int) -> CodecRow:
     first, steady, encoding, decoding = [], [], [], []
     gc.disable()  # what it collects is not the codec's
     try:
@@ -139,7 +139,7 @@ def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, re
                     decoding += _times(decode, repeats)
     finally:
         gc.enable()
-    return Row(
+    return CodecRow(
         trace=name,
         heads=sessions[0][0].num_heads,
         blocks=sessions[0][0].num_blocks,
@@ -252,7 +252,7 @@ CODINGS = (
 # Tables
 
 
-def _report(head: dict[str, str], churn: list[Churn], rows: list[Row]) -> str:
+def _report(head: dict[str, str], churn: list[Churn], rows: list[CodecRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"\n{'trace':<14} {'selected':>9} {'churn 1':>8} {'churn 4':>8} {'recorded 1':>11} {'recorded 4':>11} "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_listed
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report, require_gpu
+from benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from benchmarks.shapes import GROUP, Shape, read_shape_of
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.kv.pages import PAGE_SIZE
@@ -149,7 +149,7 @@ def run(flags: argparse.Namespace) -> None:
     shape, rows, share, repeats = read_shape_of(flags.shape), flags.queries, flags.share, flags.repeats
     bandwidth = copy_bandwidth()
     rival = flashinfer_attends(shape.head_dim)
-    table: list[Row] = []
+    table: list[TimedRow] = []
     for batch in flags.batch:
         for context in flags.context:
             name = f"{batch} x {context}"
@@ -163,10 +163,10 @@ def run(flags: argparse.Namespace) -> None:
             for what, read in reads.items():
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
+                table.append(TimedRow(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
             for what, ms in theirs.items():
                 size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
-                table.append(Row(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
+                table.append(TimedRow(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)
