@@ -23,13 +23,13 @@ from pyroaring import BitMap
 from benchmarks.selection_trace import BUNDLED, ROUNDS, Trace, churn_of, load_traces, record_traces
 from benchmarks.stack import _processor as processor
 from sparsity.selection import BlockSelection
-from wire.selection_codec import MAX_REFERENCES, Reference, decode_selection, encode_selection
+from wire.selection_codec import MAX_REFERENCES, NamedSelection, decode_selection, encode_selection
 
 PASSAGES = 48  # sessions of a trace as recorded
 FIRST_STEADY = 4  # the first round that counts; it has all references
 GOAL_BYTES, GOAL_MS = 25_000, 1.0
 
-Held = list[tuple[Reference, BlockSelection]]  # the newest first
+Held = list[NamedSelection]  # the newest first
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Coding:
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecRow:
     """Bytes a session and round. first: of a session; mean, most: from its fifth round on."""
 
     trace: str
@@ -111,7 +111,7 @@ def _churn(trace: Trace) -> Churn:
     )
 
 
-def _rows(trace: Trace, repeats: int) -> list[Row]:
+def _rows(trace: Trace, repeats: int) -> list[CodecRow]:
     stretched = [trace.selections()]
     recorded = list(trace.passages(PASSAGES))
     return [
@@ -120,7 +120,7 @@ def _rows(trace: Trace, repeats: int) -> list[Row]:
     ]
 
 
-def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, repeats: int) -> Row:
+def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, repeats: int) -> CodecRow:
     first, steady, encoding, decoding = [], [], [], []
     gc.disable()  # what it collects is not the codec's
     try:
@@ -139,7 +139,7 @@ def _measure(name: str, sessions: list[list[BlockSelection]], coding: Coding, re
                     decoding += _times(decode, repeats)
     finally:
         gc.enable()
-    return Row(
+    return CodecRow(
         trace=name,
         heads=sessions[0][0].num_heads,
         blocks=sessions[0][0].num_blocks,
@@ -165,15 +165,8 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
 # Codings
 
 
-def _encode(selection: BlockSelection, held: Held) -> bytes:
-    if not held:
-        return encode_selection(selection)
-    (name, newest), *earlier = held
-    return encode_selection(selection, newest, name, earlier)
-
-
 def _encode_one(selection: BlockSelection, held: Held) -> bytes:
-    return _encode(selection, held[:1])
+    return encode_selection(selection, held[:1])
 
 
 def _encode_plain(selection: BlockSelection, held: Held) -> bytes:
@@ -246,7 +239,7 @@ def _encode_varints(selection: BlockSelection, held: Held) -> bytes:
 
 
 CODINGS = (
-    Coding("announcement", _encode, _decode),
+    Coding("announcement", encode_selection, _decode),
     Coding("announcement, one reference", _encode_one, _decode),
     Coding("announcement, plain words", _encode_plain, _decode),
     Coding("bitmap", _encode_bitmap, _decode_bitmap),
@@ -259,7 +252,7 @@ CODINGS = (
 # Tables
 
 
-def _report(head: dict[str, str], churn: list[Churn], rows: list[Row]) -> str:
+def _report(head: dict[str, str], churn: list[Churn], rows: list[CodecRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"\n{'trace':<14} {'selected':>9} {'churn 1':>8} {'churn 4':>8} {'recorded 1':>11} {'recorded 4':>11} "

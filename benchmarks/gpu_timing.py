@@ -68,7 +68,7 @@ def copy_milliseconds(source: torch.Tensor, target: torch.Tensor, copies: int) -
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedRow:
     """floor: milliseconds to read what must be read once, at `bandwidth`. rival: milliseconds, if any.
 
     bandwidth: bytes a second; None: that of copies on the device.
@@ -80,10 +80,10 @@ class Row:
     rival: float | None
     bandwidth: float | None = None
 
-    def against(self, rival: float) -> "Row":
+    def against(self, rival: float) -> "TimedRow":
         return replace(self, rival=rival)
 
-    def named(self, prefix: str) -> "Row":
+    def named(self, prefix: str) -> "TimedRow":
         return replace(self, what=prefix + self.what)
 
 
@@ -103,7 +103,7 @@ class Head:
         machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
         return Head(machine, datetime.now(UTC).date().isoformat(), command, bandwidth)
 
-    def write(self, file: str, rows: list[Row]) -> None:
+    def write(self, file: str, rows: list[TimedRow]) -> None:
         content = asdict(self) | {"rows": [asdict(row) for row in rows]}
         Path(file).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -114,7 +114,7 @@ def require_gpu() -> None:
         raise ValueError("this benchmark needs a CUDA device; torch sees none")
 
 
-def report(head: Head, rows: list[Row], note: str) -> str:
+def report(head: Head, rows: list[TimedRow], note: str) -> str:
     width = max(len(row.what) for row in rows)
     lines = [
         f"machine: {head.machine}",

@@ -7,21 +7,21 @@ hold one layer's KV.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.flashinfer_rival import flashinfer_attends, time_dense, time_listed
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report, require_gpu
+from benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from benchmarks.shapes import GROUP, Shape, read_shape_of
 from benchmarks.small_kernels import gather_rows, selection_rows, verdict_rows
 from engine.kv.pages import PAGE_SIZE
-from kernels.block_weights import paged_attention_with_block_weights
 from kernels.paged_attention import (
+    Batch,
     BlockLists,
     GroupMeans,
     paged_attention,
+    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
 )
@@ -116,27 +116,18 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
             means,
         )
         for i in range(layers):
-            arguments = (
-                case.queries,
-                case.k_pages[i % len(case.k_pages)],
-                case.v_pages[i % len(case.v_pages)],
-                case.tables,
-                case.lengths,
-                case.starts,
-                scale,
-            )
-            options: Any = {"backend": "triton", "max_queries": case.rows}
+            pages = case.k_pages[i % len(case.k_pages)], case.v_pages[i % len(case.v_pages)]
+            batch = Batch(case.queries, *pages, case.tables, case.lengths, case.starts, scale, case.rows)
             if what == "dense":
-                paged_attention(*arguments, **options, work=plan)
+                paged_attention(batch, backend="triton", work=plan)
             elif what == "emitting":
-                paged_attention_with_block_weights(
-                    *arguments, PAGE_SIZE, 1, **options, width=case.tables.shape[1], work=plan
-                )
+                width = case.tables.shape[1]
+                paged_attention_with_block_weights(batch, PAGE_SIZE, 1, backend="triton", width=width, work=plan)
             else:
                 here = BlockLists(case.lists.lists[i], case.lists.counts[i], PAGE_SIZE)
                 weighing = what == "weighing"
                 kernel: Callable[..., object] = paged_attention_with_read_weights if weighing else paged_attention
-                kernel(*arguments, here, means, **options, work=plan.layer(i))
+                kernel(batch, here, means, backend="triton", work=plan.layer(i))
 
     return graph_milliseconds(work, repeats) / layers
 
@@ -158,7 +149,7 @@ def run(flags: argparse.Namespace) -> None:
     shape, rows, share, repeats = read_shape_of(flags.shape), flags.queries, flags.share, flags.repeats
     bandwidth = copy_bandwidth()
     rival = flashinfer_attends(shape.head_dim)
-    table: list[Row] = []
+    table: list[TimedRow] = []
     for batch in flags.batch:
         for context in flags.context:
             name = f"{batch} x {context}"
@@ -172,10 +163,10 @@ def run(flags: argparse.Namespace) -> None:
             for what, read in reads.items():
                 size = int(case.layer_bytes * read)
                 ms = time_attention(case, what, repeats)
-                table.append(Row(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
+                table.append(TimedRow(f"attention {what}, {name}", ms, 1e3 * size / bandwidth, theirs.get("dense")))
             for what, ms in theirs.items():
                 size = int(case.layer_bytes * (share if what == "sparse" else 1.0))
-                table.append(Row(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
+                table.append(TimedRow(f"flashinfer {what}, {name}", ms, 1e3 * size / bandwidth, None))
             del case
             torch.cuda.empty_cache()
     table += selection_rows(bandwidth, repeats)

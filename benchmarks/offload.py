@@ -64,7 +64,7 @@ RESIDENT = "resident"
 
 
 @dataclass(frozen=True)
-class Settings:
+class OffloadSettings:
     """shares: of the pages, selected. hot: shares of the pages that there are frames for. passes: over all rounds.
 
     home_layers: layers that have a home of their own; the others share these. host_memory: bytes that homes may take;
@@ -101,7 +101,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class OffloadRow:
     """A step's mean and p95. resident: mean of the resident step, None where that does not fit the GPU.
 
     pages, each of a layer and KV head: read, fetched over the link (in tiers), and listed without finding a slot; where
@@ -164,7 +164,7 @@ def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
 class Bench:
     """A decoder, and homes for the largest case."""
 
-    def __init__(self, settings: Settings, cases: list[Case], device: torch.device) -> None:
+    def __init__(self, settings: OffloadSettings, cases: list[Case], device: torch.device) -> None:
         self.settings, self.device = settings, device
         largest = max(cases, key=lambda case: case.pages)
         longest = max(case.context for case in cases) + settings.queries
@@ -173,11 +173,11 @@ class Bench:
         self.link = link_rate(self.home, device)
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
-    def rows(self, case: Case) -> Iterator[Row]:
+    def rows(self, case: Case) -> Iterator[OffloadRow]:
         """Resident first: what it takes of the GPU is given back before there are tiers."""
         return self._rows(case, self.settings.hot)
 
-    def rows_of_sessions(self, case: Case) -> Iterator[Row]:
+    def rows_of_sessions(self, case: Case) -> Iterator[OffloadRow]:
         """Of the case's sessions in the KV memory that its part without tiers fits, after those of the part."""
         assert self.settings.kv_memory is not None
         part = case.batch // self.settings.sessions_factor
@@ -185,7 +185,7 @@ class Bench:
             yield from self._rows(replace(case, batch=part), ())
         yield from self._rows(case, (hot_share(self.settings.kv_memory, case),), part)
 
-    def _rows(self, case: Case, hot: tuple[float, ...], part: int = 0) -> Iterator[Row]:
+    def _rows(self, case: Case, hot: tuple[float, ...], part: int = 0) -> Iterator[OffloadRow]:
         """part: sessions that the GPU has room for as a whole, to compare with where it has none for all."""
         rounds = {share: rounds_of(case, share, self.device) for share in self.settings.shares}
         resident: dict[float, float] = {}
@@ -253,12 +253,12 @@ class Bench:
         resident: float | None,
         check: Check,
         in_parts: bool,
-    ) -> Row:
+    ) -> OffloadRow:
         mean, size = float(np.mean(measured.milliseconds)), measured.fetched * case.page_bytes
         if way == RESIDENT:
             resident = mean
         rate = 1e3 * size / mean
-        return Row(
+        return OffloadRow(
             batch=case.batch,
             context=case.context,
             share=share,
@@ -291,11 +291,11 @@ def _give_memory_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def home_bytes(case: Case, settings: Settings) -> int:
+def home_bytes(case: Case, settings: OffloadSettings) -> int:
     return case.layer_bytes * min(settings.home_layers, case.shape.num_hidden_layers)
 
 
-def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[Case]:
+def choose_cases(settings: OffloadSettings, shape: Shape, dtype: torch.dtype) -> list[Case]:
     """Those whose home the host has room for; says what is left out. Raises ValueError if that is all."""
     room = settings.host_memory
     if room is None:
@@ -317,7 +317,7 @@ def choose_cases(settings: Settings, shape: Shape, dtype: torch.dtype) -> list[C
     return cases
 
 
-def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
+def _batches(settings: OffloadSettings, one: Case) -> tuple[int, ...]:
     """one: a single session. Raises ValueError if the KV memory does not hold it, or has no room for frames."""
     if settings.kv_memory is None:
         return settings.batches
@@ -334,12 +334,17 @@ def _batches(settings: Settings, one: Case) -> tuple[int, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes. Those without a default here have the one of Settings."""
+    """Declare the flags that `run` takes. Those without a default here have the one of OffloadSettings."""
     parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id")
     parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
-    parser.add_argument("--contexts", type=int, nargs="+", default=Settings.contexts, metavar="N")
+    parser.add_argument("--contexts", type=int, nargs="+", default=OffloadSettings.contexts, metavar="N")
     parser.add_argument(
-        "--shares", type=float, nargs="+", default=Settings.shares, metavar="X", help="of the pages that a step selects"
+        "--shares",
+        type=float,
+        nargs="+",
+        default=OffloadSettings.shares,
+        metavar="X",
+        help="of the pages that a step selects",
     )
     parser.add_argument(
         "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
@@ -351,14 +356,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
     )
     parser.add_argument("--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)")
-    parser.add_argument("--queries", type=int, default=Settings.queries, help="of each sequence")
+    parser.add_argument("--queries", type=int, default=OffloadSettings.queries, help="of each sequence")
     parser.add_argument(
-        "--passes", type=int, default=Settings.passes, help="over the recorded rounds, with nothing hot at first"
+        "--passes", type=int, default=OffloadSettings.passes, help="over the recorded rounds, with nothing hot at first"
     )
     parser.add_argument(
         "--home-layers",
         type=int,
-        default=Settings.home_layers,
+        default=OffloadSettings.home_layers,
         help="layers with pinned memory of their own; the others share it",
     )
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
@@ -366,21 +371,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
 
 
-def _settings_of(flags: argparse.Namespace) -> Settings:
+def _settings_of(flags: argparse.Namespace) -> OffloadSettings:
     """Raises ValueError for flags that do not go together."""
     if flags.kv_memory is not None and (flags.batches or flags.hot):
         raise ValueError("--kv-memory says how many sessions and frames there are: leave --batches and --hot out")
     if flags.kv_memory is None and flags.sessions_factor is not None:
         raise ValueError("--sessions-factor is of the sessions that fit --kv-memory: give it")
     given: dict[str, Any] = {
-        field.name: getattr(flags, field.name) for field in fields(Settings) if getattr(flags, field.name) is not None
+        field.name: getattr(flags, field.name)
+        for field in fields(OffloadSettings)
+        if getattr(flags, field.name) is not None
     }
     for name, value in given.items():
         if name in ("host_memory", "kv_memory"):
             given[name] = int(value * 2**30)
         elif isinstance(value, list):
             given[name] = tuple(value)
-    return Settings(**given)
+    return OffloadSettings(**given)
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -419,7 +426,9 @@ def run(flags: argparse.Namespace) -> None:
 # The table.
 
 
-def _head(name: str, settings: Settings, device: torch.device, link: float, homes: int) -> dict[str, str | float]:
+def _head(
+    name: str, settings: OffloadSettings, device: torch.device, link: float, homes: int
+) -> dict[str, str | float]:
     machine = "no GPU: a rehearsal, times say nothing"
     if device.type == "cuda":
         import triton
@@ -437,7 +446,7 @@ def _head(name: str, settings: Settings, device: torch.device, link: float, home
     return head
 
 
-def _about_sessions(settings: Settings, case: Case) -> str:
+def _about_sessions(settings: OffloadSettings, case: Case) -> str:
     assert settings.kv_memory is not None
     part = case.batch // settings.sessions_factor
     return (
@@ -446,7 +455,7 @@ def _about_sessions(settings: Settings, case: Case) -> str:
     )
 
 
-def command_of(name: str, settings: Settings) -> str:
+def command_of(name: str, settings: OffloadSettings) -> str:
     lists: dict[str, tuple[float, ...]] = {"contexts": settings.contexts, "shares": settings.shares}
     if settings.kv_memory is None:
         lists |= {"batches": settings.batches, "hot": settings.hot}
@@ -457,7 +466,7 @@ def command_of(name: str, settings: Settings) -> str:
     return f"specahead bench offload --shape {name} {' '.join(words)} {numbers}"
 
 
-def report(head: dict[str, str | float], rows: list[Row]) -> str:
+def report(head: dict[str, str | float], rows: list[OffloadRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items() if isinstance(value, str)]
     lines.append(
         f"{'':<12} {'read':>7} {'hot':>6} {'way':<9} {'step':>10} {'p95':>10} {'to resident':>11} {'pages':>8} "
@@ -478,7 +487,7 @@ def report(head: dict[str, str | float], rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _line(row: OffloadRow) -> str:
     ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
     excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
     missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
@@ -490,13 +499,13 @@ def _line(row: Row) -> str:
     )
 
 
-def _same(row: Row) -> str:
+def _same(row: OffloadRow) -> str:
     if row.way == RESIDENT or row.check.same is None:
         return "" if row.way == RESIDENT else "-"
     return f"{row.check} ({row.check.rounds} rounds{', in parts' if row.in_parts else ''})"
 
 
-def plot_rows(rows: list[Row], path: Path) -> Path:
+def plot_rows(rows: list[OffloadRow], path: Path) -> Path:
     """Steps over tiers, as multiples of the resident step, against the size of the hot buffer; a batch a panel."""
     batches = sorted({row.batch for row in rows})
     figure, axes = make_figure(len(batches))
@@ -519,8 +528,8 @@ def plot_rows(rows: list[Row], path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _lines(rows: list[Row], batch: int) -> dict[tuple[int, float, str], list[Row]]:
-    lines: dict[tuple[int, float, str], list[Row]] = {}
+def _lines(rows: list[OffloadRow], batch: int) -> dict[tuple[int, float, str], list[OffloadRow]]:
+    lines: dict[tuple[int, float, str], list[OffloadRow]] = {}
     for row in sorted(rows, key=lambda row: row.hot):
         if row.batch == batch and row.way != RESIDENT and row.resident is not None:
             lines.setdefault((row.context, row.share, row.way), []).append(row)

@@ -266,7 +266,7 @@ def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReadRow:
     """Of one trace. selected, churn, churn4: as recorded, and stretched to 100K. tokens: that a round gains.
     foreseen: share of rounds after the first."""
 
@@ -306,9 +306,9 @@ def run(flags: argparse.Namespace) -> None:
         Path(flags.json).write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def _row(trace: ReadTrace) -> Row:
+def _row(trace: ReadTrace) -> ReadRow:
     rounds = trace.selections()
-    return Row(
+    return ReadRow(
         share=trace.name,
         budget=trace.budget,
         passages=len(trace.history),
@@ -324,7 +324,7 @@ def _row(trace: ReadTrace) -> Row:
     )
 
 
-def _report(head: dict[str, str], rows: list[Row]) -> str:
+def _report(head: dict[str, str], rows: list[ReadRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"\n{'share':<6} {'budget':>7} {'passages':>8} {'rounds':>7} {'selected':>9} {'churn 1':>8} {'churn 4':>8} "

@@ -42,7 +42,7 @@ class Recorded(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class ResidencyRow:
     """hot: slots, as a share of all pages. missed, unplaced: shares of the pages that a settled round selects: those
     to be fetched, and those for which there is no slot. megabytes, link_ms: fetched a round and session."""
 
@@ -81,7 +81,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
     return fetched, unplaced, selected
 
 
-def measure(trace: Recorded, pool: str, hot: float, layers: int) -> Row:
+def measure(trace: Recorded, pool: str, hot: float, layers: int) -> ResidencyRow:
     """layers: evenly spread ones that stand for all."""
     first = np.linspace(0, ROWS // KV_HEADS - 1, layers).astype(int) * KV_HEADS
     rows = (first[:, None] + np.arange(KV_HEADS)).flatten()
@@ -89,7 +89,7 @@ def measure(trace: Recorded, pool: str, hot: float, layers: int) -> Row:
     fetched, unplaced, selected = replay(rounds, POOLS[pool], hot)
     settled = len(rounds) - SETTLED
     size = fetched / settled * ROWS / len(rows) * PAGE_BYTES
-    return Row(trace.name, pool, hot, fetched / selected, unplaced / selected, size / 1e6, 1e3 * size / LINK)
+    return ResidencyRow(trace.name, pool, hot, fetched / selected, unplaced / selected, size / 1e6, 1e3 * size / LINK)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def run(flags: argparse.Namespace) -> None:
         Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _report(head: dict[str, str], rows: list[Row]) -> str:
+def _report(head: dict[str, str], rows: list[ResidencyRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(f"{'trace':<14} {'shared by':<10} {'hot':>6} {'missed':>8} {'no slot':>8} {'fetched':>10} {'link':>9}")
     for row in rows:

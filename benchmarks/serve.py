@@ -33,7 +33,7 @@ PREFILL_CHUNK = 4096  # prompt tokens a step, at most
 
 
 @dataclass(frozen=True)
-class Row:
+class ServeRow:
     """session_round_ms: between two messages of a session, the median; tokens_a_second: of all sessions together, 0 if
     at no moment all of them generated. kv_fetched: of the KV that was read, where it lies in tiers."""
 
@@ -126,10 +126,10 @@ def run(flags: argparse.Namespace) -> None:
         Path(flags.json).write_text(json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def _rows(flags: argparse.Namespace, drafting: list[str], target_kv: list[str]) -> list[Row]:
+def _rows(flags: argparse.Namespace, drafting: list[str], target_kv: list[str]) -> list[ServeRow]:
     """Start the services and measure. drafting: more flags for the draft service; target_kv: for the target service."""
     sessions, context, gamma = flags.sessions, flags.context, flags.gamma
-    rows: list[Row] = []
+    rows: list[ServeRow] = []
     expected = sum(flags.acceptance**i for i in range(gamma + 1))  # tokens of a round that is drafted
     with tempfile.TemporaryDirectory() as folder, children() as start:
         room = context + flags.tokens + 64
@@ -177,7 +177,7 @@ def _write_pair(folder: Path, flags: argparse.Namespace, context: int) -> tuple[
     return pair, str(plan)
 
 
-def _measure(address: str, what: str, sessions: int, context: int, tokens: int, exactness: str) -> Row:
+def _measure(address: str, what: str, sessions: int, context: int, tokens: int, exactness: str) -> ServeRow:
     """All sessions at once; prompts are the same for all rows, and each session has its own."""
     started = time.perf_counter()
     with grpc.insecure_channel(address, options=OPTIONS) as channel, ThreadPoolExecutor(sessions) as pool:
@@ -190,7 +190,7 @@ def _measure(address: str, what: str, sessions: int, context: int, tokens: int, 
     gaps = [b[0] - a[0] for times, _ in streams for a, b in itertools.pairwise(times)]
     rounds = sum(summary.rounds for _, summary in streams) or sessions * tokens  # none: a token each
     print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-    return Row(
+    return ServeRow(
         what=what,
         sessions=sessions,
         context=context,
@@ -225,7 +225,7 @@ def _stream(
     return times, summary
 
 
-def _report(head: dict[str, str], rows: list[Row]) -> str:
+def _report(head: dict[str, str], rows: list[ServeRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"{'':<22} {'sessions':>8} {'context':>8} {'tokens/s':>9} {'round':>10} {'tokens':>7} {'KV read':>8} "

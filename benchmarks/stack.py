@@ -31,7 +31,7 @@ PASSES = 3
 
 
 @dataclass(frozen=True)
-class Row:
+class StackRow:
     """A round, for its client, is the time from one message of a stream to the next."""
 
     sessions: int
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
-def run(flags: argparse.Namespace) -> list[Row]:
+def run(flags: argparse.Namespace) -> list[StackRow]:
     """Measure, print the table, and write it to the JSON file if one is named. Returns the rows.
 
     Raises ValueError for numbers that give nothing to measure, OSError if a process does not start.
@@ -99,7 +99,7 @@ def _check(sessions: list[int], tokens: int, gamma: int) -> None:
         raise ValueError(f"tokens {tokens}: with gamma {gamma} it takes {least} for two rounds to be timed")
 
 
-def _report(head: dict[str, str], rows: list[Row]) -> str:
+def _report(head: dict[str, str], rows: list[StackRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"{'sessions':>8} {'exactness':>12} {'rounds':>7} {'round p50':>10} {'p95':>10} {'a session':>10} "
@@ -118,7 +118,7 @@ def _report(head: dict[str, str], rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-async def _measure(address: str, sessions: int, tokens: int, exactness: str) -> Row:
+async def _measure(address: str, sessions: int, tokens: int, exactness: str) -> StackRow:
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         streams = await asyncio.gather(*(_stream(stub, i, tokens, exactness) for i in range(sessions)))
@@ -126,7 +126,7 @@ async def _measure(address: str, sessions: int, tokens: int, exactness: str) -> 
     # From the first message of any session to the last of all: prompts are not part of it.
     wall = 1e3 * (max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams))
     rounds = sum(stream.summary.rounds for stream in streams)
-    return Row(
+    return StackRow(
         sessions=sessions,
         exactness=exactness,
         rounds=rounds,

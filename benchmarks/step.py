@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from benchmarks.gpu_timing import Head, Row, copy_bandwidth, graph_milliseconds, report, require_gpu
+from benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
 from engine.announcing import Announcer
 from engine.decoder import Decoder
@@ -46,7 +46,7 @@ class Bench:
         """Milliseconds to read weights and KV once a pass at the copy bandwidth."""
         return 1e3 * (passes * weight_bytes(self.decoder) + kv_bytes) / self.bandwidth
 
-    def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> Row:
+    def step(self, batch: int, context: int, queries: int, share: float = 0.0, dense_layers: int = 0) -> TimedRow:
         """A verification (or one draft step): `share` of the pages read in all layers but the first ones; 0: dense."""
         pages = context // PAGE_SIZE
         width = int(pages * share)
@@ -63,7 +63,7 @@ class Bench:
         what = f"{share:.0%} read{extra}" if share else "dense"
         return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
 
-    def served(self, batch: int, context: int, queries: int, share: float) -> Row:
+    def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
         means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
         pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
@@ -108,11 +108,11 @@ class Bench:
         buffers.slots.copy_(slots.flatten())
         return buffers
 
-    def _measure(self, what: str, shape: PassShape, buffers: PassBuffers, kv_bytes: float) -> Row:
+    def _measure(self, what: str, shape: PassShape, buffers: PassBuffers, kv_bytes: float) -> TimedRow:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
-        return Row(what, ms, self.floor(kv_bytes), None)
+        return TimedRow(what, ms, self.floor(kv_bytes), None)
 
-    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> Row:
+    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> TimedRow:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
         rows = 256
         heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
@@ -135,7 +135,7 @@ class Bench:
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         what = "and announces" if announces else "announces nothing"
         name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
-        return Row(name, ms, self.floor(read, gamma + 1), None)
+        return TimedRow(name, ms, self.floor(read, gamma + 1), None)
 
 
 _CUDA = torch.device("cuda")
@@ -154,7 +154,7 @@ def run(flags: argparse.Namespace) -> None:
     require_gpu()
     bandwidth = copy_bandwidth()
     cases = list(product(BATCHES, CONTEXTS))
-    table: list[Row] = []
+    table: list[TimedRow] = []
     with torch.inference_mode():
         bench = Bench(read_shape_of(flags.target_shape), bandwidth, flags.repeats, max(CONTEXTS))
         for batch, context in cases:

@@ -10,17 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.kv.pages import SequenceKV
-from engine.sampling import Sampling, Support
+from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Proposal, Verdict
-from wire.selection_codec import Reference
+from wire.selection_codec import NamedSelection
 
 _RETRY = 16  # rounds
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
-
-# A selection that the target is known to hold, and its name on the wire.
-NamedSelection = tuple[Reference, BlockSelection]
 
 
 class TargetPeer:
@@ -45,9 +42,9 @@ class DraftSession:
     judged: rounds with a verdict, so that the next verdict is for the round of this number. method: what it announces
     by, None if it announces nothing. ready_due: whether the target is still to be told that it may wait for this draft.
 
-    Of the round that is drafted or proposed: round and base are its number and its first position; supports,
-    selection and proposal are what was drafted, announced and proposed; guess is the token that the target is expected
-    to add. waiting: since which of the drafter's steps the round could have been drafted, 0 if not yet.
+    Of the round that is drafted or proposed: round and base are its number and its first position; selection and
+    proposal are what was announced and proposed; guess is the token that the target is expected to add. waiting: since
+    which of the drafter's steps the round could have been drafted, 0 if not yet.
 
     foresight: how often, of late, a verdict was the one guessed: all accepted, and `guess` behind it. judging: what was
     announced for the round under judgement, while the next one is drafted ahead. reference: what was announced for the
@@ -68,11 +65,9 @@ class DraftSession:
     kv: SequenceKV = field(default_factory=SequenceKV)
     round: int = 0
     base: int = 0
-    supports: list[Support] = field(default_factory=list)
     selection: BlockSelection | None = None
     proposal: Proposal | None = None
     guess: int | None = None
-    draft_seconds: float = 0.0
     waiting: int = 0
     foresight: float = 1.0
     judging: BlockSelection | None = None
@@ -139,8 +134,7 @@ class DraftSession:
 
     def _start_round(self, round_: int, base: int) -> None:
         self.round, self.base, self.waiting = round_, base, 0
-        self.supports, self.selection, self.proposal = [], None, None
-        self.guess, self.draft_seconds = None, 0.0
+        self.selection, self.proposal, self.guess = None, None, None
 
     def apply(self, verdict: Verdict) -> bool:
         """Take the verdict on round `judged`. Returns whether what was drafted beyond that round still holds.

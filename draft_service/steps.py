@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from config import DraftSettings
-from draft_service.proposals import send_announcement, send_proposal
+from draft_service.proposals import send_round
 from draft_service.sessions import DraftSession
 from engine.inputs import SequenceInput
 from engine.rounds.requests import RoundOutput, RoundRequest
@@ -12,7 +12,7 @@ from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
-from wire.messages import Ready
+from wire.messages import Proposal, Ready
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,24 @@ def _request_round(session: DraftSession, plan: Plan, gamma: int) -> RoundReques
 
 
 def take_round(session: DraftSession, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
-    """Take the round that was drafted for a session and send its announcement and its proposal."""
+    """Take the round that was drafted for a session in so many seconds, and send it."""
     count = session.tokens_to_propose
-    session.draft_seconds += seconds
     session.tokens += output.tokens[:count]
     session.kv.length = session.base + count
     session.guess = output.tokens[count]
+    supports = []
     if output.ids is not None and output.probs is not None:
         for ids, probs in zip(output.ids[:count], output.probs[:count], strict=True):
             held = probs > 0
-            session.supports.append(Support(ids[held], probs[held]))
+            supports.append(Support(ids[held], probs[held]))
     if output.bitmap is not None:
         session.selection = announced_selection(output.bitmap, plan, session.base)
-        send_announcement(session, counters)
-    send_proposal(session, counters)
+    session.proposal = Proposal(
+        at=session.at,
+        announces=session.method is not None,
+        assumed_token=session.tokens[session.base - 1],
+        tokens=output.tokens[:count],
+        supports=supports,
+        draft_seconds=seconds,
+    )
+    send_round(session, counters)

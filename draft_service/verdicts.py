@@ -1,8 +1,9 @@
 """What a verdict does to a draft's session: tokens are committed, guesses that failed are taken back."""
 
 from collections import Counter
+from itertools import takewhile
 
-from draft_service.proposals import send_again
+from draft_service.proposals import send_round
 from draft_service.sessions import DraftSession
 from engine.kv.cache import KVCache
 from wire.messages import Resync, Verdict
@@ -35,17 +36,10 @@ def _apply(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Count
     before, epoch = session.tokens[verdict.at.base :], session.epoch
     if session.apply(verdict):
         if session.epoch != epoch:
-            send_again(session, counters)
+            send_round(session, counters)
     else:
-        common = verdict.at.base + common_prefix(before, verdict.tokens)
+        agree = (a == b for a, b in zip(before, verdict.tokens, strict=False))
+        common = verdict.at.base + sum(takewhile(bool, agree))
         # The last token is always run again: its logits start the next round.
         kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
     kv.index_prefix(session.kv, session.tokens, session.committed)
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many leading elements two lists share."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend, default_backend
-from kernels.rejection import judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, judge_greedy, judge_sampled
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def judge(logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend) -> tup
     """Accepted counts and next tokens, int32 [rows]. logits: [rows, γ + 1, vocab]; inputs: of `verdict_layout`."""
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
-    return judge_sampled(logits, **inputs, backend=backend)
+    return judge_sampled(logits, DraftedRows(**inputs), backend)
 
 
 def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int, int]]:

@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from kernels.backends import Backend
-from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
 from kernels.flashinfer_attention import Planned, run
 from kernels.paged_attention import (
+    Batch,
     BlockLists,
     GroupMeans,
     Tuning,
     Work,
+    add_listed_weights,
     paged_attention,
+    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
 )
@@ -122,45 +124,45 @@ class LayerAttention:
         at = None if self.listed is None else self.listed.index.get(layer)
         return self._dense(layer, queries) if at is None else self._listed(layer, at, queries)
 
-    def _arguments(self, layer: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    def _batch(self, layer: int, queries: Tensor) -> Batch:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
         keys, values = self.pages(layer)
-        return queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale
+        return Batch(queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale, rows.most)
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
-        arguments, weights = self._arguments(layer, queries), self.weights
-        how: dict[str, Any] = {"backend": self.backend, "max_queries": self.rows.most, "work": self.dense_work}
+        batch, weights = self._batch(layer, queries), self.weights
+        how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
         if isinstance(weights, BlockWeights):
             out, given = paged_attention_with_block_weights(
-                *arguments, weights.block_size, weights.emitting, width=weights.width, **how
+                batch, weights.block_size, weights.emitting, width=weights.width, **how
             )
             weights.by_layer.append(given)
             return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
-            out, given = paged_attention_with_block_weights(*arguments, weights.block_size, 1, width=width, **how)
+            out, given = paged_attention_with_block_weights(batch, weights.block_size, 1, width=width, **how)
             weights.sums[:, layer].add_(given[:, 0], alpha=weights.share)
             return out
         if self.prompt is not None:
-            return run(self.prompt, *arguments[:3])
-        return paged_attention(*arguments, **how)
+            return run(self.prompt, batch.queries, batch.k_pages, batch.v_pages)
+        return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:
         assert self.listed is not None
         if self.listed.wait is not None:
             self.listed.wait(at)
-        arguments, weights = self._arguments(layer, queries), self.weights
+        batch, weights = self._batch(layer, queries), self.weights
         blocks = self.listed.of_layer(at)
         work = None if self.listed.work is None else self.listed.work.layer(at)
         means = None if self.listed.means is None else self.listed.means[layer]
-        how: dict[str, Any] = {"backend": self.backend, "max_queries": self.rows.most, "work": work}
+        how: dict[str, Any] = {"backend": self.backend, "work": work}
         if isinstance(weights, Evidence):
-            return add_listed_weights(*arguments, blocks, weights.sums[:, layer], weights.share, **how)
+            return add_listed_weights(batch, blocks, weights.sums[:, layer], weights.share, **how)
         if isinstance(weights, ReadWeights):
-            out, _ = paged_attention_with_read_weights(*arguments, blocks, means, weights_out=weights.out[at], **how)
+            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights.out[at], **how)
             return out
-        return paged_attention(*arguments, blocks, means, **how)
+        return paged_attention(batch, blocks, means, **how)
 
 
 def plan_dense(heads: Heads, rows: Rows, page_size: int, backend: Backend, tuning: Tuning | None = None) -> Work | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
@@ -19,7 +20,7 @@ from engine.graphs import Captured, GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
 from engine.passes.buffers import PassBuffers, make_buffers
@@ -34,7 +35,7 @@ from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling
 from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
-from kernels.flashinfer_attention import Planned, check_flashinfer, make_planned, make_workspace, plan_rows
+from kernels.flashinfer_attention import Planned, check_flashinfer, dense_requests, make_planned, make_workspace, plan
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
@@ -89,16 +90,19 @@ class ModelRunner(Runner):
             self._attention = attention_backend
 
     def _open_flashinfer(self) -> Planned:
-        heads = heads_of(self.decoder, self.kv)
-        dtype = self.kv.k_pages[0].dtype
-        check_flashinfer(heads.dim, dtype, self.device)
+        check_flashinfer(heads_of(self.decoder, self.kv).dim, self.kv.k_pages[0].dtype, self.device)
         planned = make_planned(make_workspace(self.device))
         # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
         table, length, starts = torch.zeros(1, 1), torch.ones(1), torch.arange(2)
-        plan_rows(
-            planned, table.int(), length.int(), starts.int(), (heads.kv, heads.group, heads.dim), heads.scale, dtype
-        )
+        self._plan_rows(planned, table.int(), length.int(), starts.int())
         return planned
+
+    def _plan_rows(self, planned: Planned, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
+        """Plan dense attention over whole sequences; tensors on the CPU, as `dense_requests` takes them."""
+        heads = heads_of(self.decoder, self.kv)
+        requests = dense_requests(tables, lengths, starts, PAGE_SIZE)
+        sizes = heads.kv * heads.group, heads.kv, heads.dim, PAGE_SIZE
+        plan(planned, requests, *sizes, heads.scale, self.kv.k_pages[0].dtype)
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -213,10 +217,8 @@ class ModelRunner(Runner):
         """Plan FlashInfer for a prompt, if it was chosen."""
         if self._prompt_plan is None or shape.queries <= self._limits.queries or shape.width or shape.emitting:
             return None
-        heads, host = heads_of(self.decoder, self.kv), buffers.inputs.host
-        tables, lengths, starts = (torch.from_numpy(host[name]) for name in ("block_tables", "lengths", "query_starts"))
-        of_heads = heads.kv, heads.group, heads.dim
-        plan_rows(self._prompt_plan, tables, lengths, starts, of_heads, heads.scale, self.kv.k_pages[0].dtype)
+        names = "block_tables", "lengths", "query_starts"
+        self._plan_rows(self._prompt_plan, *(torch.from_numpy(buffers.inputs.host[name]) for name in names))
         return self._prompt_plan
 
     def _read_pinned(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:

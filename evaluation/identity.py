@@ -211,17 +211,17 @@ def _take_turns(
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
     target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
-    verifier.attach_draft(target_end)
+    verifier.protocol.attach(target_end)
     drafter.attach(draft_end)
     for opening in openings:
-        verifier.open(opening, emit)
+        verifier.admission.open(opening, emit)
     while verifier.gauges["sessions"] or verifier.gauges["queued_sessions"]:
         for event in _drain(to_draft):
             drafter.receive(draft_end, event)
         while (drafting := drafter.plan_step()) is not None:
             drafter.finish_step(drafting, drafter.execute(drafting))
         for said in _drain(to_target):
-            verifier.receive(target_end, said)
+            verifier.protocol.receive(target_end, said)
         step = verifier.plan_step()
         if step is not None:
             verifier.finish_step(step, verifier.execute(step))

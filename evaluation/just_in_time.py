@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from engine.kv.pages import PAGE_SIZE
 from evaluation.sharing import share
-from kernels.block_weights import pool_blocks
-from kernels.paged_attention import gather_pages, pack_heads
+from kernels.paged_attention import gather_pages, pack_heads, pool_blocks
 from sparsity.choice import mandatory, shares_of
 from sparsity.plan import Plan, Rule
 from sparsity.selection import BlockSelection

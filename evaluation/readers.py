@@ -15,7 +15,7 @@ from engine.model_runner import ModelRunner
 from evaluation.just_in_time import JustInTime, SequenceKeys
 from evaluation.methods import Rival, check_compared
 from kernels.backends import default_backend
-from kernels.paged_attention import BlockLists, paged_attention
+from kernels.paged_attention import Batch, BlockLists, paged_attention
 from kernels.selection import compact
 from sparsity.choice import mandatory
 from sparsity.methods import Method
@@ -139,13 +139,9 @@ def attend_chosen(
     sequences = len(lengths)
     starts = torch.arange(0, rows + 1, rows // sequences, dtype=torch.int32, device=device)
     tables = table.expand(sequences, -1).contiguous()
-    return paged_attention(
-        queries,
-        *(k_pages, v_pages, tables, lengths, starts, scale),
-        None if chosen is None else _to_block_lists(chosen.view(sequences, *chosen.shape[-2:]), block_size),
-        backend=default_backend(device),
-        max_queries=rows // sequences,
-    )
+    batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, scale, rows // sequences)
+    blocks = None if chosen is None else _to_block_lists(chosen.view(sequences, *chosen.shape[-2:]), block_size)
+    return paged_attention(batch, blocks, backend=default_backend(device))
 
 
 def _to_block_lists(chosen: Tensor, block_size: int) -> BlockLists:

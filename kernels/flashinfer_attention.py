@@ -103,25 +103,6 @@ def make_planned(workspace: Tensor) -> Planned:
     return Planned(_flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2"))
 
 
-def plan_rows(
-    planned: Planned,
-    block_tables: Tensor,
-    kv_lengths: Tensor,
-    query_starts: Tensor,
-    heads: tuple[int, int, int],
-    scale: float,
-    dtype: torch.dtype,
-    page_size: int = 16,
-) -> None:
-    """Plan dense attention over whole sequences; other arguments as for `dense_requests` and `plan`.
-
-    heads: KV heads, query heads of a KV head, dimensions of a head.
-    """
-    kv_heads, group, dim = heads
-    requests = dense_requests(block_tables, kv_lengths, query_starts, page_size)
-    plan(planned, requests, kv_heads * group, kv_heads, dim, page_size, scale, dtype)
-
-
 def plan(
     planned: Planned,
     requests: Requests,

@@ -24,7 +24,7 @@ def make_group_means(
     pages: [groups, pages of a group] int64; slots: [groups] int64, where each group's are put
     k, v, k_variance: [layers, slots, kv_heads, head_dim] float32, contiguous, where the results are put
     """
-    check_backend("make_group_means", backend, ("torch", "triton"))
+    check_backend("make_group_means", backend)
     groups, per_group = pages.shape
     if backend == "torch":
         for layer, (k_source, v_source) in enumerate(zip(k_pages, v_pages, strict=True)):

@@ -38,8 +38,13 @@ def gather_blocks(
     count: [1] int32 there, at most `capacity`
     programs: how many programs copy, each at most a multiprocessor's worth; the rest is left to the model
     """
-    check_backend("gather_blocks", backend, ("torch", "triton"))
-    _check_arguments(sources, destinations, source_rows, destination_rows, count, programs)
+    check_backend("gather_blocks", backend)
+    _check_sides(sources, destinations)
+    _check_lists(source_rows, destination_rows, count)
+    if not all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows)):
+        raise ValueError("gather_blocks: the sources, the destinations and the lists must be contiguous")
+    if programs < 1:
+        raise ValueError(f"gather_blocks: {programs} programs copy nothing")
     if backend == "torch":
         source_rows, destination_rows = source_rows[: int(count)], destination_rows[: int(count)]
         kept = source_rows >= 0
@@ -56,13 +61,8 @@ def gather_blocks(
         return
     piece = _piece(row_bytes)
     _gather_blocks_kernel[(programs,)](
-        sources[0].view(torch.int32),
-        destinations[0].view(torch.int32),
-        sources[-1].view(torch.int32),
-        destinations[-1].view(torch.int32),
-        source_rows,
-        destination_rows,
-        count,
+        *(side[i].view(torch.int32) for i in (0, -1) for side in (sources, destinations)),
+        *(source_rows, destination_rows, count),
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * len(sources)), 1),
@@ -107,7 +107,7 @@ def gather_layers(
     source_rows, destination_rows: [layers, capacity] int32; counts: [layers] int32
     done: [layers] int32, zeros before: each program counts one in each layer that it has finished
     """
-    check_backend("gather_layers", backend, ("torch", "triton"))
+    check_backend("gather_layers", backend)
     layers = len(copies.sources)
     if source_rows.shape != destination_rows.shape or not len(source_rows) == len(counts) == len(done) == layers:
         raise ValueError(
@@ -116,22 +116,14 @@ def gather_layers(
         )
     if backend == "torch":
         for layer, pairs in enumerate(zip(copies.sources, copies.destinations, strict=True)):
-            rows = source_rows[layer], destination_rows[layer]
-            one = counts[layer : layer + 1]
-            gather_blocks(*pairs, *rows, one, programs, "torch")
+            gather_blocks(*pairs, source_rows[layer], destination_rows[layer], counts[layer : layer + 1], programs)
         done += programs
         return
     row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
     piece = _piece(row_bytes)
     _gather_layers_kernel[(programs,)](
-        copies.offsets,
-        copies.anchor,
-        source_rows,
-        destination_rows,
-        counts,
-        done,
-        len(counts),
-        source_rows.shape[1],
+        *(copies.offsets, copies.anchor, source_rows, destination_rows, counts, done),
+        *(len(counts), source_rows.shape[1]),
         WORDS=row_bytes // 4,
         PIECE=piece // 4,
         LANES=max(IN_FLIGHT // (piece * 2), 1),
@@ -141,7 +133,7 @@ def gather_layers(
 
 def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
     """Let the stream wait until so many programs of `gather_layers` on other streams have finished a layer."""
-    check_backend("wait_for_layer", backend, ("torch", "triton"))
+    check_backend("wait_for_layer", backend)
     if backend == "triton":
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 
@@ -165,14 +157,7 @@ def _check_reach(tensors: tuple[Tensor, ...], device: torch.device) -> None:
             raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
 
 
-def _check_arguments(
-    sources: tuple[Tensor, ...],
-    destinations: tuple[Tensor, ...],
-    source_rows: Tensor,
-    destination_rows: Tensor,
-    count: Tensor,
-    programs: int,
-) -> None:
+def _check_sides(sources: tuple[Tensor, ...], destinations: tuple[Tensor, ...]) -> None:
     if not 1 <= len(sources) <= 2 or len(sources) != len(destinations):
         raise ValueError(
             f"gather_blocks: {len(sources)} sources into {len(destinations)}; there are one or two of both"
@@ -190,6 +175,9 @@ def _check_arguments(
                     f"gather_blocks: the pairs differ, {tuple(one.shape)} {one.dtype} and {tuple(first.shape)} "
                     f"{first.dtype}"
                 )
+
+
+def _check_lists(source_rows: Tensor, destination_rows: Tensor, count: Tensor) -> None:
     if source_rows.dim() != 1 or source_rows.shape != destination_rows.shape or count.numel() != 1:
         raise ValueError(
             f"gather_blocks: {tuple(source_rows.shape)} source rows, {tuple(destination_rows.shape)} destination "
@@ -200,27 +188,19 @@ def _check_arguments(
             raise ValueError(
                 f"gather_blocks: lists are int32 on {source_rows.device}, not {tensor.dtype} on {tensor.device}"
             )
-    if not all(t.is_contiguous() for t in (*sources, *destinations, source_rows, destination_rows)):
-        raise ValueError("gather_blocks: the sources, the destinations and the lists must be contiguous")
-    if programs < 1:
-        raise ValueError(f"gather_blocks: {programs} programs copy nothing")
 
 
 @jit
 def _copy_rows(
-    source_ptr,
-    destination_ptr,
-    source2_ptr,
-    destination2_ptr,
-    source_rows_ptr,
-    destination_rows_ptr,
-    count,
-    WORDS: tl.constexpr,
-    PIECE: tl.constexpr,
-    LANES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    first, second, rows, count, WORDS: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs."""
+    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs.
+
+    first, second: a pair's source and destination; rows: the lists of source rows and of destination rows.
+    """
+    source_ptr, destination_ptr = first
+    source2_ptr, destination2_ptr = second
+    source_rows_ptr, destination_rows_ptr = rows
     PARTS: tl.constexpr = (WORDS + PIECE - 1) // PIECE
     programs = tl.num_programs(0)
     pieces = count * PARTS
@@ -262,19 +242,9 @@ def _gather_blocks_kernel(
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    _copy_rows(
-        source_ptr,
-        destination_ptr,
-        source2_ptr,
-        destination2_ptr,
-        source_rows_ptr,
-        destination_rows_ptr,
-        tl.load(count_ptr),
-        WORDS,
-        PIECE,
-        LANES,
-        PAIRS,
-    )
+    first, second = (source_ptr, destination_ptr), (source2_ptr, destination2_ptr)
+    rows = (source_rows_ptr, destination_rows_ptr)
+    _copy_rows(first, second, rows, tl.load(count_ptr), WORDS, PIECE, LANES, PAIRS)
 
 
 @jit
@@ -293,20 +263,13 @@ def _gather_layers_kernel(
 ):
     """Programs do not wait for each other: each goes on to the next layer when it has done its share of one."""
     for layer in tl.range(0, layers):
-        rows = capacity.to(tl.int64) * layer
-        _copy_rows(
-            anchor_ptr + tl.load(offsets_ptr + layer) * 4,
-            anchor_ptr + tl.load(offsets_ptr + 2 * layers + layer) * 4,
-            anchor_ptr + tl.load(offsets_ptr + layers + layer) * 4,
-            anchor_ptr + tl.load(offsets_ptr + 3 * layers + layer) * 4,
-            source_rows_ptr + rows,
-            destination_rows_ptr + rows,
-            tl.load(counts_ptr + layer),
-            WORDS,
-            PIECE,
-            LANES,
-            2,
-        )
+        at = capacity.to(tl.int64) * layer
+        keys = anchor_ptr + tl.load(offsets_ptr + layer) * 4
+        keys_to = anchor_ptr + tl.load(offsets_ptr + 2 * layers + layer) * 4
+        values = anchor_ptr + tl.load(offsets_ptr + layers + layer) * 4
+        values_to = anchor_ptr + tl.load(offsets_ptr + 3 * layers + layer) * 4
+        rows = (source_rows_ptr + at, destination_rows_ptr + at)
+        _copy_rows((keys, keys_to), (values, values_to), rows, tl.load(counts_ptr + layer), WORDS, PIECE, LANES, 2)
         tl.debug_barrier()  # all threads have stored; the release makes that seen
         tl.atomic_add(done_ptr + layer, 1, sem="release", scope="gpu")
 

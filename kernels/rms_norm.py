@@ -15,7 +15,7 @@ def add_rms_norm(
     Statistics are in float32; the normalised row is rounded to the dtype before it is multiplied by the weight, as
     transformers does it.
     """
-    check_backend("add_rms_norm", backend, ("torch", "triton"))
+    check_backend("add_rms_norm", backend)
     if backend == "torch":
         total = hidden if residual is None else add_scaled(hidden, residual, scale)
         wide = total.float()

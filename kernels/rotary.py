@@ -36,26 +36,25 @@ def rotate_and_write_kv(
     before they are rotated; None: no norm
     Returns [tokens, heads, head_dim]. Triton takes head_dim that is a power of two.
     """
-    check_backend("rotate_and_write_kv", backend, ("torch", "triton"))
-    if backend == "torch":
-        rotated, keys, values = _torch_rotate(qkv, cosines, sines, positions, k_pages.shape, heads, head_norms, epsilon)
-        kept = slots >= 0
-        write_kv(k_pages, v_pages, slots[kept], keys[kept], values[kept])
-        return rotated
+    check_backend("rotate_and_write_kv", backend)
     kv_heads, page_size, dim = k_pages.shape[1:]
+    if backend == "torch":
+        queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+        if head_norms is not None:
+            queries, keys = (
+                add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
+                for x, weight in zip((queries, keys), head_norms, strict=True)
+            )
+        # The table is rounded to the dtype first, as transformers does it.
+        cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
+        kept = slots >= 0
+        write_kv(k_pages, v_pages, slots[kept], _rotate(keys, cos, sin)[kept], values[kept])
+        return _rotate(queries, cos, sin)
     tokens = len(qkv)
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
-        qkv,
-        cosines,
-        sines,
-        positions,
-        slots,
-        qkv if head_norms is None else head_norms,
-        k_pages,
-        v_pages,
-        queries,
-        epsilon,
+        *(qkv, cosines, sines, positions, slots, qkv if head_norms is None else head_norms),
+        *(k_pages, v_pages, queries, epsilon),
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
@@ -66,29 +65,6 @@ def rotate_and_write_kv(
         **overlapping_launch(qkv.device),
     )
     return queries
-
-
-def _torch_rotate(
-    qkv: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    positions: Tensor,
-    pages_shape: torch.Size,
-    heads: int,
-    head_norms: Tensor | None,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries [tokens, heads, head_dim]; rotated keys and values [tokens, kv_heads, head_dim]"""
-    kv_heads, _, dim = pages_shape[1:]
-    queries, keys, values = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
-    if head_norms is not None:
-        queries, keys = (
-            add_rms_norm(x.reshape(-1, dim), None, weight, epsilon)[0].view(x.shape)
-            for x, weight in zip((queries, keys), head_norms, strict=True)
-        )
-    # The table is rounded to the dtype first, as transformers does it.
-    cos, sin = (table[positions.long()][:, None].to(qkv.dtype) for table in (cosines, sines))
-    return _rotate(queries, cos, sin), _rotate(keys, cos, sin), values
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

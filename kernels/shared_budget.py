@@ -30,7 +30,7 @@ def score_blocks(
     first, last, blocks: [groups] int32; of `blocks` those before `first` and from `last` on are read everywhere
     Returns forced [groups, rows, n] uint8 and scores [groups, rows, n] float32, 0 where forced and beyond `blocks`.
     """
-    check_backend("score_blocks", backend, ("torch", "triton"))
+    check_backend("score_blocks", backend)
     groups, (rows, n) = len(places), memory.shape[1:]
     if backend == "torch":
         column = torch.arange(n, device=memory.device)
@@ -67,7 +67,7 @@ def remember_weights(
     lists: [outer, groups, inner, width] int32 blocks, where rows are outer * inner; counts: [outer, groups, inner]
     int32; weights: as lists, float32; blocks: [groups] int32
     """
-    check_backend("remember_weights", backend, ("torch", "triton"))
+    check_backend("remember_weights", backend)
     groups, (rows, n) = len(places), memory.shape[1:]
     inner, width = lists.shape[2:]
     if backend == "torch":

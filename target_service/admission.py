@@ -20,8 +20,9 @@ from wire.messages import Exactness, Open, ServedEvent
 class Admission:
     """Owns the table of sessions and the reservation of KV pages.
 
-    running: sessions that have room, by name, in the order in which they got it. report_blocks: whether the readers of
-    sessions report which blocks they read.
+    running: sessions that have room, by name, in the order in which they got it. queue: those that wait for room.
+    reserved: KV pages that sessions may come to hold. report_blocks: whether the readers of sessions report which
+    blocks they read.
     """
 
     def __init__(
@@ -32,25 +33,15 @@ class Admission:
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
         self._report_blocks = report_blocks
-        self._queue: deque[TargetSession] = deque()
+        self.queue: deque[TargetSession] = deque()
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
-        self._reserved = 0
+        self.reserved = 0
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
-
-    @property
-    def queued(self) -> int:
-        """The number of sessions that wait for room."""
-        return len(self._queue)
-
-    @property
-    def reserved(self) -> int:
-        """The number of KV pages that sessions may come to hold."""
-        return self._reserved
 
     def everyone(self) -> Iterator[TargetSession]:
         """Yield all open sessions, those that wait included."""
         yield from self.running.values()
-        yield from self._queue
+        yield from self.queue
 
     def is_open(self, session: TargetSession) -> bool:
         """Return whether a running session is still the one of its name; it may have ended during a step."""
@@ -72,7 +63,7 @@ class Admission:
             reader=self._reader(request),
         )
         session.kv.dense = session.reads_all
-        self._queue.append(session)
+        self.queue.append(session)
 
     def _reader(self, request: Open) -> Reader | None:
         """Return how a session reads, None for everything. Raises InvalidArgument for a method that the plan lacks."""
@@ -101,7 +92,7 @@ class Admission:
                 f"{request.prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed the context of "
                 f"{limit} tokens"
             )
-        need = pages_for_session(length, self._settings)
+        need = self._need(length)
         if need > self._kv.pool.num_pages:
             raise InvalidArgument(
                 f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {self._kv.pool.num_pages}"
@@ -109,13 +100,13 @@ class Admission:
 
     def _check_room(self, length: int) -> None:
         """Raise ResourceExhausted if a session of `length` tokens may not even wait for room."""
-        need = pages_for_session(length, self._settings)
+        need = self._need(length)
         waiting, most = self._waiting_with(need), self._settings.max_queued
         if waiting > most:
             raise ResourceExhausted(
                 f"no place is free, and {waiting - 1} sessions are queued already of at most {most}; try again later"
             )
-        taken = self._reserved - self._leaving + sum(self._need(session) for session in self._queue)
+        taken = self.reserved - self._leaving + sum(self._need(session.max_length) for session in self.queue)
         if self._kv.offloads and taken + need > self._kv.pool.num_pages:
             raise ResourceExhausted(
                 f"{length} tokens need {need} KV pages, open sessions have {taken} of the {self._kv.pool.num_pages} "
@@ -125,8 +116,8 @@ class Admission:
     def _waiting_with(self, need: int) -> int:
         """Return how many sessions the next step would leave in the queue if one more of `need` pages were in it."""
         places = self._settings.max_sessions - len(self.running)
-        room = self._kv.pool.num_pages - self._reserved + self._leaving
-        needs = [*(self._need(session) for session in self._queue), need]
+        room = self._kv.pool.num_pages - self.reserved + self._leaving
+        needs = [*(self._need(session.max_length) for session in self.queue), need]
         admitted = 0
         while admitted < min(places, len(needs)) and needs[admitted] <= room:
             room -= needs[admitted]
@@ -136,10 +127,11 @@ class Admission:
     @property
     def _leaving(self) -> int:
         """Reserved pages of sessions that have ended."""
-        return sum(self._need(session) for session in self._closed)
+        return sum(self._need(session.max_length) for session in self._closed)
 
-    def _need(self, session: TargetSession) -> int:
-        return pages_for_session(session.max_length, self._settings)
+    def _need(self, max_length: int) -> int:
+        """Return how many KV pages a session may come to hold: its tokens and one round beyond them."""
+        return pages_for(max_length + self._settings.gamma + 1)
 
     # Between steps.
 
@@ -149,12 +141,12 @@ class Admission:
         A session takes over indexed pages that hold a prefix of its prompt.
         """
         admitted = []
-        while self._queue and len(self.running) < self._settings.max_sessions:
-            session = self._queue[0]
-            if self._reserved + self._need(session) > self._kv.pool.num_pages:
+        while self.queue and len(self.running) < self._settings.max_sessions:
+            session = self.queue[0]
+            if self.reserved + self._need(session.max_length) > self._kv.pool.num_pages:
                 break
-            self._queue.popleft()
-            self._reserved += self._need(session)
+            self.queue.popleft()
+            self.reserved += self._need(session.max_length)
             self.running[session.id] = session
             session.epoch = self._first_epoch
             self._kv.reuse_prefix(session.kv, session.tokens[:-1])
@@ -166,7 +158,7 @@ class Admission:
         """Release the pages of sessions that have ended. No step may be running."""
         for session in self._closed:
             self._kv.release(session.kv)
-            self._reserved -= self._need(session)
+            self.reserved -= self._need(session.max_length)
         self._closed.clear()
 
     # Ending.
@@ -179,9 +171,4 @@ class Admission:
 
     def drop_queued(self, name: str) -> None:
         """Forget the session of that name if it waits for room."""
-        self._queue = deque(session for session in self._queue if session.id != name)
-
-
-def pages_for_session(max_length: int, settings: TargetSettings) -> int:
-    """Return how many KV pages a session may come to hold: its tokens and one round beyond them."""
-    return pages_for(max_length + settings.gamma + 1)
+        self.queue = deque(session for session in self.queue if session.id != name)

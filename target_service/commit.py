@@ -7,6 +7,7 @@ from engine.kv.cache import KVCache
 from engine.sampling import USE_ACCEPT, uniforms
 from sparsity.plan import Plan
 from target_service.planning import VerifyRound
+from target_service.session import TargetSession
 from wire.messages import Commit, FinishReason, Verdict
 
 
@@ -26,7 +27,7 @@ def commit_round(
     judged = proposal if session.proposals.get(key) is proposal else None
     all_kept = judged is not None and accepted == len(proposed)
     agreed = all_kept and session.foreseen(session.round + 1) == following
-    tokens_read, tokens_total = _tokens_read(item, plan, kv)
+    tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
     commit = Commit(
         at=before,
         tokens=tokens,
@@ -59,12 +60,12 @@ def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> 
     return tokens, FinishReason.NONE
 
 
-def _tokens_read(item: VerifyRound, plan: Plan, kv: KVCache) -> tuple[int, int]:
-    """Return the (layer, KV head, token) triples that a round read, and those that there were."""
-    if item.session.reader is not None:
-        read, total = item.session.reader.tokens_read
+def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -> tuple[int, int]:
+    """Return the (layer, KV head, token) triples that a round over `length` tokens read, and those that there were."""
+    if session.reader is not None:
+        read, total = session.reader.tokens_read
         return round(read), total
-    blocks = plan.num_blocks(item.length)  # whole blocks, as a sparse read counts them
+    blocks = plan.num_blocks(length)  # whole blocks, as a sparse read counts them
     everything = kv.num_layers * kv.kv_heads * blocks * plan.block_size
     return everything, everything
 

@@ -18,13 +18,12 @@ from wire.messages import Proposal
 class VerifyRound:
     """A session's part of a step: a proposal to verify, or none to decode one token plainly.
 
-    length: tokens with KV once it has run. wait_seconds: how long the target has waited for the proposal.
+    wait_seconds: how long the target has waited for the proposal.
     """
 
     session: TargetSession
     proposal: Proposal | None
     input: SequenceInput
-    length: int
     wait_seconds: float
 
 
@@ -95,11 +94,11 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
 def plan_round(session: TargetSession, proposal: Proposal | None, now: float) -> VerifyRound:
     """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed."""
     proposed = proposal.tokens if proposal is not None else []
-    base = len(session.tokens)
-    length, read = session.kv.length + 1 + len(proposed), None
+    base, read = len(session.tokens), None
     if session.reader is not None:
         announced = session.announced.get(session.key) if proposal is not None else None
-        read = session.reader.read(announced.selection if announced is not None else None, base, length)
+        selection = None if announced is None else announced.selection
+        read = session.reader.read(selection, base, base + len(proposed))
     drafted = Drafted(
         tokens=proposed,
         supports=proposal.supports if proposal is not None else [],
@@ -111,14 +110,5 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
         session=session,
         proposal=proposal,
         input=SequenceInput(session.kv, [session.tokens[-1], *proposed], logits="all", read=read, drafted=drafted),
-        length=length,
         wait_seconds=0.0 if since is None else now - since,
     )
-
-
-def next_deadline(sessions: Iterable[TargetSession], settings: TargetSettings, now: float) -> float | None:
-    """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
-    waiting = [s.stats.waiting_since for s in sessions if s.stats.waiting_since is not None]
-    if not waiting:
-        return None
-    return max(0.001, min(waiting) + settings.draft_timeout - now)

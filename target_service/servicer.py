@@ -37,7 +37,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         yield speculation_pb2.TargetFrame(welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello)))
         outbox: Outbox[TargetEvent] = Outbox()
         peer = DraftPeer(draft.peer, outbox.put)
-        self._verifier.attach_draft(peer)
+        self._verifier.protocol.attach(peer)
         self.attached.append(draft.peer)
         self._wake.set()
 
@@ -45,7 +45,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             if frame.WhichOneof("body") != "batch":
                 raise InvalidArgument("after the handshake a draft sends batches of events")
             for event in frame.batch.events:
-                self._verifier.receive(peer, convert.draft_event_from_pb(event))
+                self._verifier.protocol.receive(peer, convert.draft_event_from_pb(event))
             self._wake.set()
 
         try:
@@ -53,7 +53,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
                 yield convert.target_events_to_pb(events)
         finally:
             self.attached.remove(draft.peer)
-            self._verifier.detach_draft(peer)
+            self._verifier.protocol.detach(peer)
             self._wake.set()
 
     async def _shake_hands(self, frames: AsyncIterator[speculation_pb2.DraftFrame]) -> Hello:
@@ -99,7 +99,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
                 opened.discard(request.session)  # the name may be another stream's next
             else:
                 try:
-                    self._verifier.open(request, outbox.put)
+                    self._verifier.admission.open(request, outbox.put)
                     opened.add(request.session)
                 except ServiceError as error:
                     outbox.put(Closed(request.session, error.status.value[0], str(error)))

@@ -1,4 +1,4 @@
-"""The target's verifier: events and steps in, commits and verdicts out. Knows nothing of gRPC.
+"""The target's verifier, which runs its sessions step by step. Knows nothing of gRPC.
 
 Its pieces: admission.py owns which sessions there are, protocol.py which drafts; planning.py says what a step runs,
 commit.py what of it is committed. What is known of a session lies in session.py.
@@ -22,11 +22,11 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
-from target_service.planning import VerifyResult, VerifyRound, VerifyStep, next_deadline, plan_verify_step
+from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
-from target_service.session import DraftPeer, TargetSession
+from target_service.session import TargetSession
 from wire.errors import ServiceError
-from wire.messages import At, Commit, DraftEvent, FinishReason, Open, ServedEvent
+from wire.messages import At, Commit, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ OnRound = Callable[[At, int, Tensor], None]
 class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
-    on_round: told of each sparse round, for measurements. Raises ValueError if the KV's tiers are too small for the
+    `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
+    measurements. Raises ValueError if the KV's tiers are too small for the
     settings.
     """
 
@@ -52,8 +53,8 @@ class Verifier:
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter()
         self._on_round = on_round
-        self._admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
-        self._protocol = DraftProtocol(self._admission.running, plan, settings, runner.vocab_size, self.counters)
+        self.admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
+        self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
@@ -76,68 +77,54 @@ class Verifier:
     @property
     def gauges(self) -> dict[str, float]:
         """What there is at the moment, by name."""
-        running = self._admission.running.values()
+        running = self.admission.running.values()
         return {
             **self.runner.kv.gauges,
             "sessions": len(running),
-            "queued_sessions": self._admission.queued,
+            "queued_sessions": len(self.admission.queue),
             "kv_pages_held": self.runner.kv.pool.held,
-            "drafts": len(self._protocol.drafts),
+            "drafts": len(self.protocol.drafts),
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
         }
 
-    # From the orchestrator's side.
-
-    def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
-        """Queue a session, whose commits go to `emit`. Raises ServiceError if it can never run, or has no place."""
-        self._admission.open(request, emit)
+    # Ending sessions.
 
     def abort(self, name: str) -> None:
         """End a session, also during a step on it; unknown ones are ignored, since an abort may cross the end."""
-        session = self._admission.running.get(name)
+        session = self.admission.running.get(name)
         if session is None:
-            self._admission.drop_queued(name)
+            self.admission.drop_queued(name)
             return
         self.counters["aborted_sessions"] += 1
         self._close(session)
 
     def close_all(self, error: ServiceError) -> None:
         """Tell every session's owner why it ends."""
-        for session in self._admission.everyone():
+        for session in self.admission.everyone():
             session.fail(error)
 
     def _close(self, session: TargetSession) -> None:
-        self._protocol.end(session)
-        self._admission.close(session)
-
-    # From the drafts' side.
-
-    def attach_draft(self, peer: DraftPeer) -> None:
-        """Take a draft up."""
-        self._protocol.attach(peer)
-
-    def detach_draft(self, peer: DraftPeer) -> None:
-        """Let go of a draft whose stream has ended."""
-        self._protocol.detach(peer)
-
-    def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
-        """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
-        self._protocol.receive(peer, event)
+        self.protocol.end(session)
+        self.admission.close(session)
 
     # Steps.
 
     def plan_step(self) -> VerifyStep | None:
         """Admit sessions for which there is room, and return what to run next; None if there is nothing."""
-        self._admission.release_closed()
-        for session in self._admission.admit():
-            self._protocol.assign(session, wait=True)
-        running = self._admission.running.values()
+        self.admission.release_closed()
+        for session in self.admission.admit():
+            self.protocol.assign(session, wait=True)
+        running = self.admission.running.values()
         return plan_verify_step(running, self.settings, self.counters, time.monotonic())
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
-        return next_deadline(self._admission.running.values(), self.settings, time.monotonic())
+        since = [session.stats.waiting_since for session in self.admission.running.values()]
+        waiting = [start for start in since if start is not None]
+        if not waiting:
+            return None
+        return max(0.001, min(waiting) + self.settings.draft_timeout - time.monotonic())
 
     def execute(self, step: VerifyStep) -> VerifyResult:
         """Run a step, in the model's thread; touches no session but through its KV."""
@@ -148,16 +135,16 @@ class Verifier:
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
         for session, _ in step.prefills:
-            if self._admission.is_open(session):
+            if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
                 self._index(session)
         for item, output in zip(step.rounds, result.outputs, strict=True):
-            if self._admission.is_open(item.session):
+            if self.admission.is_open(item.session):
                 self._finish_round(item, output, result.seconds)
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
-        failed = [session for session in step.sessions if self._admission.is_open(session)]
+        failed = [session for session in step.sessions if self.admission.is_open(session)]
         reason = describe(error)
         log.error("a step of the target failed, which ends its %d sessions: %s", len(failed), reason)
         log.debug("the step that failed", exc_info=error)
@@ -169,8 +156,7 @@ class Verifier:
         return True
 
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float) -> None:
-        session, key = item.session, item.session.key
-        verdict = output.verdict
+        session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
         if session.reader is not None:
             session.reader.finish(output)
@@ -191,11 +177,11 @@ class Verifier:
             session.usefulness = session.usefulness.after_round(verdict[0], len(session.tokens))
         if session.draft is not None and session.is_paused:
             self.counters["drafting_pauses"] += 1
-            self._protocol.end(session)
+            self.protocol.end(session)
         elif session.draft is not None:
-            self._protocol.judge(session, key, answer)
+            self.protocol.judge(session, key, answer)
         else:
-            self._protocol.assign(session)
+            self.protocol.assign(session)
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""
@@ -206,8 +192,7 @@ class Verifier:
 
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""
-        dense = session.reads_all
         # A deterministic runner's KV is the same for all who read a prompt, not for those who drafted it.
-        if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not dense)):
+        if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not session.reads_all)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)

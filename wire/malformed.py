@@ -3,17 +3,12 @@
 By itself gRPC answers INTERNAL, as if the server were to blame.
 """
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-
-
-@dataclass(frozen=True)
-class _Malformed:
-    reason: str
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
@@ -24,35 +19,29 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
+        """Return the method's handler, which parses its request itself."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        deserialize = handler.request_deserializer
 
-        def guarded(data: bytes) -> Any:
+        async def parse(data: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                return deserialize(data)
+                return handler.request_deserializer(data)
             except DecodeError as error:
-                return _Malformed(str(error))
+                reason = f"the request is no valid message: {error}"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+        async def answer(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await parse(data, context), context)
+
+        async def answer_stream(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            answers = handler.unary_stream(await parse(data, context), context)
+            if inspect.isawaitable(answers):  # the health service's Watch, which writes to the context
+                await answers
+                return
+            async for response in answers:
+                yield response
 
         if handler.response_streaming:
-            stream = handler.unary_stream
-
-            async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                await _refuse(request, context)
-                async for response in stream(request, context):
-                    yield response
-
-            return grpc.unary_stream_rpc_method_handler(answer_stream, guarded, handler.response_serializer)
-        unary = handler.unary_unary
-
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await _refuse(request, context)
-            return await unary(request, context)
-
-        return grpc.unary_unary_rpc_method_handler(answer, guarded, handler.response_serializer)
-
-
-async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-    if isinstance(request, _Malformed):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no valid message: {request.reason}")
+            return grpc.unary_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)

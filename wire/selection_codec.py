@@ -25,17 +25,16 @@ and zstd's Huffman coder has a table for each. The decoder checks every size bef
 """
 
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import zstandard
-from pyroaring import BitMap
 
 from sparsity.selection import WORD, BlockSelection, last_word_mask, row_words
 from wire.errors import InvalidArgument
+from wire.set_bits import filled_bits, plain, set_bits
 
 VERSION = 2
 MAX_PAIRS = 1 << 24  # heads * blocks, each row filled up to whole words; as bits 2 MiB
@@ -47,6 +46,7 @@ _MAX_VARINT = 5  # bytes of a 32-bit number
 _CHECKSUM = 8  # bytes
 _WEIGHT = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples are well mixed
 Reference = tuple[int, int]  # (epoch, round) of an earlier selection that both sides hold
+NamedSelection = tuple[Reference, BlockSelection]
 
 
 class UnknownReference(InvalidArgument):
@@ -54,49 +54,48 @@ class UnknownReference(InvalidArgument):
 
 
 def encode_selection(
-    selection: BlockSelection,
-    reference: BlockSelection | None = None,
-    name: Reference = (0, 0),
-    earlier: Sequence[tuple[Reference, BlockSelection]] = (),
-    compact: bool = True,
+    selection: BlockSelection, references: Sequence[NamedSelection] = (), compact: bool = True
 ) -> bytes:
-    """`reference`, if any, is a selection that the receiver is known to hold under `name`.
+    """Return the bytes of a selection. Raises InvalidArgument for one of more than MAX_PAIRS pairs.
 
-    earlier: others that it holds, the newest first. Up to MAX_REFERENCES in all, of the same heads, are used.
-    compact: in few bytes; otherwise in little time, and references are not used.
+    references: selections that the receiver is known to hold, the newest first. Those of the same heads are used, at
+    most MAX_REFERENCES. compact: in few bytes; otherwise in little time, and references are not used.
     """
     heads, blocks = selection.num_heads, selection.num_blocks
     if heads * row_words(blocks) * WORD > MAX_PAIRS:
         raise InvalidArgument(
             f"a selection of {heads} heads over {blocks} blocks; at most {MAX_PAIRS} pairs can be sent"
         )
-    if not compact:
-        head = bytes([VERSION, 0]) + _varint(heads) + _varint(blocks)
-        size = _varint(selection.words.nbytes)
-        content = np.ascontiguousarray(selection.words, dtype="<u8").tobytes()
-        return b"".join((head, bytes([_WORDS]), size, size, content, _checksum(heads, blocks, selection.words.ravel())))
-    given = [] if reference is None else [(name, reference), *earlier]
-    held = [item for item in given if item[1].num_heads == heads][:MAX_REFERENCES]
+    held = [item for item in references if compact and item[1].num_heads == heads][:MAX_REFERENCES]
     out = [bytes([VERSION, len(held)]), _varint(heads), _varint(blocks)]
     out += [_varint(epoch) + _varint(round_) for (epoch, round_), _ in held]
     words = selection.words.ravel()
+    if compact:
+        out += _encode_sets(words, _classes([item for _, item in held], blocks))
+    else:
+        out += [bytes([_WORDS]), 2 * _varint(words.nbytes), words.astype("<u8", copy=False).tobytes()]
+    return b"".join((*out, _checksum(heads, blocks, words)))
+
+
+def _encode_sets(words: np.ndarray, classes: Sequence[np.ndarray]) -> list[bytes]:
+    """Return a selection's set among each class of blocks, and the one of those in no class."""
+    out = []
     rest = words.copy()
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    for i, members in enumerate(_classes([item for _, item in held], blocks)):
+    for i, members in enumerate(classes):
         selected = members & words
         out.append(_encode_set(*_ranks(members, selected if i else members ^ selected), compressor))
         rest ^= selected
-    out.append(_encode_set(_set_bits(rest), len(rest) * WORD, compressor))
-    return b"".join((*out, _checksum(heads, blocks, words)))
+    return [*out, _encode_set(set_bits(rest), len(rest) * WORD, compressor)]
 
 
 def decode_selection(
     data: bytes, references: Mapping[Reference, BlockSelection], heads: int, blocks: int | None = None
 ) -> BlockSelection:
-    """`references`: the selections held of this session; `heads`: how many the plan announces; `blocks`: how many
-    there must be, if that is known.
+    """Return the selection that bytes stand for. Raises InvalidArgument, UnknownReference for a reference not held.
 
-    Raises UnknownReference if one is named that is not held, InvalidArgument if the bytes are wrong.
+    references: the selections held of this session. heads: how many the plan announces. blocks: how many there must
+    be, if that is known.
     """
     source = _Bytes(data)
     blocks, names = _read_head(source, heads, blocks)
@@ -106,9 +105,9 @@ def decode_selection(
         return _read_words(source, heads, blocks)
     changed = np.zeros(heads * width * WORD, dtype=bool)
     for members in classes:
-        filled = _filled_bits(members)
+        filled = filled_bits(members)
         chosen = _indices(*_read_set(source, len(filled)), len(filled))
-        changed[_plain(filled.take(chosen)).astype(np.intp)] = True
+        changed[plain(filled.take(chosen)).astype(np.intp)] = True
     kind, content = _read_set(source, len(changed))
     if kind == _GAPS:
         changed[_indices(kind, content, len(changed))] = True
@@ -158,100 +157,20 @@ def _weights(count: int) -> np.ndarray:
     return (np.arange(count, dtype="<u8") * np.uint64(_WEIGHT)) | np.uint64(1)
 
 
-# Bits
-
-_CONTAINER = 1024  # words of a bitmap container in Roaring's serialized form
-_FILLED = 65  # of them: all ones, so that each holds the more than 4,096 bits that a bitmap container must
-_DATA = _CONTAINER - _FILLED
-_COOKIE = 12346  # of a bitmap without run containers
-
-
-class _Containers:
-    """Words in Roaring's serialized form, for CRoaring to extract set bits: by SIMD instructions, in a tenth of the
-    time of np.flatnonzero. https://github.com/RoaringBitmap/RoaringFormatSpec
-
-    All are bitmap containers; their ends are filled and taken off again. Memory is used again and again: not
-    for several threads at once.
-    """
-
-    def __init__(self, count: int) -> None:
-        start = 8 + 8 * count
-        self._data = np.empty(start + 8 * _CONTAINER * count, dtype=np.uint8)
-        self._rows = self._data[start:].view("<u8").reshape(count, _CONTAINER)
-        self._rows[:, :_DATA], self._rows[:, _DATA:] = 0, 2**WORD - 1
-        self._counts = np.empty((count, _CONTAINER), dtype=np.uint8)
-        self._data[:8].view("<u4")[:] = _COOKIE, count
-        keys = self._data[8 : 8 + 4 * count].view("<u2").reshape(count, 2)
-        keys[:, 0], self._sizes = np.arange(count), keys[:, 1]
-        self._data[8 + 4 * count : start].view("<u4")[:] = start + 8 * _CONTAINER * np.arange(count)
-        self._filling = self._to_roaring()
-        self._filling.run_optimize()
-
-    def set_bits(self, words: np.ndarray) -> np.ndarray:
-        """container * 65,536 + bit, ascending, uint32"""
-        whole = len(words) // _DATA
-        self._rows[:whole, :_DATA] = words[: whole * _DATA].reshape(whole, _DATA)
-        if whole < len(self._rows):
-            last = words[whole * _DATA :]
-            self._rows[whole, : len(last)] = last
-            self._rows[whole, len(last) : _DATA] = 0
-        bits = self._to_roaring()
-        bits -= self._filling
-        return np.asarray(bits.to_array())
-
-    def _to_roaring(self) -> BitMap:
-        np.bitwise_count(self._rows, out=self._counts)
-        # Stored less 1, so that the largest number, 65,536, fits: both wrap around.
-        np.subtract(self._counts.sum(1, dtype=np.uint16), np.uint16(1), out=self._sizes)
-        return BitMap.deserialize(self._data)  # type: ignore[arg-type]  # any buffer will do
-
-
-class _Scratch(threading.local):
-    """Each thread's containers, for a few counts of them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, _Containers] = {}
-
-    def of(self, words: np.ndarray) -> _Containers:
-        count = -(-len(words) // _DATA)
-        if count not in self._kept:
-            if len(self._kept) == 8:
-                self._kept.clear()
-            self._kept[count] = _Containers(count)
-        return self._kept[count]
-
-
-_scratch = _Scratch()
-
-
-def _set_bits(words: np.ndarray) -> np.ndarray:
-    """The indices of the set bits, ascending, uint32."""
-    return _plain(_filled_bits(words))
-
-
-def _filled_bits(words: np.ndarray) -> np.ndarray:
-    return _scratch.of(words).set_bits(words)
-
-
-def _plain(filled: np.ndarray) -> np.ndarray:
-    """Indices in the words from those in containers with filled ends."""
-    return filled - (filled >> np.uint32(16)) * np.uint32(_FILLED * WORD)
+# Sets
 
 
 def _ranks(members: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, int]:
     """Which ones of the members' bits the chosen ones, a part of them, are; and how many members there are."""
     ends = np.cumsum(np.bitwise_count(members), dtype=np.uint32)
-    indices = _set_bits(chosen)
-    place = (indices >> np.uint32(6)).astype(np.intp)
+    indices = set_bits(chosen)
+    word = (indices >> np.uint32(6)).astype(np.intp)
     # Of all members up to the word's end, those from the chosen one on are taken off.
-    onward = members.take(place)
+    onward = members.take(word)
     onward >>= indices & np.uint32(WORD - 1)
-    ranks = ends.take(place)
+    ranks = ends.take(word)
     ranks -= np.bitwise_count(onward)
     return ranks, int(ends[-1]) if len(ends) else 0
-
-
-# Sets
 
 
 def _encode_set(indices: np.ndarray, size: int, compressor: zstandard.ZstdCompressor) -> bytes:
@@ -307,7 +226,7 @@ def _encode_bitmap(indices: np.ndarray, size: int) -> np.ndarray:
 
 
 def _decode_bitmap(content: np.ndarray) -> np.ndarray:
-    return _set_bits(np.pad(content, (0, -len(content) % 8)).view("<u8"))
+    return set_bits(np.pad(content, (0, -len(content) % 8)).view("<u8"))
 
 
 def _encode_gaps(indices: np.ndarray) -> np.ndarray:
@@ -360,9 +279,9 @@ class _Bytes:
 
     def varint(self) -> int:
         value = 0
-        for place in range(_MAX_VARINT):
+        for i in range(_MAX_VARINT):
             byte = self.byte()
-            value |= (byte & 127) << (7 * place)
+            value |= (byte & 127) << (7 * i)
             if byte < 128:
                 return value
         raise InvalidArgument(f"announcement: a number is longer than {_MAX_VARINT} bytes")

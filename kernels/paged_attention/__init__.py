@@ -9,13 +9,21 @@ n · exp(q·k̄ + ½ Σ q_d² var_d).
 device; `weights` turns what the kernel leaves into the softmax weights of blocks.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
 from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
 from kernels.paged_attention.launch import attend_emitting, attend_in_triton
-from kernels.paged_attention.reference import attend_in_torch, gather_pages, pack_heads
-from kernels.paged_attention.weights import weights_of_listed
+from kernels.paged_attention.reference import (
+    add_weights_of_listed_in_torch,
+    attend_in_torch,
+    gather_pages,
+    pack_heads,
+    pool_blocks,
+    weights_of_last_queries_in_torch,
+)
+from kernels.paged_attention.weights import add_weights_of_listed, weights_of_last_queries, weights_of_listed
 from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -26,61 +34,43 @@ __all__ = [
     "GroupMeans",
     "Tuning",
     "Work",
+    "add_listed_weights",
     "gather_pages",
     "pack_heads",
     "paged_attention",
+    "paged_attention_with_block_weights",
     "paged_attention_with_read_weights",
     "pinned_tuning",
     "plan_work",
+    "pool_blocks",
 ]
 
 
 def paged_attention(
-    queries: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    kv_lengths: Tensor,
-    query_starts: Tensor,
-    scale: float,
+    batch: Batch,
     blocks: BlockLists | None = None,
     means: GroupMeans | None = None,
     backend: str = "torch",
-    max_queries: int = 0,
     work: Work | None = None,
 ) -> Tensor:
     """Attend, and return [tokens, heads, head_dim]; a query that may see nothing gets zeros.
 
-    The last queries of a sequence stand at its last KV positions.
-    queries: [tokens, heads, head_dim], the sequences one after another
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
-    block_tables: [sequences, max_pages] int32, page of each logical page
-    kv_lengths: [sequences] int32, tokens with KV, the queries' own included
-    query_starts: [sequences + 1] int32, first query row of each sequence
     blocks: what is read; everything if None. means: what stands in for the rest; nothing if None
-    max_queries: for Triton, no sequence has more queries. work: for Triton, of `plan_work`; made here if None
+    work: for Triton, of `plan_work`; made here if None
     Raises ValueError for shapes that do not fit one another, NotImplementedError for what Triton does not take.
     """
-    check_backend("paged_attention", backend, ("torch", "triton"))
-    batch = Batch(queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
+    check_backend("paged_attention", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
-        return attend_in_triton(batch, blocks, means, max_queries, work)
+        return attend_in_triton(batch, blocks, means, work)
     return attend_in_torch(batch, blocks, means)[0]
 
 
 def paged_attention_with_read_weights(
-    queries: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_tables: Tensor,
-    kv_lengths: Tensor,
-    query_starts: Tensor,
-    scale: float,
+    batch: Batch,
     blocks: BlockLists,
     means: GroupMeans | None = None,
     backend: str = "torch",
-    max_queries: int = 0,
     work: Work | None = None,
     weights_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -90,12 +80,56 @@ def paged_attention_with_read_weights(
     heads of a KV head of the mean over a sequence's queries; 0 past a list's count.
     weights_out: where to put them, if given. The other arguments and what is raised: as for `paged_attention`.
     """
-    check_backend("paged_attention_with_read_weights", backend, ("torch", "triton"))
-    batch = Batch(queries, k_pages, v_pages, block_tables, kv_lengths, query_starts, scale)
+    check_backend("paged_attention_with_read_weights", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
-        out, sums = attend_emitting(batch, blocks, means, max_queries, work, blocks.block_size)
+        out, sums = attend_emitting(batch, blocks, means, work, blocks.block_size)
         return out, weights_of_listed(batch, sums, blocks, weights_out)
     out, weights = attend_in_torch(batch, blocks, means, emit=True)
     assert weights is not None
     return out, weights if weights_out is None else weights_out.copy_(weights)
+
+
+def paged_attention_with_block_weights(
+    batch: Batch,
+    block_size: int,
+    emitting: int = 1,
+    backend: str = "torch",
+    width: int | None = None,
+    work: Work | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend densely, and weigh how much the last queries of each sequence look at each block, per query head.
+
+    Every sequence has at least `emitting` queries. block_size: tokens; width: blocks of the result, which Triton needs;
+    by default ceil(max kv_length / block_size). Returns the output [tokens, heads, head_dim] and weights [sequences,
+    emitting, heads, width] float32, which sum to 1 over a sequence's blocks and are 0 beyond them.
+    Raises what `paged_attention` raises, and ValueError for Triton without width.
+    """
+    check_backend("paged_attention_with_block_weights", backend)
+    check_batch(batch)
+    if backend == "triton":
+        if width is None:
+            raise ValueError("paged_attention_with_block_weights: the Triton backend needs width and max_queries")
+        out, sums = attend_emitting(batch, None, None, work, block_size)
+        return out, weights_of_last_queries(batch, sums, block_size, emitting, width)
+    weights = weights_of_last_queries_in_torch(batch, block_size, emitting)
+    padded = weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))
+    return attend_in_torch(batch)[0], padded
+
+
+def add_listed_weights(
+    batch: Batch, blocks: BlockLists, sums: Tensor, share: float, backend: str = "torch", work: Work | None = None
+) -> Tensor:
+    """Attend over lists, and add `share` of the last query's weight on each listed block to `sums`, in place.
+
+    sums: [sequences, heads, n] float32, its last dimension contiguous. Returns the output [tokens, heads, head_dim].
+    The other arguments and what is raised: as for `paged_attention`.
+    """
+    check_backend("add_listed_weights", backend)
+    check_batch(batch, blocks)
+    if backend == "triton":
+        out, block_sums = attend_emitting(batch, blocks, None, work, blocks.block_size)
+        add_weights_of_listed(batch, block_sums, blocks, sums, share)
+        return out
+    add_weights_of_listed_in_torch(batch, blocks, sums, share)
+    return attend_in_torch(batch, blocks)[0]

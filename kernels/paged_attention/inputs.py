@@ -43,7 +43,15 @@ class GroupMeans:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of `kernels.paged_attention.paged_attention` that say what attends to which pages."""
+    """What attends to which pages: the last queries of a sequence stand at its last KV positions.
+
+    queries: [tokens, heads, head_dim], the sequences one after another
+    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]
+    block_tables: [sequences, max_pages] int32, page of each logical page
+    kv_lengths: [sequences] int32, tokens with KV, the queries' own included
+    query_starts: [sequences + 1] int32, first query row of each sequence
+    scale: of the scores. max_queries: no sequence has more queries; only Triton needs it
+    """
 
     queries: Tensor
     k_pages: Tensor
@@ -52,6 +60,7 @@ class Batch:
     kv_lengths: Tensor
     query_starts: Tensor
     scale: float
+    max_queries: int = 0
 
     @property
     def heads(self) -> int:
@@ -75,7 +84,7 @@ class Batch:
         return self.k_pages.shape[2]
 
 
-def check_batch(batch: Batch, blocks: BlockLists | None, means: GroupMeans | None) -> None:
+def check_batch(batch: Batch, blocks: BlockLists | None = None, means: GroupMeans | None = None) -> None:
     """Raise ValueError if heads, lists or means do not fit the pages or one another."""
     heads, kv_heads, page_size = batch.heads, batch.kv_heads, batch.page_size
     if heads % kv_heads:

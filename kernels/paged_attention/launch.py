@@ -27,24 +27,17 @@ class BlockSums:
     layout: dict[str, int]
 
 
-def attend_in_triton(
-    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, max_queries: int, work: Work | None
-) -> Tensor:
+def attend_in_triton(batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None) -> Tensor:
     """Return the output [tokens, heads, dim]; arguments as for `paged_attention`.
 
     Raises NotImplementedError for a head dimension that is no power of two from 16, ValueError without max_queries or
     for queries or pages that are not contiguous.
     """
-    return _attend(batch, blocks, means, max_queries, work, 0)[0]
+    return _attend(batch, blocks, means, work, 0)[0]
 
 
 def attend_emitting(
-    batch: Batch,
-    blocks: BlockLists | None,
-    means: GroupMeans | None,
-    max_queries: int,
-    work: Work | None,
-    block_size: int,
+    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, block_size: int
 ) -> tuple[Tensor, BlockSums]:
     """Return the output, and the sums of the weights on blocks of `block_size` tokens, of all or of those listed.
 
@@ -56,35 +49,30 @@ def attend_emitting(
             f"paged_attention: weights of blocks of {block_size} tokens; Triton emits for powers of two up to "
             f"{MAX_EMITTED}"
         )
-    out, sums = _attend(batch, blocks, means, max_queries, work, block_size)
+    out, sums = _attend(batch, blocks, means, work, block_size)
     assert sums is not None
     return out, sums
 
 
-def _check(batch: Batch, max_queries: int) -> None:
+def _check(batch: Batch) -> None:
     dim = batch.dim
     if dim < 16 or dim & (dim - 1):
         raise NotImplementedError(f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16")
-    if max_queries < 1:
+    if batch.max_queries < 1:
         raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
     if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):
         raise ValueError("paged_attention: the Triton backend needs contiguous queries and pages")
 
 
 def _attend(
-    batch: Batch,
-    blocks: BlockLists | None,
-    means: GroupMeans | None,
-    max_queries: int,
-    work: Work | None,
-    emit_block_size: int,
+    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, emit_block_size: int
 ) -> tuple[Tensor, BlockSums | None]:
     """emit_block_size: tokens of a block whose weights are summed; 0: none are."""
-    _check(batch, max_queries)
+    _check(batch)
     tables, device = batch.block_tables, batch.queries.device
-    model = batch.kv_heads, batch.group, batch.dim, max_queries
+    model = batch.kv_heads, batch.group, batch.dim, batch.max_queries
     work = work or plan_work(*model, tables, batch.kv_lengths, batch.page_size, blocks, means)
-    tile_queries, row_tiles = row_tiles_of(max_queries, batch.group)
+    tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
     layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
     items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group
     sums: BlockSums | None = None

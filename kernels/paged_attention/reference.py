@@ -28,15 +28,20 @@ def attend_in_torch(
         if blocks is None:
             out[own] = _attend(rows, *_all_pages(batch, i, length), length, scale)
             continue
-        listed = torch.arange(blocks.lists.shape[2], device=queries.device) < blocks.counts[i, :, None]
+        listed = _entries_that_count(blocks, i)
         read = _listed(batch, i, length, blocks, listed)
         if means is None and not emit:
             out[own] = _attend(rows, *read, length, scale)
             continue
         groups = None if means is None else _stand_ins(means, i, blocks, listed)
-        out[own], probs = _attend_with_probs(rows, *read, length, scale, groups)
-        if weights is not None:  # probs [kv_heads, group, rows, width * block_size]
-            weights[i] = probs.unflatten(-1, (-1, blocks.block_size)).sum(-1).sum(1).mean(1)
+        keys, values, positions = read
+        probs = _probabilities(pack_heads(rows, batch.kv_heads), keys, positions, len(rows), length, scale, groups)
+        if groups is not None:
+            values = torch.cat([values, groups.v.to(values.dtype)], 1)
+        out[own] = _unpack((probs.to(values.dtype) @ values).to(queries.dtype), len(rows))
+        if weights is not None:
+            of_blocks = pool_blocks(probs[..., : keys.shape[1]], blocks.block_size)
+            weights[i] = of_blocks.unflatten(1, (-1, len(rows))).sum(1).mean(1)
     return out, weights
 
 
@@ -46,6 +51,11 @@ def _all_pages(batch: Batch, sequence: int, length: int) -> tuple[Tensor, Tensor
     physical = table[None, : -(-length // page_size)]
     positions = torch.arange(physical.shape[1] * page_size, device=table.device)[None]
     return gather_pages(batch.k_pages, physical), gather_pages(batch.v_pages, physical), positions
+
+
+def _entries_that_count(blocks: BlockLists, sequence: int) -> Tensor:
+    """Return which entries of a sequence's lists count: [kv_heads, width] bool."""
+    return torch.arange(blocks.lists.shape[2], device=blocks.lists.device) < blocks.counts[sequence, :, None]
 
 
 def _listed(
@@ -147,20 +157,20 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, le
     return _unpack(out.where(mask.any(-1, keepdim=True), 0), rows)
 
 
-def _attend_with_probs(
-    queries: Tensor,
+def _probabilities(
+    packed: Tensor,
     keys: Tensor,
-    values: Tensor,
     positions: Tensor,
+    rows: int,
     length: int,
     scale: float,
     groups: StandIns | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `_attend` returns, and the probabilities of the keys, float32 [kv_heads, group, rows, n]."""
-    rows, heads, _ = queries.shape
-    kv_heads, n = keys.shape[:2]
-    packed = pack_heads(queries, kv_heads)
-    mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1).expand(kv_heads, -1, -1)
+) -> Tensor:
+    """Return the softmax weights of keys and stand-ins, float32 [kv_heads, group * rows, n + groups].
+
+    packed: queries as `pack_heads` gives them; the others as for `_attend`. A row that sees nothing has zeros.
+    """
+    mask = _visible(positions, rows, length).repeat(1, packed.shape[1] // rows, 1).expand(len(keys), -1, -1)
     scores = (packed @ keys.mT).float() * scale
     if groups is not None:
         q = packed.float() * scale
@@ -168,8 +178,39 @@ def _attend_with_probs(
         mean_scores = q @ groups.k.mT + spread + groups.unread.clamp(min=1).log()[:, None]
         scores = torch.cat([scores, mean_scores], -1)
         mask = torch.cat([mask, (groups.unread > 0)[:, None].expand(-1, mask.shape[1], -1)], -1)
-        values = torch.cat([values, groups.v.to(values.dtype)], 1)
-    # A row that sees nothing: its softmax is NaN, its result zeros.
-    probs = scores.masked_fill(~mask, -torch.inf).softmax(-1).where(mask, 0)
-    out = (probs.to(values.dtype) @ values).to(queries.dtype)
-    return _unpack(out, rows), probs[..., :n].unflatten(1, (-1, rows))
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).where(mask, 0)
+
+
+def weights_of_last_queries_in_torch(batch: Batch, block_size: int, emitting: int) -> Tensor:
+    """Return what each sequence's last queries weigh all blocks: [sequences, emitting, heads, blocks] float32."""
+    lengths, ends = batch.kv_lengths.tolist(), batch.query_starts[1:].tolist()
+    out = batch.queries.new_zeros(
+        len(lengths), emitting, batch.heads, -(-max(lengths) // block_size), dtype=torch.float32
+    )
+    for i, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        if length:  # else an empty place of a batch
+            packed = pack_heads(batch.queries[end - emitting : end], batch.kv_heads)
+            keys, _, positions = _all_pages(batch, i, length)
+            probs = _probabilities(packed, keys, positions, emitting, length, batch.scale)
+            blocks = pool_blocks(probs[..., :length], block_size)
+            out[i, :, :, : blocks.shape[-1]] = _unpack(blocks, emitting)
+    return out
+
+
+def add_weights_of_listed_in_torch(batch: Batch, blocks: BlockLists, sums: Tensor, share: float) -> None:
+    """Add `share` of the last query's weight on each listed block to `sums` [sequences, heads, n], in place."""
+    for i, length in enumerate(batch.kv_lengths.tolist()):
+        if not length or not blocks.lists.shape[2]:
+            continue
+        last = batch.queries[batch.query_starts[i + 1] - 1][None]
+        listed = _entries_that_count(blocks, i)
+        keys, _, positions = _listed(batch, i, length, blocks, listed)
+        probs = _probabilities(pack_heads(last, batch.kv_heads), keys, positions, 1, length, batch.scale)
+        at = blocks.lists[i].long().where(listed, 0).repeat_interleave(batch.group, 0)
+        sums[i].scatter_add_(1, at, share * pool_blocks(probs, blocks.block_size).flatten(0, 1))
+
+
+def pool_blocks(weights: Tensor, block_size: int) -> Tensor:
+    """Return the sums of [..., tokens] over blocks of `block_size` tokens; the last block may be partial."""
+    pad = -weights.shape[-1] % block_size
+    return F.pad(weights, (0, pad)).unflatten(-1, (-1, block_size)).sum(-1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.backends import check_backend
 from kernels.rejection.greedy import judge_greedy_in_triton
 from kernels.rejection.reference import (
+    DraftedRows,
     accept_greedy,
     accept_sampled,
     draw,
@@ -20,7 +21,7 @@ from kernels.rejection.reference import (
 )
 from kernels.rejection.sampled import judge_sampled_in_triton
 
-__all__ = ["accept_greedy", "accept_sampled", "draw", "judge_greedy", "judge_sampled", "truncated_probs"]
+__all__ = ["DraftedRows", "accept_greedy", "accept_sampled", "draw", "judge_greedy", "judge_sampled", "truncated_probs"]
 
 
 def judge_greedy(
@@ -33,60 +34,36 @@ def judge_greedy(
     Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
     NotImplementedError for more drafted tokens than Triton takes.
     """
-    check_backend("judge_greedy", backend, ("torch", "triton"))
+    check_backend("judge_greedy", backend)
     _check_judged("judge_greedy", logits, draft_tokens, draft_counts)
     judge = judge_greedy_in_triton if backend == "triton" else judge_greedy_in_torch
     return judge(logits, draft_tokens, draft_counts)
 
 
-def judge_sampled(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    draft_counts: Tensor,
-    support_ids: Tensor,
-    support_probs: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    accept_uniforms: Tensor,
-    draw_uniforms: Tensor,
-    backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
+def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") -> tuple[Tensor, Tensor]:
     """Judge by `accept_sampled` against the target's truncated distributions, by `accept_greedy` at temperature 0.
 
-    logits, draft_tokens, draft_counts: as for `judge_greedy`
-    support_ids, support_probs: [rows, γ, support] int32 and float32, the distributions that the drafted tokens were
-        drawn from: each token at most once; entries of probability 0 are padding; not read in greedy rows
-    temperature, top_p: [rows] float32; temperature 0 is greedy
-    accept_uniforms, draw_uniforms: [rows, γ] and [rows, γ + 1] float64 or float32 in [0, 1)
+    logits: as for `judge_greedy`
     Returns accepted [rows] int32 and the next token [rows] int32. Raises ValueError for shapes that do not fit,
     NotImplementedError for more drafted tokens than Triton takes.
     """
-    check_backend("judge_sampled", backend, ("torch", "triton"))
-    _check_judged("judge_sampled", logits, draft_tokens, draft_counts)
-    rows, gamma = draft_tokens.shape
-    shapes = (
-        ("support_ids", support_ids, (rows, gamma, support_ids.shape[-1])),
-        ("support_probs", support_probs, (rows, gamma, support_ids.shape[-1])),
-        ("temperature", temperature, (rows,)),
-        ("top_p", top_p, (rows,)),
-        ("accept_uniforms", accept_uniforms, (rows, gamma)),
-        ("draw_uniforms", draw_uniforms, (rows, gamma + 1)),
-    )
-    for name, tensor, shape in shapes:
+    check_backend("judge_sampled", backend)
+    _check_judged("judge_sampled", logits, drafted.draft_tokens, drafted.draft_counts)
+    rows, gamma = drafted.draft_tokens.shape
+    shapes = {
+        "support_ids": (rows, gamma, drafted.support_ids.shape[-1]),
+        "support_probs": (rows, gamma, drafted.support_ids.shape[-1]),
+        "temperature": (rows,),
+        "top_p": (rows,),
+        "accept_uniforms": (rows, gamma),
+        "draw_uniforms": (rows, gamma + 1),
+    }
+    for name, shape in shapes.items():
+        tensor = getattr(drafted, name)
         if tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"judge_sampled: {name} is {tuple(tensor.shape)}, not a contiguous {shape}")
     judge = judge_sampled_in_triton if backend == "triton" else judge_sampled_in_torch
-    return judge(
-        logits,
-        draft_tokens,
-        draft_counts,
-        support_ids,
-        support_probs,
-        temperature,
-        top_p,
-        accept_uniforms,
-        draw_uniforms,
-    )
+    return judge(logits, drafted)
 
 
 def _check_judged(operation: str, logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor) -> None:

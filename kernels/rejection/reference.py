@@ -1,7 +1,30 @@
 """The rules of acceptance in plain torch: the reference that the Triton kernels are tested against."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """What `kernels.rejection.judge_sampled` judges, row by row.
+
+    draft_tokens: [rows, γ] int32 or int64, the first `draft_counts[row]` valid; draft_counts: [rows], the same
+    support_ids, support_probs: [rows, γ, support] int32 and float32, the distributions that the drafted tokens were
+        drawn from: each token at most once; entries of probability 0 are padding; not read in greedy rows
+    temperature, top_p: [rows] float32; temperature 0 is greedy
+    accept_uniforms, draw_uniforms: [rows, γ] and [rows, γ + 1] float64 or float32 in [0, 1)
+    """
+
+    draft_tokens: Tensor
+    draft_counts: Tensor
+    support_ids: Tensor
+    support_probs: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    accept_uniforms: Tensor
+    draw_uniforms: Tensor
 
 
 def accept_greedy(draft_tokens: Tensor, draft_counts: Tensor, target_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,38 +112,22 @@ def judge_greedy_in_torch(logits: Tensor, draft_tokens: Tensor, draft_counts: Te
     return accepted.int(), following.int()
 
 
-def judge_sampled_in_torch(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    draft_counts: Tensor,
-    support_ids: Tensor,
-    support_probs: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    accept_uniforms: Tensor,
-    draw_uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    (rows, gamma), vocab = draft_tokens.shape, logits.shape[2]
-    greedy = temperature == 0
-    positions = gamma + 1
+def judge_sampled_in_torch(logits: Tensor, drafted: DraftedRows) -> tuple[Tensor, Tensor]:
+    (rows, gamma), vocab, counts = drafted.draft_tokens.shape, logits.shape[2], drafted.draft_counts
+    greedy = drafted.temperature == 0
     probs = truncated_probs(
         logits.flatten(0, 1),
-        temperature.where(~greedy, 1.0).repeat_interleave(positions),
-        top_p.repeat_interleave(positions),
-    )
+        drafted.temperature.where(~greedy, 1.0).repeat_interleave(gamma + 1),
+        drafted.top_p.repeat_interleave(gamma + 1),
+    ).view(rows, gamma + 1, vocab)
     draft = torch.zeros(rows, gamma, vocab, device=logits.device)
     # Padding may name any token: it adds 0 to token 0.
-    real = support_probs > 0
-    draft.scatter_add_(2, support_ids.where(real, 0).long(), support_probs.where(real, 0.0))
-    valid = torch.arange(gamma, device=logits.device) < draft_counts[:, None]
-    sampled = accept_sampled(
-        draft_tokens.long().where(valid, 0),
-        draft_counts.long(),
-        draft,
-        probs.view(rows, positions, vocab),
-        accept_uniforms.double(),
-        draw_uniforms.double(),
-    )
-    likeliest = judge_greedy_in_torch(logits, draft_tokens, draft_counts)
+    real = drafted.support_probs > 0
+    draft.scatter_add_(2, drafted.support_ids.where(real, 0).long(), drafted.support_probs.where(real, 0.0))
+    valid = torch.arange(gamma, device=logits.device) < counts[:, None]
+    tokens = drafted.draft_tokens.long().where(valid, 0)
+    uniforms = drafted.accept_uniforms.double(), drafted.draw_uniforms.double()
+    sampled = accept_sampled(tokens, counts.long(), draft, probs, *uniforms)
+    likeliest = judge_greedy_in_torch(logits, drafted.draft_tokens, counts)
     accepted, following = (a.where(greedy, b.int()) for a, b in zip(likeliest, sampled, strict=True))
     return accepted, following

@@ -15,6 +15,7 @@ from kernels.rejection.bracket import EDGES, coarse_kernel, fine_kernel, list_ke
 from kernels.rejection.drawing import draw_kernel, weights_kernel
 from kernels.rejection.greedy import best_kernel
 from kernels.rejection.layout import FLOATS, INTS, split_vocabulary
+from kernels.rejection.reference import DraftedRows
 from kernels.rejection.threshold import verdict_kernel
 
 CANDIDATES = 64  # of each chunk, that the bisecting program holds in registers; more are read again each time
@@ -35,33 +36,17 @@ class _Scratch:
 
 
 def _make_scratch(positions: int, splits: int, chunk: int, device: torch.device) -> _Scratch:
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return _Scratch(
-        best=empty(positions, splits),
-        tokens=empty(positions, splits, dtype=torch.int32),
-        sums=empty(positions, splits),
-        floats=empty(FLOATS, positions),
-        ints=empty(INTS, positions, dtype=torch.int32),
-        listed=empty(positions, splits, chunk, dtype=torch.int16),
-        listed_counts=empty(positions, splits, dtype=torch.int32),
-    )
+    best, sums = (torch.empty(positions, splits, dtype=torch.float32, device=device) for _ in range(2))
+    tokens, counts = (torch.empty(positions, splits, dtype=torch.int32, device=device) for _ in range(2))
+    floats = torch.empty(FLOATS, positions, dtype=torch.float32, device=device)
+    ints = torch.empty(INTS, positions, dtype=torch.int32, device=device)
+    listed = torch.empty(positions, splits, chunk, dtype=torch.int16, device=device)
+    return _Scratch(best, tokens, sums, floats, ints, listed, counts)
 
 
-def judge_sampled_in_triton(
-    logits: Tensor,
-    draft_tokens: Tensor,
-    draft_counts: Tensor,
-    support_ids: Tensor,
-    support_probs: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    accept_uniforms: Tensor,
-    draw_uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
+def judge_sampled_in_triton(logits: Tensor, drafted: DraftedRows) -> tuple[Tensor, Tensor]:
     """Judge as `kernels.rejection.judge_sampled` describes it."""
-    (rows, gamma), device = draft_tokens.shape, logits.device
+    (rows, gamma), device = drafted.draft_tokens.shape, logits.device
     cut = split_vocabulary(logits, gamma)
     splits, every, overlap = cut["SPLITS"], rows * (gamma + 1), overlapping_launch(device)
     accepted, following = torch.empty(2, rows, dtype=torch.int32, device=device)
@@ -70,12 +55,13 @@ def judge_sampled_in_triton(
     scratch = _make_scratch(every, splits, cut["CHUNK"], device)
     weights = torch.empty(rows, splits, cut["CHUNK"], device=device, dtype=torch.float32)
     chunk_sums = torch.empty(2, rows, splits, device=device, dtype=torch.float32)
-    common = (logits, draft_counts, temperature)
+    common = (logits, drafted.draft_counts, drafted.temperature)
+    support = (drafted.support_ids, drafted.support_probs)
     state = (scratch.floats, scratch.ints)
-    _list_candidates(scratch, common, top_p, gamma, cut)
+    _list_candidates(scratch, common, drafted.top_p, gamma, cut)
     verdict_kernel[(every,)](
-        *(*common, top_p, scratch.best, scratch.tokens, *state, scratch.listed, scratch.listed_counts),
-        *(draft_tokens, support_ids, support_probs, accept_uniforms, gamma, every, support_ids.shape[2]),
+        *(*common, drafted.top_p, scratch.best, scratch.tokens, *state, scratch.listed, scratch.listed_counts),
+        *(drafted.draft_tokens, *support, drafted.accept_uniforms, gamma, every, drafted.support_ids.shape[2]),
         **cut,
         CANDIDATES=min(CANDIDATES, cut["CHUNK"]),
         SUPPORT=SUPPORT,
@@ -83,15 +69,15 @@ def judge_sampled_in_triton(
         **overlap,
     )
     weights_kernel[(splits, rows)](
-        *(*common, *state, support_ids, support_probs, weights, chunk_sums, accepted, following),
-        *(gamma, every, rows, support_ids.shape[2]),
+        *(*common, *state, *support, weights, chunk_sums, accepted, following),
+        *(gamma, every, rows, drafted.support_ids.shape[2]),
         **cut,
         PLACES=power_of_two(gamma + 1),
         SUPPORT=SUPPORT,
         **overlap,
     )
     draw_kernel[(rows,)](
-        *(*common, *state, weights, chunk_sums, draw_uniforms, accepted, following, gamma, every, rows),
+        *(*common, *state, weights, chunk_sums, drafted.draw_uniforms, accepted, following, gamma, every, rows),
         **cut,
         num_warps=8,
         **overlap,

@@ -71,22 +71,14 @@ def _ties_to(index, bits, cut, last, source, CHUNK: tl.constexpr, SPLITS_2: tl.c
 
 @jit
 def _threshold(
-    row_ptr,
-    lists_ptr,
-    held,
-    wanted,
-    start,
-    before,
-    peak,
-    scale,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLITS_2: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    source, bracket, VOCAB: tl.constexpr, CHUNK: tl.constexpr, SPLITS_2: tl.constexpr, CANDIDATES: tl.constexpr
 ):
-    """CUT, LAST and KEPT of a position from its candidates, which begin at depth `start` with a mass `before` them."""
-    most = tl.max(held, 0)
-    source = (row_ptr, lists_ptr, held, most, peak, scale)
+    """CUT, LAST and KEPT of a position from its candidates.
+
+    source: as for `_candidates`; bracket: the mass that is wanted, the candidates' first depth and the mass before it.
+    """
+    wanted, start, before = bracket
+    most = source[3]
     index, bits = _candidates(source, 0, CHUNK, SPLITS_2, CANDIDATES)
     weights = tl.where(bits >= 0, weight_of(bits), 0.0)
     low = tl.min(tl.min(tl.where(bits >= 0, bits, 2**31 - 1), 1), 0)
@@ -175,20 +167,12 @@ def verdict_kernel(
         peak = tl.load(floats_ptr + PEAK * every + at)
         if tl.load(top_p_ptr + row).to(tl.float32) < 1:
             splits = tl.arange(0, SPLITS_2)
-            cut, last, kept = _threshold(
-                logits_ptr + at.to(tl.int64) * VOCAB,
-                listed_ptr + at.to(tl.int64) * SPLITS * CHUNK,
-                tl.load(listed_counts_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=0),
-                tl.load(floats_ptr + WANTED * every + at),
-                tl.load(floats_ptr + FROM * every + at),
-                tl.load(floats_ptr + BELOW_FROM * every + at),
-                peak,
-                scale,
-                VOCAB,
-                CHUNK,
-                SPLITS_2,
-                CANDIDATES,
-            )
+            row_ptr, lists_ptr = logits_ptr + at.to(tl.int64) * VOCAB, listed_ptr + at.to(tl.int64) * SPLITS * CHUNK
+            held = tl.load(listed_counts_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=0)
+            wanted = tl.load(floats_ptr + WANTED * every + at)
+            bracket = (wanted, tl.load(floats_ptr + FROM * every + at), tl.load(floats_ptr + BELOW_FROM * every + at))
+            source = (row_ptr, lists_ptr, held, tl.max(held, 0), peak, scale)
+            cut, last, kept = _threshold(source, bracket, VOCAB, CHUNK, SPLITS_2, CANDIDATES)
         else:
             cut, last = 0x7F800000, -1  # all of finite depth
             kept = tl.load(floats_ptr + MASS * every + at)

@@ -26,38 +26,23 @@ def find_block_lines(
     missing [rows] int32, how many listed pages are in no line, each as often as it is listed. Lines beyond a count say
     nothing.
     """
-    check_backend("find_block_lines", backend, ("torch", "triton"))
+    check_backend("find_block_lines", backend)
     check_blocks("find_block_lines", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     if backend == "torch":
-        pages = pages_of_blocks(tables, lists, counts, page_tables, pages_per_block)
+        pages = pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block)
         row = torch.arange(tables.rows, device=lists.device)[:, None, None, None]
         lines = tables.line_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
         missing = ((pages >= 0) & (lines < 0)).sum((1, 2, 3), dtype=torch.int32)
         return lines.masked_fill(lines < 0, absent), missing
-    return _launch_find(tables, lists, counts, page_tables, pages_per_block, absent)
-
-
-def _launch_find(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int, absent: int
-) -> tuple[Tensor, Tensor]:
-    rows, sequences, kv_heads, width = lists.shape
+    rows, sequences, _, width = lists.shape
     listed = width * pages_per_block
     lines = lists.new_empty(rows, sequences, kv_heads, listed)
     missing = lists.new_empty(rows)
     clear_numbers(missing)
     if lines.numel():
         _find_kernel[(-(-listed // sizes.FOUND), sequences * kv_heads, rows)](
-            lists.contiguous(),
-            counts.contiguous(),
-            page_tables.contiguous(),
-            tables.line_of,
-            lines,
-            missing,
-            tables.pages,
-            kv_heads,
-            width,
-            page_tables.shape[1],
-            absent,
+            *(lists.contiguous(), counts.contiguous(), page_tables.contiguous(), tables.line_of, lines, missing),
+            *(tables.pages, kv_heads, width, page_tables.shape[1], absent),
             PER_BLOCK=pages_per_block,
             CHUNK=sizes.FOUND,
             num_warps=warps_for(sizes.FOUND),

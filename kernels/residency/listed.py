@@ -5,13 +5,13 @@ from torch import Tensor
 
 from kernels.backends import follow, jit, overlapping_launch, tl
 from kernels.residency import sizes
-from kernels.residency.tables import ResidencyTables
 
 
-def pages_of_blocks(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
-) -> Tensor:
-    """[rows, sequences, kv_heads, width * pages_per_block] int32: the listed heads' pages, -1 where there is none."""
+def pages_of_blocks(pages: int, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int) -> Tensor:
+    """[rows, sequences, kv_heads, width * pages_per_block] int32: the listed heads' pages, -1 where there is none.
+
+    pages: of all heads, as `ResidencyTables.pages` counts them.
+    """
     _, sequences, kv_heads, width = lists.shape
     device, end = lists.device, page_tables.shape[1]
     part = torch.arange(pages_per_block, device=device)
@@ -21,7 +21,7 @@ def pages_of_blocks(
     sequence = torch.arange(sequences, device=device)[:, None, None]
     padded = torch.nn.functional.pad(page_tables, (0, 1), value=-1)
     page = padded[sequence, logical.where(listed, end)]
-    listed = (page >= 0) & (page < tables.pages // kv_heads)
+    listed = (page >= 0) & (page < pages // kv_heads)
     head = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None]
     return torch.where(listed, page, 0) * kv_heads + head.where(listed, 0) - (~listed).int()
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.residency.listed import pages_of_blocks
 
 
 def count_missing_blocks(
@@ -21,48 +22,23 @@ def count_missing_blocks(
     lists: [layers, sequences, kv_heads, width] int32 blocks; counts: [layers, sequences, kv_heads] int32
     page_tables: [sequences, max_pages] int32, negative where there is no page; a block is cached if all its pages are
     """
-    check_backend("count_missing_blocks", backend, ("torch", "triton"))
+    check_backend("count_missing_blocks", backend)
     layers, sequences, _, width = lists.shape
     if backend == "torch":
-        return _torch_count(line_of, lists, counts, page_tables, kv_heads, pages_per_block)
+        pages = pages_of_blocks(line_of.shape[1], lists, counts, page_tables, pages_per_block)
+        row = torch.arange(layers, device=lists.device)[:, None, None, None]
+        absent = (pages >= 0) & (line_of[row, pages.clamp(min=0).long()] < 0)
+        return absent.unflatten(3, (width, pages_per_block)).any(4).sum((0, 2, 3), dtype=torch.int32)
     if not (lists.is_contiguous() and counts.is_contiguous()):
         raise ValueError("count_missing_blocks: the Triton backend needs contiguous lists and counts")
     missing = torch.zeros(sequences, dtype=torch.int32, device=lists.device)
     _count_missing_blocks_kernel[(layers * sequences * kv_heads,)](
-        line_of,
-        lists,
-        counts,
-        page_tables,
-        missing,
-        width,
-        line_of.shape[1],
-        page_tables.shape[1],
-        sequences,
+        *(line_of, lists, counts, page_tables, missing, width, line_of.shape[1], page_tables.shape[1], sequences),
         KV_HEADS=kv_heads,
         PER_BLOCK=pages_per_block,
         CHUNK=min(1024, power_of_two(width)),
     )
     return missing
-
-
-def _torch_count(
-    line_of: Tensor, lists: Tensor, counts: Tensor, page_tables: Tensor, kv_heads: int, pages_per_block: int
-) -> Tensor:
-    layers, sequences, _, width = lists.shape
-    device = lists.device
-    listed = torch.arange(width, device=device) < counts[..., None]
-    block = lists.long().where(listed, 0)
-    logical = block[..., None] * pages_per_block + torch.arange(pages_per_block, device=device)
-    there = logical < page_tables.shape[1]
-    sequence = torch.arange(sequences, device=device)[:, None, None, None]
-    head = torch.arange(kv_heads, device=device)[:, None, None]
-    numbers = page_tables[sequence, logical.where(there, 0)].long()
-    there = there & (numbers >= 0)
-    page = numbers * kv_heads + head
-    row = torch.arange(layers, device=device)[:, None, None, None, None]
-    cached = (line_of[row, page.clamp(0, line_of.shape[1] - 1)] >= 0) | ~there
-    missing = listed & ~cached.all(-1)
-    return missing.sum((0, 2, 3), dtype=torch.int32)
 
 
 @jit

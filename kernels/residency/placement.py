@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.residency import sizes
 from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ResidencyTables, check_pages, check_round, check_tensor
+from kernels.residency.tables import ResidencyTables, check_pages, check_tensor
 
 
 def pin_gpu_pages(
@@ -20,14 +20,14 @@ def pin_gpu_pages(
     pages, gpu_pages: [n] int32, each listed once at most; where one is outside of the tables, both are passed over
     round: [1] int32
     """
-    check_backend("pin_gpu_pages", backend, ("torch", "triton"))
+    check_backend("pin_gpu_pages", backend)
     check_pages("pin_gpu_pages", tables, pages, kv_heads)
     check_tensor("pin_gpu_pages", "gpu_pages", gpu_pages, tuple(pages.shape), torch.int32, tables.page_in.device)
-    check_round("pin_gpu_pages", tables, "round", round)
+    check_tensor("pin_gpu_pages", "round", round, (1,), torch.int32, tables.page_in.device)
     if backend == "torch":
         fit = (gpu_pages >= 0) & (gpu_pages < tables.lines // kv_heads)
         fit &= (pages >= 0) & (pages < tables.pages // kv_heads)
-        page, line = (of_heads(t[fit], kv_heads) for t in (pages, gpu_pages))
+        page, line = (_of_heads(t[fit], kv_heads) for t in (pages, gpu_pages))
         for row in range(tables.rows):
             former, other = tables.line_of[row, page].long(), tables.page_in[row, line].long()
             tables.line_of[row, other[other >= 0]] = -1
@@ -40,18 +40,9 @@ def pin_gpu_pages(
         return
     if pages.numel():
         _pin_kernel[(tables.rows,)](
-            pages.contiguous(),
-            gpu_pages.contiguous(),
-            round,
-            tables.line_of,
-            tables.page_in,
-            tables.referenced,
-            tables.stamps,
-            tables.dirty,
-            tables.pages,
-            tables.lines,
-            kv_heads,
-            len(pages),
+            *(pages.contiguous(), gpu_pages.contiguous(), round),
+            *(tables.line_of, tables.page_in, tables.referenced, tables.stamps, tables.dirty),
+            *(tables.pages, tables.lines, kv_heads, len(pages)),
             CHUNK=sizes.LISTED,
             num_warps=warps_for(sizes.LISTED),
             **overlapping_launch(pages.device),
@@ -64,14 +55,7 @@ def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: 
     pages: [n] int32; what is in no line is passed over. What was written or freed after the copy began must not be
         listed.
     """
-    check_backend("mark_stored", backend, ("torch", "triton"))
-    check_pages("mark_stored", tables, pages, kv_heads)
-    if backend == "torch":
-        for row in range(tables.rows):
-            _, line = _cached(tables, row, pages, kv_heads)
-            tables.dirty[row, line] = 0
-        return
-    _launch_settle(tables, pages, kv_heads, False)
+    _settle("mark_stored", tables, pages, kv_heads, backend, drop=False)
 
 
 def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
@@ -82,27 +66,12 @@ def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: s
 
     pages: [n] int32; what is not cached is passed over
     """
-    check_backend("drop_pages", backend, ("torch", "triton"))
-    check_pages("drop_pages", tables, pages, kv_heads)
-    if backend == "torch":
-        for row in range(tables.rows):
-            page, line = _cached(tables, row, pages, kv_heads)
-            tables.line_of[row, page] = -1
-            _free_lines(tables, row, line)
-        return
-    _launch_settle(tables, pages, kv_heads, True)
+    _settle("drop_pages", tables, pages, kv_heads, backend, drop=True)
 
 
-def of_heads(pages: Tensor, kv_heads: int) -> Tensor:
+def _of_heads(pages: Tensor, kv_heads: int) -> Tensor:
     """[n] to [n * kv_heads] int64."""
     return (pages[:, None].long() * kv_heads + torch.arange(kv_heads, device=pages.device)).flatten()
-
-
-def _cached(tables: ResidencyTables, row: int, pages: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Which heads' pages of a row are cached, and their lines."""
-    page = of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)
-    line = tables.line_of[row, page].long()
-    return page[line >= 0], line[line >= 0]
 
 
 def _free_lines(tables: ResidencyTables, row: int, lines: Tensor) -> None:
@@ -111,18 +80,23 @@ def _free_lines(tables: ResidencyTables, row: int, lines: Tensor) -> None:
     tables.dirty[row, lines] = 0
 
 
-def _launch_settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, drop: bool) -> None:
-    if pages.numel():
+def _settle(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str, drop: bool) -> None:
+    """Make the lines of pages that are cached clean or, with `drop`, free."""
+    check_backend(operation, backend)
+    check_pages(operation, tables, pages, kv_heads)
+    if backend == "torch":
+        listed = _of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)
+        for row in range(tables.rows):
+            page = listed[tables.line_of[row, listed] >= 0]
+            line = tables.line_of[row, page].long()
+            tables.dirty[row, line] = 0
+            if drop:
+                tables.line_of[row, page] = -1
+                _free_lines(tables, row, line)
+    elif pages.numel():
         _settle_kernel[(-(-len(pages) * kv_heads // sizes.LISTED), tables.rows)](
-            pages.contiguous(),
-            tables.line_of,
-            tables.page_in,
-            tables.referenced,
-            tables.dirty,
-            tables.pages,
-            tables.lines,
-            kv_heads,
-            len(pages),
+            *(pages.contiguous(), tables.line_of, tables.page_in, tables.referenced, tables.dirty),
+            *(tables.pages, tables.lines, kv_heads, len(pages)),
             DROP=drop,
             CHUNK=sizes.LISTED,
             num_warps=warps_for(sizes.LISTED),
@@ -209,7 +183,7 @@ def _settle_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Slots are clean, or with DROP free. A page listed twice is found as it was or as it will be."""
+    """A page listed twice is found as it was or as it will be."""
     follow(PDL)
     row = tl.program_id(1).to(tl.int64)
     page = _heads_at(pages_ptr, tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), count, pages, kv_heads)

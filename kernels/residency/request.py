@@ -7,7 +7,7 @@ from kernels.backends import check_backend
 from kernels.residency.clock import advance_hand
 from kernels.residency.listed import pages_of_blocks
 from kernels.residency.request_kernels import launch_request
-from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_round
+from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_tensor
 
 
 def request_blocks(
@@ -32,11 +32,11 @@ def request_blocks(
     first wanted, first placed. A page that finds no line overflows: it is counted once, and stays in the backing store.
     All misses must be in the backing store: what was never written is "copied" too.
     """
-    check_backend("request_blocks", backend, ("torch", "triton"))
+    check_backend("request_blocks", backend)
     check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
-    check_round("request_blocks", tables, "round", round)
+    check_tensor("request_blocks", "round", round, (1,), torch.int32, tables.page_in.device)
     if backend == "torch":
-        return _torch_request(tables, pages_of_blocks(tables, lists, counts, page_tables, pages_per_block), round)
+        return _torch_request(tables, pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block), round)
     return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
 
 

@@ -70,7 +70,7 @@ def launch_request(
     )
     clear_numbers(work.firsts)
     claims = transfers.lines  # until the lines are known
-    _claim(tables, work, lists, counts, page_tables, pages_per_block, round, claims)
+    _claim(tables, work, (lists, counts, page_tables), pages_per_block, round, claims)
     _survey(tables, work, round, claims, transfers.pages)
     _place(tables, work, round, transfers)
     return transfers
@@ -79,33 +79,17 @@ def launch_request(
 def _claim(
     tables: ResidencyTables,
     work: _Work,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
+    listed: tuple[Tensor, Tensor, Tensor],
     pages_per_block: int,
     round: Tensor,
     claims: Tensor,
 ) -> None:
+    lists, counts, page_tables = listed
     _claim_kernel[(work.items, tables.rows)](
-        lists.contiguous(),
-        counts.contiguous(),
-        page_tables.contiguous(),
-        round,
-        tables.line_of,
-        tables.referenced,
-        tables.stamps,
-        tables.hand,
-        work.begun,
-        claims,
-        work.claimed,
-        work.firsts,
-        tables.pages,
-        tables.lines,
-        lists.shape[2],
-        lists.shape[3],
-        page_tables.shape[1],
-        work.parts,
-        work.stretch,
+        *(lists.contiguous(), counts.contiguous(), page_tables.contiguous(), round),
+        *(tables.line_of, tables.referenced, tables.stamps, tables.hand),
+        *(work.begun, claims, work.claimed, work.firsts),
+        *(tables.pages, tables.lines, lists.shape[2], lists.shape[3], page_tables.shape[1], work.parts, work.stretch),
         PER_BLOCK=pages_per_block,
         CHUNK=sizes.LISTED,
         num_warps=warps_for(sizes.LISTED),
@@ -115,23 +99,9 @@ def _claim(
 
 def _survey(tables: ResidencyTables, work: _Work, round: Tensor, claims: Tensor, missing: Tensor) -> None:
     _survey_kernel[(work.joiners + work.sweepers, tables.rows)](
-        claims,
-        work.claimed,
-        work.firsts,
-        round,
-        work.begun,
-        tables.line_of,
-        tables.referenced,
-        tables.stamps,
-        tables.dirty,
-        missing,
-        work.tallies,
-        tables.pages,
-        tables.lines,
-        work.joiners,
-        work.chunks,
-        work.items,
-        work.stretch,
+        *(claims, work.claimed, work.firsts, round, work.begun),
+        *(tables.line_of, tables.referenced, tables.stamps, tables.dirty, missing, work.tallies),
+        *(tables.pages, tables.lines, work.joiners, work.chunks, work.items, work.stretch),
         ITEMS=power_of_two(work.items),
         JOINED=sizes.JOINED,
         CLAIMS=sizes.CLAIMS,
@@ -143,25 +113,10 @@ def _survey(tables: ResidencyTables, work: _Work, round: Tensor, claims: Tensor,
 
 def _place(tables: ResidencyTables, work: _Work, round: Tensor, transfers: Transfers) -> None:
     _place_kernel[(work.sweepers, tables.rows)](
-        work.firsts,
-        round,
-        work.begun,
-        work.tallies,
-        tables.line_of,
-        tables.page_in,
-        tables.referenced,
-        tables.stamps,
-        tables.dirty,
-        tables.hand,
-        transfers.pages,
-        transfers.lines,
-        transfers.counts,
-        transfers.overflow,
-        tables.pages,
-        tables.lines,
-        work.chunks,
-        work.items,
-        work.stretch,
+        *(work.firsts, round, work.begun, work.tallies),
+        *(tables.line_of, tables.page_in, tables.referenced, tables.stamps, tables.dirty, tables.hand),
+        *(transfers.pages, transfers.lines, transfers.counts, transfers.overflow),
+        *(tables.pages, tables.lines, work.chunks, work.items, work.stretch),
         ITEMS=power_of_two(work.items),
         CHUNKS=power_of_two(work.chunks),
         CHUNK=sizes.SWEPT,

@@ -143,7 +143,3 @@ def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads
 def check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:
     if kv_heads < 1 or tables.pages % kv_heads:
         raise ValueError(f"{operation}: {tables.pages} pages are not of {kv_heads} heads")
-
-
-def check_round(operation: str, tables: ResidencyTables, name: str, round: Tensor) -> None:
-    check_tensor(operation, name, round, (1,), torch.int32, tables.page_in.device)

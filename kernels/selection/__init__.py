@@ -26,26 +26,26 @@ def select_top_k(
     Returns lists [rows, width] int32 ascending, and counts [rows] int32; entries past the count say nothing.
     Raises ValueError for weights that the backend does not take.
     """
-    check_backend("select_top_k", backend, ("torch", "triton"))
+    check_backend("select_top_k", backend)
     if backend == "triton":
         return _select_rows("select_top_k", weights, valid, k, None, width)
     return compact(top_k_mask(weights, valid, k), width)
 
 
 def select_nucleus(
-    weights: Tensor, valid: Tensor, mass: float, iterations: int = 24, backend: str = "torch", width: int | None = None
+    weights: Tensor, valid: Tensor, mass: float, backend: str = "torch", width: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select the entries at or above a threshold that leaves at least `mass` of each row's total weight.
 
     Sorting-free (SpecAttn, Algorithm 2): bisection on the threshold. The lower bound is returned, so the
     selection never holds less than `mass`. Arguments, result and what is raised: as for `select_top_k`; 0 < mass <= 1.
-    iterations: of `torch`; `triton` goes on until no weight lies between the bounds, and adds in float32.
+    `torch` halves 24 times; `triton` goes on until no weight lies between the bounds, and adds in float32.
     """
-    check_backend("select_nucleus", backend, ("torch", "triton"))
+    check_backend("select_nucleus", backend)
     if backend == "triton":
         check_mass(mass)
         return _select_rows("select_nucleus", weights, valid, None, mass, width)
-    return compact(nucleus_mask(weights, valid, mass, iterations), width)
+    return compact(nucleus_mask(weights, valid, mass), width)
 
 
 def _select_rows(

@@ -23,7 +23,7 @@ def rank_in_row(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, columns.expand_as(order))
 
 
-def nucleus_mask(weights: Tensor, valid: Tensor, mass: float, iterations: int = 24) -> Tensor:
+def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
     """Return what `kernels.selection.select_nucleus` selects as bool [rows, n].
 
     Raises ValueError for a mass outside (0, 1] and, on a CPU, for weights that are negative or not finite.
@@ -35,7 +35,7 @@ def nucleus_mask(weights: Tensor, valid: Tensor, mass: float, iterations: int = 
     masked = weights.double().where(inside, 0)
     wanted = mass * masked.sum(1)
     low, high = torch.zeros_like(wanted), masked.amax(1) if masked.shape[1] else torch.zeros_like(wanted)
-    for _ in range(iterations):
+    for _ in range(24):
         middle = (low + high) / 2
         enough = masked.where(masked >= middle[:, None], 0).sum(1) >= wanted
         low, high = middle.where(enough, low), high.where(enough, middle)

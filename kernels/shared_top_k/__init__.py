@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.backends import check_backend
 from kernels.selection import rank_in_row
 from kernels.shared_budget import WORD
-from kernels.shared_top_k.launch import find_thresholds, write_lists, write_words
+from kernels.shared_top_k.launch import find_thresholds, write_chosen
 
 __all__ = ["mark_top_k_over_all", "select_top_k_over_all"]
 
@@ -25,7 +25,7 @@ def select_top_k_over_all(
     inner: rows are outer * inner; results are then [outer, groups, inner, …] (layers before sequences before heads)
     Returns lists [groups, rows, n] int32, undefined beyond their counts, and these [groups, rows] int32.
     """
-    check_backend("select_top_k_over_all", backend, ("torch", "triton"))
+    check_backend("select_top_k_over_all", backend)
     groups, rows, n = scores.shape
     if backend == "torch":
         chosen = _torch_top_k(scores, counts)
@@ -40,8 +40,7 @@ def select_top_k_over_all(
     taken = torch.empty(shape, dtype=torch.int32, device=scores.device)
     if scores.numel():
         scores = scores.contiguous()
-        thresholds = find_thresholds(scores, counts)
-        write_lists(scores, forced, thresholds, lists, taken, inner or rows)
+        write_chosen(scores, forced, find_thresholds(scores, counts), (lists, taken), None, inner or rows)
     else:
         taken.zero_()
     return lists, taken
@@ -49,7 +48,7 @@ def select_top_k_over_all(
 
 def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") -> Tensor:
     """Return what `select_top_k_over_all` selects as bits, the lowest first: [groups, rows, ceil(n / 64)] int64."""
-    check_backend("mark_top_k_over_all", backend, ("torch", "triton"))
+    check_backend("mark_top_k_over_all", backend)
     groups, rows, n = scores.shape
     words = -(-n // WORD)
     if backend == "torch":
@@ -59,7 +58,7 @@ def mark_top_k_over_all(scores: Tensor, counts: Tensor, backend: str = "torch") 
     marked = torch.empty(groups, rows, words, dtype=torch.int64, device=scores.device)
     if scores.numel():
         scores = scores.contiguous()
-        write_words(scores, find_thresholds(scores, counts), marked)
+        write_chosen(scores, None, find_thresholds(scores, counts), None, marked)
     return marked
 
 

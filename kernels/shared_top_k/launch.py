@@ -77,33 +77,24 @@ def sample_stride(size: int, n: int) -> int:
     return stride
 
 
-def write_lists(
-    scores: Tensor, forced: Tensor | None, thresholds: Tensor, lists: Tensor, taken: Tensor, inner: int
-) -> None:
-    """Fill `lists` and `taken`, as `kernels.shared_top_k.select_top_k_over_all` returns them."""
-    _emit(scores, forced, thresholds, lists, taken, None, inner)
-
-
-def write_words(scores: Tensor, thresholds: Tensor, words: Tensor) -> None:
-    """Fill `words`, as `kernels.shared_top_k.mark_top_k_over_all` returns them."""
-    _emit(scores, None, thresholds, None, None, words, 1)
-
-
-def _emit(
+def write_chosen(
     scores: Tensor,
     forced: Tensor | None,
     thresholds: Tensor,
-    lists: Tensor | None,
-    taken: Tensor | None,
+    lists: tuple[Tensor, Tensor] | None,
     words: Tensor | None,
-    inner: int,
+    inner: int = 1,
 ) -> None:
+    """Fill `lists` with what is chosen and its counts, as `kernels.shared_top_k.select_top_k_over_all` returns them.
+
+    Or else `words`, as `mark_top_k_over_all` returns them.
+    """
     groups, rows, n = scores.shape
     chunk = min(EMIT_WHOLE if groups * rows <= FEW_ROWS else EMIT_CHUNK, max(64, power_of_two(n)))
     emit_kernel[(groups * rows,)](
         *(scores, scores if forced is None else forced.contiguous(), thresholds),
-        *(scores if part is None else part for part in (lists, taken, words)),
-        *(n, rows, -(-n // WORD)),
+        *((scores, scores) if lists is None else lists),
+        *(scores if words is None else words, n, rows, -(-n // WORD)),
         FORCED=forced is not None,
         LISTS=lists is not None,
         CHUNK=chunk,

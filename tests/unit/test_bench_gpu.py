@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from benchmarks import serve
-from benchmarks.gpu_timing import Head, Row, report, require_gpu
+from benchmarks.gpu_timing import Head, TimedRow, report, require_gpu
 from benchmarks.shapes import SHAPES, Shape, read_shape_of
 from cli.main import main
 
@@ -23,7 +23,7 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
 
 def test_a_row_is_set_against_its_floor_and_its_rival(tmp_path: Path) -> None:
     head = Head("a machine", "2026-01-02", "specahead bench step", 4e12)
-    rows = [Row("dense", 2.0, 1.0, None), Row("sparse", 0.5, 0.4, None).against(2.0).named("target: ")]
+    rows = [TimedRow("dense", 2.0, 1.0, None), TimedRow("sparse", 0.5, 0.4, None).against(2.0).named("target: ")]
     lines = report(head, rows, "a note").splitlines()
     assert "4.00 TB/s" in lines[3]
     assert lines[5].split() == ["dense", "2.0000", "ms", "1.0000", "ms", "2.00", "2.000"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload import Bench, Settings, choose_cases, home_bytes, report, rounds_of, selections
+from benchmarks.offload import Bench, OffloadSettings, choose_cases, home_bytes, report, rounds_of, selections
 from benchmarks.offload_check import Check, compare_logits
 from benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
@@ -178,7 +178,7 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
     """Where the GPU has no room for all of them, with resident parts."""
     torch.manual_seed(0)
     a_session = 65 * 2 * 2 * 2048
-    settings = Settings(contexts=(1024,), passes=1, kv_memory=4 * a_session, sessions_factor=2, home_layers=2)
+    settings = OffloadSettings(contexts=(1024,), passes=1, kv_memory=4 * a_session, sessions_factor=2, home_layers=2)
     (case,) = choose_cases(settings, SHAPES["tiny"], torch.float32)
     assert case.batch == 8
     bench = Bench(settings, [case], CPU)
@@ -233,8 +233,8 @@ def test_rounds_are_packed_as_selections_are() -> None:
 
 def test_an_8b_target_needs_little_host_memory() -> None:
     case = Case(SHAPES["8b"], 8, 102400, 5, torch.bfloat16)
-    assert home_bytes(case, Settings()) == pytest.approx(3.36e9, rel=0.01)
-    assert home_bytes(case, Settings(home_layers=99)) == pytest.approx(107.4e9, rel=0.01)
+    assert home_bytes(case, OffloadSettings()) == pytest.approx(3.36e9, rel=0.01)
+    assert home_bytes(case, OffloadSettings(home_layers=99)) == pytest.approx(107.4e9, rel=0.01)
     assert case.frames(0.25) == case.pages // 4
 
 

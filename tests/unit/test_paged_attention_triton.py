@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights, pool_blocks
 from kernels.paged_attention import (
+    Batch,
     BlockLists,
     GroupMeans,
+    add_listed_weights,
     paged_attention,
+    paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     pinned_tuning,
     plan_work,
+    pool_blocks,
 )
 from tests.unit.test_paged_attention import (
     SCALE,
@@ -46,15 +49,13 @@ def on_device(value: Any) -> Any:
         return value.to(DEVICE)
     if isinstance(value, tuple):
         return tuple(on_device(item) for item in value)
-    if isinstance(value, BlockLists | GroupMeans):
+    if isinstance(value, Batch | BlockLists | GroupMeans):
         return type(value)(*(on_device(getattr(value, field.name)) for field in fields(value)))
     return value
 
 
 def in_triton(case: Case, *rest: Any, kernel: Any = paged_attention, **keywords: Any) -> Any:
-    arguments = on_device((*case.arguments, SCALE, *rest))
-    keywords = {name: on_device(value) for name, value in keywords.items()}
-    result = kernel(*arguments, backend="triton", max_queries=max(case.query_counts), **keywords)
+    result = kernel(*on_device((case.batch, *rest)), backend="triton", **keywords)
     return tuple(item.cpu() for item in result) if isinstance(result, tuple) else result.cpu()
 
 
@@ -74,7 +75,7 @@ def test_dense(seed: int, group: int, counts: list[int]) -> None:
 def test_lists_and_their_weights(seed: int, group: int, counts: list[int], block_size: int) -> None:
     case = in_blocks(ragged(seed, group, counts), block_size, seed)
     blocks = case.packed_lists(block_size)
-    wanted, wanted_weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks)
+    wanted, wanted_weights = paged_attention_with_read_weights(case.batch, blocks)
     torch.testing.assert_close(in_triton(case, blocks), wanted, atol=2e-5, rtol=1e-4)
     got, weights = in_triton(case, blocks, kernel=paged_attention_with_read_weights)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
@@ -89,7 +90,7 @@ def test_group_means(group: int, group_size: int, block_size: int) -> None:
     case = shuffled_case(rng, [290, 133, 30, 3], [5, 5, 1, 3], 16, 2, 16, group)
     case = in_blocks(replace(case, queries=2 * case.queries), block_size, 1)
     blocks, means = case.packed_lists(block_size), group_means(case, group_size)
-    wanted, wanted_weights = paged_attention_with_read_weights(*case.arguments, SCALE, blocks, means)
+    wanted, wanted_weights = paged_attention_with_read_weights(case.batch, blocks, means)
     got, weights = in_triton(case, blocks, means, kernel=paged_attention_with_read_weights)
     torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-4)
     torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
@@ -112,9 +113,7 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     torch.manual_seed(emitting)
     case = shuffled_case(rng, [emitting, 130, 64], [emitting, emitting + 2, 7], 16, 2, 16, group)
     width = 9 * 16 // block_size
-    wanted, wanted_weights = paged_attention_with_block_weights(
-        *case.arguments, SCALE, block_size, emitting, width=width
-    )
+    wanted, wanted_weights = paged_attention_with_block_weights(case.batch, block_size, emitting, width=width)
     kernel = paged_attention_with_block_weights
     got, weights = in_triton(case, block_size, emitting, kernel=kernel, width=width)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
@@ -133,7 +132,7 @@ def test_one_plan_of_work_serves_all_layers() -> None:
     assert work.tile_starts.shape == (3, 4 * 2 + 1)
     for index, layer in enumerate(layers):
         blocks = BlockLists(every.lists[index], every.counts[index], 16)
-        wanted = paged_attention(*layer.arguments, SCALE, packed[index])
+        wanted = paged_attention(layer.batch, packed[index])
         got = in_triton(layer, blocks, work=work.layer(index))
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
@@ -175,12 +174,12 @@ def test_half_precision_on_a_gpu_against_float64(dtype: torch.dtype, dim: int) -
 def test_what_triton_does_not_take_is_refused() -> None:
     case = ragged(1, 2, [5, 5])
     with pytest.raises(ValueError, match="needs max_queries"):
-        paged_attention(*case.arguments, SCALE, backend="triton")
+        paged_attention(replace(case.batch, max_queries=0), backend="triton")
     narrow = ragged(1, 2, [5, 5], dim=8)
     with pytest.raises(NotImplementedError, match="powers of two from 16"):
-        paged_attention(*narrow.arguments, SCALE, backend="triton", max_queries=5)
+        paged_attention(narrow.batch, backend="triton")
     with pytest.raises(ValueError, match="needs width"):
-        paged_attention_with_block_weights(*case.arguments, SCALE, 16, backend="triton", max_queries=5)
+        paged_attention_with_block_weights(case.batch, 16, backend="triton")
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -191,8 +190,8 @@ def test_weights_of_listed_blocks_are_added(group: int, counts: list[int], block
     heads = case.queries.shape[1]
     before = torch.rand(len(counts), 2, heads, n)[:, 1]  # a slice, as of one layer of several
     wanted = before.clone()
-    out = add_listed_weights(*case.arguments, SCALE, blocks, wanted, 0.25)
-    torch.testing.assert_close(out, paged_attention(*case.arguments, SCALE, blocks))
+    out = add_listed_weights(case.batch, blocks, wanted, 0.25)
+    torch.testing.assert_close(out, paged_attention(case.batch, blocks))
     _, probs = reference_by_token(case, block_size)
     for i, by_token in enumerate(probs):
         pooled = pool_blocks(torch.from_numpy(by_token[-1]), block_size)
@@ -224,11 +223,11 @@ def test_pinned_splits_give_the_same_bits_in_any_batch(sparse: bool) -> None:
         lists = on_device(lists)
         heads = k.shape[1], q.shape[1] // k.shape[1], q.shape[2], 5
         work = plan_work(*heads, moved[3], moved[4], 16, lists, tuning=tuning)
-        out = paged_attention(*moved, SCALE, lists, backend="triton", max_queries=5, work=work).cpu()
+        out = paged_attention(Batch(*moved, SCALE, 5), lists, backend="triton", work=work).cpu()
         return list(out.split([row.stop - row.start for row in rows]))
 
     together = run([0, 1, 2, 3])
-    expected = paged_attention(*case.arguments, SCALE, blocks)
+    expected = paged_attention(case.batch, blocks)
     torch.testing.assert_close(torch.cat(together), expected, atol=2e-5, rtol=1e-4)
     for order in ([3], [2, 0], [1, 3, 2]):
         for i, out in zip(order, run(order), strict=True):

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from engine.decoder import Decoder, DecoderLayer, run_decoder
 from kernels.backends import Backend
-from kernels.block_weights import add_listed_weights, paged_attention_with_block_weights
-from kernels.paged_attention import BlockLists, paged_attention, paged_attention_with_read_weights
+from kernels.paged_attention import (
+    Batch,
+    BlockLists,
+    add_listed_weights,
+    paged_attention,
+    paged_attention_with_block_weights,
+    paged_attention_with_read_weights,
+)
 from kernels.skinny_linear import MAX_ROWS, is_skinny, skinny_linear
 
 pytest.importorskip("triton")
@@ -78,8 +84,8 @@ def test_a_pass(rows: int, group: int) -> None:
         k_pages, v_pages = pages.clone(), pages.flip(0).clone()
 
         def attend(_: int, queries: Tensor) -> Tensor:
-            arguments = (queries, k_pages, v_pages, tables, lengths, starts, SCALE)
-            return paged_attention(*arguments, backend=backend, max_queries=rows)
+            batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
+            return paged_attention(batch, backend=backend)
 
         logits = run_decoder(decoder, ids, positions, slots, [k_pages], [v_pages], attend, backend)
         return logits, k_pages, v_pages
@@ -116,14 +122,13 @@ def test_attention_that_gives_weights(rows: int, group: int) -> None:
     lists = torch.tensor([[[1, 3, 9]]], dtype=torch.int32, device=DEVICE)
     counts = torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
     listed = BlockLists(lists, counts, PAGE)
-    arguments = (queries, *pool, tables, lengths, starts, SCALE)
+    batch = Batch(queries, *pool, tables, lengths, starts, SCALE, rows)
 
     def run(backend: Backend) -> tuple[Tensor, ...]:
-        of_kernel = {"backend": backend, "max_queries": rows}
         sums = torch.ones(1, heads, blocks, device=DEVICE)
-        dense = paged_attention_with_block_weights(*arguments, PAGE, 1, **of_kernel, width=blocks)  # type: ignore[arg-type]
-        sparse = paged_attention_with_read_weights(*arguments, listed, **of_kernel)  # type: ignore[arg-type]
-        added = add_listed_weights(*arguments, listed, sums, 0.25, **of_kernel)  # type: ignore[arg-type]
+        dense = paged_attention_with_block_weights(batch, PAGE, 1, backend, width=blocks)
+        sparse = paged_attention_with_read_weights(batch, listed, backend=backend)
+        added = add_listed_weights(batch, listed, sums, 0.25, backend)
         return *dense, *sparse, added, sums
 
     for ours, wanted in zip(run("triton"), run("torch"), strict=True):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import kernels.rejection.layout
 import kernels.rejection.sampled
-from kernels.rejection import judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, judge_greedy
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,6 +41,10 @@ def batch(
         "draw_uniforms": torch.rand(rows, gamma + 1, generator=random, dtype=torch.float64),
     }
     return {name: tensor.contiguous() for name, tensor in given.items()}
+
+
+def judge_sampled(logits: Tensor, backend: str = "torch", **drafted: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels.rejection.judge_sampled(logits, DraftedRows(**drafted), backend)
 
 
 def on_both(judge: object, given: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:

@@ -15,6 +15,7 @@ from wire.errors import InvalidArgument
 from wire.selection_codec import (
     MAX_PAIRS,
     MAX_REFERENCES,
+    NamedSelection,
     Reference,
     UnknownReference,
     decode_selection,
@@ -36,7 +37,7 @@ def random_selection(heads: int, blocks: int, density: float, seed: int, churn: 
 
 
 @st.composite
-def sessions(draw: st.DrawFn) -> tuple[BlockSelection, list[tuple[Reference, BlockSelection]]]:
+def sessions(draw: st.DrawFn) -> tuple[BlockSelection, list[NamedSelection]]:
     """A selection and earlier ones of the same heads, alike or not, in contexts of about the same length."""
     heads, blocks = draw(st.integers(0, 5)), draw(st.integers(0, 300))
     churn = draw(st.sampled_from([0.0, 0.02, 0.2, 1.0]))
@@ -48,15 +49,6 @@ def sessions(draw: st.DrawFn) -> tuple[BlockSelection, list[tuple[Reference, Blo
     lengths = draw(st.lists(st.integers(max(0, blocks - 70), blocks + 70), max_size=MAX_REFERENCES))
     held = [(name, selection(length)) for name, length in zip(NAMES, lengths, strict=False)]
     return selection(blocks), held
-
-
-def encode(selection: BlockSelection, held: list[tuple[Reference, BlockSelection]], compact: bool = True) -> bytes:
-    if not compact:
-        return encode_selection(selection, compact=False)
-    if not held:
-        return encode_selection(selection)
-    (name, newest), *earlier = held
-    return encode_selection(selection, newest, name, earlier)
 
 
 def same(a: BlockSelection, b: BlockSelection) -> bool:
@@ -121,10 +113,10 @@ def packet(
 
 
 @given(sessions(), st.booleans())
-def test_round_trip(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool) -> None:
+def test_round_trip(session: tuple[BlockSelection, list[NamedSelection]], compact: bool) -> None:
     """References may be of shorter or longer contexts."""
     selection, held = session
-    data = encode(selection, held, compact)
+    data = encode_selection(selection, held, compact)
     for blocks in (None, selection.num_blocks):
         decoded = decode_selection(data, dict(held), selection.num_heads, blocks)
         assert same(decoded, selection)
@@ -139,7 +131,7 @@ def test_round_trip_of_large_ones(heads: int, blocks: int, density: float) -> No
     selection = random_selection(heads, blocks, density, 9, 0.2)
     for references in ([], held[:1], held):
         for compact in (True, False):
-            decoded = decode_selection(encode(selection, references, compact), dict(held), heads)
+            decoded = decode_selection(encode_selection(selection, references, compact), dict(held), heads)
             assert same(decoded, selection)
 
 
@@ -184,21 +176,21 @@ def test_what_an_encoder_sends_is_as_described() -> None:
     assert encode_selection(selection, compact=False) == packet(3, 200, one_set(WORDS, words), {3, 70, 399})
     newest = BlockSelection.from_lists([[3, 5], [199], []], 200)
     sets = one_set(BITMAP, bitmap([1], 3)) + one_set(GAPS, gaps([70]))
-    assert encode_selection(selection, newest, NAMES[0]) == packet(3, 200, sets, {3, 70, 399}, NAMES[:1])
+    assert encode_selection(selection, [(NAMES[0], newest)]) == packet(3, 200, sets, {3, 70, 399}, NAMES[:1])
 
 
 def test_references_make_it_smaller() -> None:
     """Each further one too, where what is selected now was selected lately."""
     rounds = [random_selection(64, 2000, 0.1, seed, 0.1) for seed in range(6)]
     held = list(zip(NAMES, rounds, strict=False))
-    sizes = [len(encode(rounds[5], held[:count])) for count in (0, 1, 2)]
+    sizes = [len(encode_selection(rounds[5], held[:count])) for count in (0, 1, 2)]
     assert sizes[2] < 0.7 * sizes[1] < 0.7 * sizes[0]
 
 
 def test_no_more_references_are_named_than_are_taken() -> None:
     selection = random_selection(2, 90, 0.1, 0)
     held = [(name, selection) for name in NAMES]
-    data = encode(selection, held)
+    data = encode_selection(selection, held)
     assert data[1] == MAX_REFERENCES
     assert same(decode_selection(data, dict(held), 2), selection)
 
@@ -206,15 +198,15 @@ def test_no_more_references_are_named_than_are_taken() -> None:
 def test_references_of_other_heads_are_not_used() -> None:
     selection = BlockSelection.from_lists([[1, 2], [3]], 50)
     other = BlockSelection.from_lists([[1, 2], [3], []], 50)
-    assert encode_selection(selection, other, NAMES[0]) == encode_selection(selection)
-    data = encode_selection(selection, selection, NAMES[0])
+    assert encode_selection(selection, [(NAMES[0], other)]) == encode_selection(selection)
+    data = encode_selection(selection, [(NAMES[0], selection)])
     with pytest.raises(InvalidArgument, match="reference of 3 heads"):
         decode_selection(data, {NAMES[0]: other}, 2)
 
 
 def test_an_unknown_reference_is_told_apart() -> None:
     dense = random_selection(2, 200, 0.5, 0)
-    data = encode_selection(dense, dense, NAMES[0])
+    data = encode_selection(dense, [(NAMES[0], dense)])
     for held in ({}, {(3, 201): dense}, {(4, 200): dense}):
         with pytest.raises(UnknownReference, match="epoch 3, round 200"):
             decode_selection(data, held, 2)
@@ -227,7 +219,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     rounds = [random_selection(64, 700, 0.1, seed, 0.3) for seed in range(8)]
 
     def ok(i: int) -> bool:
-        data = encode_selection(rounds[i], rounds[0], NAMES[0])
+        data = encode_selection(rounds[i], [(NAMES[0], rounds[0])])
         return same(decode_selection(data, {NAMES[0]: rounds[0]}, 64), rounds[i])
 
     with ThreadPoolExecutor(4) as pool:
@@ -276,11 +268,11 @@ def test_any_sets_under_a_valid_head(
 
 @given(sessions(), st.booleans(), st.data())
 def test_any_changed_byte(
-    session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool, data: st.DataObject
+    session: tuple[BlockSelection, list[NamedSelection]], compact: bool, data: st.DataObject
 ) -> None:
     """What is let in is what was sent, but for a name or a form that says the same."""
     selection, held = session
-    changed = bytearray(encode(selection, held, compact))
+    changed = bytearray(encode_selection(selection, held, compact))
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
     try:
         decoded = decode_selection(bytes(changed), dict(held), selection.num_heads)
@@ -290,9 +282,9 @@ def test_any_changed_byte(
 
 
 @given(sessions(), st.booleans())
-def test_any_truncation(session: tuple[BlockSelection, list[tuple[Reference, BlockSelection]]], compact: bool) -> None:
+def test_any_truncation(session: tuple[BlockSelection, list[NamedSelection]], compact: bool) -> None:
     selection, held = session
-    data = encode(selection, held, compact)
+    data = encode_selection(selection, held, compact)
     sizes = range(len(data)) if len(data) < 60 else (*range(12), 40, len(data) - 9, len(data) - 8, len(data) - 1)
     for size in sizes:
         with pytest.raises(InvalidArgument):

@@ -482,7 +482,7 @@ def test_a_refused_frame_leads_to_resync_and_on(clock: Clock) -> None:
 def test_a_draft_that_stays_silent_is_waited_for_once(clock: Clock) -> None:
     world = World(clock)
     silent = DraftPeer("silent", lambda event: None)
-    world.verifier.attach_draft(silent)
+    world.verifier.protocol.attach(silent)
     name = world.open([1] * 20, 10)
     world.run()
     world.check_greedy(name)
@@ -559,7 +559,7 @@ def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
         prompt = [rng.randrange(VOCAB)] * rng.choice([20, 23, 40])
         name = world.open(prompt, 30, stop=stop, exactness=m.Exactness.APPROXIMATE, name="mine")
         moment = rng.choice([10, 20, 200])
-        while any(name == session.id for session in world.verifier._admission.everyone()):
+        while any(name == session.id for session in world.verifier.admission.everyone()):
             world.happen()
             moment -= 1
             if moment == 0:

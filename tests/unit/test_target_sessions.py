@@ -48,12 +48,12 @@ class Stand:
         self.runner = FakeRunner(model.target, True, LAYERS, 1, 40)
         self.verifier = Verifier(self.runner, PLAN, TargetSettings(gamma=4, max_context=self.max_context, max_queued=2))
         self.peer = DraftPeer("draft", self.sent.append)
-        self.verifier.attach_draft(self.peer)
+        self.verifier.protocol.attach(self.peer)
         self.tokens = [7] * self.base
-        self.verifier.open(self.opening("a"), self.served.append)
+        self.verifier.admission.open(self.opening("a"), self.served.append)
         while self.step():
             pass
-        self.session = self.verifier._admission.running["a"]
+        self.session = self.verifier.admission.running["a"]
         self.heads = len(draft_heads(PLAN))
 
     def opening(self, name: str, **changes: Any) -> m.Open:
@@ -78,7 +78,7 @@ class Stand:
         return replace(made, **changes)
 
     def receive(self, event: m.DraftEvent) -> None:
-        self.verifier.receive(self.peer, event)
+        self.verifier.protocol.receive(self.peer, event)
 
     def state(self) -> Any:
         """All that a frame could change, but counters and statistics."""
@@ -132,7 +132,7 @@ def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
 def test_a_method_that_the_plan_does_not_allow_is_refused_with_those_that_it_does() -> None:
     stand = Stand()
     with pytest.raises(InvalidArgument, match=f"one of {', '.join(methods_of(PLAN))}; got 'nonesuch'"):
-        stand.verifier.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
+        stand.verifier.admission.open(stand.opening("b", sparsity="nonesuch"), stand.served.append)
 
 
 def test_room_for_group_means_is_made_where_they_are_used() -> None:
@@ -192,7 +192,7 @@ def test_a_gap_is_refused_with_what_is_expected() -> None:
 def test_a_difference_against_an_unknown_selection_is_refused() -> None:
     stand = Stand()
     dense = BlockSelection.from_matrix(np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7)
-    data = encode_selection(dense, dense, (0, 7))
+    data = encode_selection(dense, [((0, 7), dense)])
     assert data[1] == 1, "it names one reference"
     before = stand.state()
     stand.receive(stand.announcement(selection=data))
@@ -206,11 +206,11 @@ def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
     before = stand.state()
     sent: list[m.TargetEvent] = []
     stranger = DraftPeer("stranger", sent.append)
-    stand.verifier.attach_draft(stranger)
+    stand.verifier.protocol.attach(stranger)
     ready, decline = m.Ready(stand.session.at), m.Decline("a", "full")
     for event in (stand.announcement(), stand.proposal(), ready, decline, m.Resync("a")):
-        stand.verifier.receive(stranger, event)
-    stand.verifier.receive(stranger, m.Resync("unheard-of"))
+        stand.verifier.protocol.receive(stranger, event)
+    stand.verifier.protocol.receive(stranger, m.Resync("unheard-of"))
     assert sent == [m.End("a")] * 5 + [m.End("unheard-of")]
     assert stand.state() == before
     assert stand.verifier.counters["unknown_session_frames"] == 6
@@ -273,7 +273,7 @@ def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
         stand.receive(event)
     step = stand.verifier.plan_step()
     assert step is not None
-    stand.verifier.detach_draft(stand.peer)
+    stand.verifier.protocol.detach(stand.peer)
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     assert stand.session.draft is None
     assert len(stand.served) == 1
@@ -291,7 +291,7 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     stand.verifier.abort("a")
     assert stand.sent[-1] == m.End("a")
     later: list[m.ServedEvent] = []
-    stand.verifier.open(stand.opening("a", max_tokens=1), later.append)
+    stand.verifier.admission.open(stand.opening("a", max_tokens=1), later.append)
     assert stand.verifier.runner.kv.pool.held > 0
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     assert stand.served == later == []
@@ -307,13 +307,13 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
     assert not stand.step()
     assert stand.served == []
-    assert stand.verifier.runner.kv.pool.held == stand.verifier._admission.reserved == 0
+    assert stand.verifier.runner.kv.pool.held == stand.verifier.admission.reserved == 0
     stand.verifier.runner.kv.pool.check_integrity()
 
 
 def test_an_abort_while_a_prompt_is_read() -> None:
     stand = Stand()
-    stand.verifier.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
+    stand.verifier.admission.open(stand.opening("b", tokens=[8] * 100), stand.served.append)
     step = stand.verifier.plan_step()
     assert step is not None
     assert step.prefills
@@ -328,7 +328,7 @@ def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() ->
     stand = Stand()
     stand.verifier.abort("a")
     stand.verifier.abort("a")
-    stand.verifier.open(stand.opening("a"), stand.served.append)
+    stand.verifier.admission.open(stand.opening("a"), stand.served.append)
     while stand.step():
         pass
     assert stand.verifier.gauges["sessions"] == 1
@@ -341,10 +341,10 @@ def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() ->
 def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Their owners learn why, with one line in the log; their pages and names are free for others."""
     stand, others = Stand(), list[m.ServedEvent]()
-    stand.verifier.open(stand.opening("b", max_tokens=3), others.append)
+    stand.verifier.admission.open(stand.opening("b", max_tokens=3), others.append)
     while stand.step():
         pass
-    other = stand.verifier._admission.running["b"]
+    other = stand.verifier.admission.running["b"]
     for event in (stand.announcement(), stand.proposal()):
         stand.receive(event)
     stand.runner.errors = [RuntimeError("no kernel\n image")]
@@ -372,9 +372,9 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     assert [event.finish_reason for event in others if isinstance(event, m.Commit)][-1] is m.FinishReason.LENGTH
     assert len(stand.served) == 1
     stand.verifier.plan_step()
-    assert stand.verifier.runner.kv.pool.held == stand.verifier._admission.reserved == 0
+    assert stand.verifier.runner.kv.pool.held == stand.verifier.admission.reserved == 0
     stand.verifier.runner.kv.pool.check_integrity()
-    stand.verifier.open(stand.opening("a"), others.append)
+    stand.verifier.admission.open(stand.opening("a"), others.append)
 
 
 def test_a_session_that_was_aborted_in_a_step_that_fails_is_not_told() -> None:
@@ -395,7 +395,7 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
     served: list[m.ServedEvent] = []
     names = ["a", "b", "c", "d"]
     for name in names:
-        verifier.open(exact(name, 5, 2), served.append)
+        verifier.admission.open(exact(name, 5, 2), served.append)
     runner.errors = [RuntimeError(f"failure {i}") for i in range(failures)]
     wake = asyncio.Event()
     loop = run_step_loop(
@@ -438,29 +438,29 @@ def test_what_can_never_run_is_not_opened(changes: dict[str, Any], reason: str |
     stand = Stand()
     request = stand.opening("b", **{"session": "b"} | changes)
     if reason is None:
-        stand.verifier.open(request, stand.served.append)
+        stand.verifier.admission.open(request, stand.served.append)
         return
     with pytest.raises(InvalidArgument, match=reason):
-        stand.verifier.open(request, stand.served.append)
+        stand.verifier.admission.open(request, stand.served.append)
 
 
 def test_what_needs_more_pages_than_there_are_is_not_opened() -> None:
     stand = Stand(max_context=10_000)
     with pytest.raises(InvalidArgument, match="KV pages"):
-        stand.verifier.open(stand.opening("b", max_tokens=600), stand.served.append)
+        stand.verifier.admission.open(stand.opening("b", max_tokens=600), stand.served.append)
 
 
 def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     """Without room for a second session, two wait; a third is refused until one of them goes."""
     stand = Stand()
     for name in ("b", "c"):
-        stand.verifier.open(stand.opening(name, max_tokens=400), stand.served.append)
+        stand.verifier.admission.open(stand.opening(name, max_tokens=400), stand.served.append)
     stand.step()
     assert stand.verifier.gauges["queued_sessions"] == 2
     with pytest.raises(ResourceExhausted, match="queued already"):
-        stand.verifier.open(stand.opening("d"), stand.served.append)
+        stand.verifier.admission.open(stand.opening("d"), stand.served.append)
     stand.verifier.abort("b")
-    stand.verifier.open(stand.opening("d"), stand.served.append)
+    stand.verifier.admission.open(stand.opening("d"), stand.served.append)
     stand.verifier.close_all(Unavailable("stopping"))
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
 
@@ -473,18 +473,18 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
         TargetSettings(max_sessions=2, max_queued=0, max_context=600),
     )
     for name in ("a", "b"):
-        verifier.open(exact(name, 5, 5), lambda _: None)
+        verifier.admission.open(exact(name, 5, 5), lambda _: None)
     with pytest.raises(ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"):
-        verifier.open(exact("c", 5, 5), lambda _: None)
+        verifier.admission.open(exact("c", 5, 5), lambda _: None)
     run_to_the_end(verifier)
-    verifier.open(exact("c", 100, 400), lambda _: None)
+    verifier.admission.open(exact("c", 100, 400), lambda _: None)
     with pytest.raises(ResourceExhausted, match="try again later"):
-        verifier.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
+        verifier.admission.open(exact("d", 100, 400), lambda _: None)  # a place, but no pages
     verifier.plan_step()
     with pytest.raises(ResourceExhausted, match="try again later"):
-        verifier.open(exact("d", 100, 400), lambda _: None)
+        verifier.admission.open(exact("d", 100, 400), lambda _: None)
     verifier.abort("c")
-    verifier.open(exact("d", 100, 400), lambda _: None)
+    verifier.admission.open(exact("d", 100, 400), lambda _: None)
     assert verifier.plan_step() is not None
     assert verifier.gauges["queued_sessions"] == 0
 
@@ -513,16 +513,16 @@ def test_what_the_backing_store_has_no_room_for_is_refused_until_others_have_end
     """Also beside those that are queued; what runs gets to its end."""
     verifier = over_tiers(max_sessions=1, max_queued=9)
     commits: list[m.ServedEvent] = []
-    verifier.open(exact("a"), commits.append)
+    verifier.admission.open(exact("a"), commits.append)
     verifier.plan_step()
-    verifier.open(exact("b", max_tokens=180), commits.append)
+    verifier.admission.open(exact("b", max_tokens=180), commits.append)
     assert verifier.gauges["queued_sessions"] == 1
     with pytest.raises(
         ResourceExhausted,
         match="105 tokens need 7 KV pages, open sessions have 38 of the 40 in host memory; try again later",
     ):
-        verifier.open(exact("c", max_tokens=5), commits.append)
-    verifier.open(exact("d", 5, 5), commits.append)
+        verifier.admission.open(exact("c", max_tokens=5), commits.append)
+    verifier.admission.open(exact("d", 5, 5), commits.append)
     run_to_the_end(verifier)
     model, made = FakeModel(), Counter[str]()
     for event in commits:
@@ -531,18 +531,18 @@ def test_what_the_backing_store_has_no_room_for_is_refused_until_others_have_end
     assert made == {"a": 200, "b": 180, "d": 5}
     text = [token for event in commits if event.at.session == "a" for token in event.tokens]  # type: ignore[union-attr]
     assert [7] * 100 + text == model.plain([7] * 100, 200, [])[0]
-    verifier.open(exact("c", max_tokens=5), commits.append)
+    verifier.admission.open(exact("c", max_tokens=5), commits.append)
 
 
 def test_what_host_memory_can_never_hold_is_an_invalid_argument() -> None:
     verifier = over_tiers(gpu_pages=30, pages=30)
     with pytest.raises(InvalidArgument, match="600 tokens need 38 KV pages of 16, the target has 30"):
-        verifier.open(exact("a", max_tokens=500), lambda _: None)
+        verifier.admission.open(exact("a", max_tokens=500), lambda _: None)
 
 
 def test_counters_and_gauges_of_tiers_are_told() -> None:
     verifier = over_tiers()
-    verifier.open(exact("a", max_tokens=5), lambda _: None)
+    verifier.admission.open(exact("a", max_tokens=5), lambda _: None)
     run_to_the_end(verifier)
     totals, gauges = verifier.totals, verifier.gauges
     assert totals["opened_sessions"] == 1

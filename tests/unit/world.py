@@ -141,7 +141,7 @@ class World:
         record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
-        self.verifier.open(record.to_open(), self._emit)
+        self.verifier.admission.open(record.to_open(), self._emit)
         self.target_side.dirty = True
         return name
 
@@ -167,7 +167,7 @@ class World:
         link = Link(self.attached)
         self.attached += 1
         self.links.append(link)
-        self.verifier.attach_draft(link.target_end)
+        self.verifier.protocol.attach(link.target_end)
         self.drafter.attach(link.draft_end)
         self.target_side.dirty = True
         return link
@@ -175,14 +175,14 @@ class World:
     def detach(self, link: Link) -> None:
         """The stream breaks; what was on its way is lost."""
         self.links.remove(link)
-        self.verifier.detach_draft(link.target_end)
+        self.verifier.protocol.detach(link.target_end)
         self.drafter.detach(link.draft_end)
         self.target_side.dirty = self.draft_side.dirty = True
 
     @property
     def sessions(self) -> dict[str, TargetSession]:
         """Those that run on the target, by name."""
-        return self.verifier._admission.running
+        return self.verifier.admission.running
 
     # What happens.
 
@@ -245,7 +245,7 @@ class World:
     def _deliver(self, link: Link, queue: list[Any]) -> None:
         event = queue.pop(self._misplaced(len(queue)))
         if queue is link.to_target:
-            self.verifier.receive(link.target_end, as_draft_event(event))
+            self.verifier.protocol.receive(link.target_end, as_draft_event(event))
             self.target_side.dirty = True
         else:
             self.drafter.receive(link.draft_end, as_target_event(event))
@@ -280,7 +280,7 @@ class World:
             runner.kv.pool.check_integrity()
             assert runner.kv.pool.held == 0
         assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
-        assert self.verifier._admission.reserved == 0
+        assert self.verifier.admission.reserved == 0
         assert self.drafter.is_idle
         assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
 
