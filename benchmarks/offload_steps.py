@@ -25,7 +25,7 @@ from engine.kv.host_memory import host_zeros
 from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.kv.tiered import TieredKV
-from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
 from engine.passes.shape import PassShape
@@ -203,7 +203,7 @@ class Step:
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, kv.offloads)
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
-        self.buffers: PassBuffers = make_buffers(shape, kv, device, memory)
+        self.buffers = make_buffers(shape, kv, device, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.fetches else None
@@ -214,11 +214,10 @@ class Step:
 
     def choose(self, words: Tensor) -> None:
         """What the next run reads; in tiers it is another round."""
-        budget = self.buffers.budget
-        assert budget is not None
-        budget.bitmaps[: len(words), :, : words.shape[-1]].copy_(words)
-        if self.buffers.round is not None:
-            self.buffers.round.fill_(self.kv.next_round())
+        given = self.buffers.tensors
+        given["bitmaps"][: len(words), :, : words.shape[-1]].copy_(words)
+        if "round" in given:
+            given["round"].fill_(self.kv.next_round())
 
     def forget(self) -> None:
         """Nothing is hot any more."""
@@ -235,8 +234,8 @@ class Step:
 
     def logits(self) -> Tensor:
         """[batch, queries, vocab], a copy of what the last run gave."""
-        assert self.buffers.logits is not None
-        by_place = self.buffers.logits.view(-1, self.case.queries, self.buffers.logits.shape[-1])
+        logits = self.buffers.tensors["logits"]
+        by_place = logits.view(-1, self.case.queries, logits.shape[-1])
         return by_place[: self.case.batch].clone()
 
     def _copy_tables(self) -> dict[str, Tensor]:

@@ -14,12 +14,13 @@ from engine.announcing import Announcer
 from engine.decoder import Decoder
 from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE
-from engine.passes.buffers import PassBuffers, make_buffers
+from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.shape import PassShape
 from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundSettings
+from engine.staging import Buffers
 
 CONTEXTS, BATCHES = (10240, 32768, 102400), (1, 8)
 
@@ -54,10 +55,11 @@ class Bench:
         sizes = batch, batch * queries, queries, pages, PAGE_SIZE if share else 0
         shape = PassShape(*sizes, width=width, dense_layers=dense)
         buffers = self._buffers(shape, context)
-        if buffers.lists is not None and buffers.counts is not None:
-            scores = torch.rand(*buffers.lists.shape[:3], pages, device=_CUDA)
-            buffers.lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
-            buffers.counts.fill_(width)
+        if width:
+            lists, counts = buffers.tensors["lists"], buffers.tensors["counts"]
+            scores = torch.rand(*counts.shape, pages, device=_CUDA)
+            lists.copy_(scores.topk(width, -1).indices.sort(-1).values)
+            counts.fill_(width)
         read = self.kv_bytes(batch, context, share or 1.0, dense_layers)
         extra = f", {dense_layers} layers dense" if dense_layers else ""
         what = f"{share:.0%} read{extra}" if share else "dense"
@@ -79,36 +81,33 @@ class Bench:
             self.kv.keep_group_means(GROUP)
         memory = torch.rand(batch, rows, pages, device=_CUDA)
         buffers = self._buffers(shape, context, memory)
-        budget, groups = buffers.budget, buffers.group_tables
-        assert budget is not None and groups is not None and buffers.group_counts is not None
-        budget.indices.copy_(torch.arange(batch))
-        budget.importance.fill_(1)
-        for values, value in ((budget.first, 1), (budget.last, pages - 4), (budget.blocks, pages)):
-            values.fill_(value)
-        budget.room.fill_(int(share * rows * pages) - 5 * rows)
-        groups.copy_(torch.arange(groups.numel()).view(batch, -1))
-        buffers.group_counts.fill_(groups.shape[1])
-        assert buffers.logits_rows is not None
-        buffers.logits_rows.copy_(torch.arange(batch * queries))
-        buffers.verdicts["draft_counts"].fill_(queries - 1)
+        given = buffers.tensors
+        given["indices"].copy_(torch.arange(batch))
+        given["group_tables"].copy_(torch.arange(given["group_tables"].numel()).view(batch, -1))
+        given["logits_rows"].copy_(torch.arange(batch * queries))
+        room = int(share * rows * pages) - 5 * rows
+        numbers = {"importance": 1, "first": 1, "last": pages - 4, "blocks": pages, "room": room}
+        for name, value in (numbers | {"group_counts": shape.groups, "draft_counts": queries - 1}).items():
+            given[name].fill_(value)
         what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
         return self._measure(what, shape, buffers, self.kv_bytes(batch, context, share))
 
-    def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> PassBuffers:
+    def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> Buffers:
         """Sequences that end at `context`, their pages in random order."""
         batch, queries, pages = shape.sequences, shape.queries, shape.pages
         buffers = make_buffers(shape, self.kv, _CUDA, memory)
-        buffers.lengths.fill_(context)
-        buffers.query_starts.copy_(torch.arange(batch + 1) * queries)
+        given = buffers.tensors
+        given["lengths"].fill_(context)
+        given["query_starts"].copy_(torch.arange(batch + 1) * queries)
         tables = torch.randperm(batch * pages).view(batch, pages)
-        buffers.block_tables.copy_(tables)
+        given["block_tables"].copy_(tables)
         positions = torch.arange(context - queries, context).expand(batch, -1)
-        buffers.positions.copy_(positions.flatten())
+        given["positions"].copy_(positions.flatten())
         slots = tables.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
-        buffers.slots.copy_(slots.flatten())
+        given["slots"].copy_(slots.flatten())
         return buffers
 
-    def _measure(self, what: str, shape: PassShape, buffers: PassBuffers, kv_bytes: float) -> TimedRow:
+    def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float) -> TimedRow:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
         return TimedRow(what, ms, self.floor(kv_bytes), None)
 
@@ -121,14 +120,14 @@ class Bench:
         pages = context // PAGE_SIZE
         shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "")
         buffers = make_round_buffers(shape, settings, self.shape.vocab_size, _CUDA)
-        base = context - gamma - 1
-        buffers.lengths.fill_(base)
-        buffers.positions.fill_(base - 1)
-        buffers.query_starts.copy_(torch.arange(batch + 1))
+        given, base = buffers.tensors, context - gamma - 1
+        given["lengths"].fill_(base)
+        given["positions"].fill_(base - 1)
+        given["query_starts"].copy_(torch.arange(batch + 1))
         tables = torch.randperm(batch * pages).view(batch, pages)
-        buffers.block_tables.copy_(tables)
-        buffers.slots.copy_(tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE)
-        buffers.limits.copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
+        given["block_tables"].copy_(tables)
+        given["slots"].copy_(tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE)
+        given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
         ms = graph_milliseconds(
             lambda: run_round(self.decoder, self.kv, settings, shape, buffers, "triton"), self.repeats
         )

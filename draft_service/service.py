@@ -9,7 +9,7 @@ from typing import Any
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.link import LinkState, keep_link
-from engine.loading import open_model
+from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc

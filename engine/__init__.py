@@ -1,4 +1,7 @@
-"""What draft and target share to run a model: loading, attention hook, paged KV, batches, sampling.
+"""What draft and target share to run a model. It knows nothing of gRPC or Ray.
 
-Knows nothing of gRPC or Ray.
+Read it in this order: `inputs` (what a runner is given and gives), `model_runner` (which inputs run together, and how),
+`pass_runner` (a pass of one shape), `passes/` (grouping, shape, buffers, layout, launches, outputs), `layer_attention`
+(how a layer attends), `decoder` (the model's own work). Beside it stand `rounds/` (a draft's whole rounds), `kv/`
+(where keys and values lie) and `loading/` (from a model's name to a runner).
 """

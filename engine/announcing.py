@@ -70,16 +70,16 @@ def choose_blocks(announcer: Announcer, scores: Tensor, limits: Tensor, backend:
 
 
 def _bits_of_lists(lists: Tensor, counts: Tensor, blocks: int) -> Tensor:
-    """Lists [rows, width] int32, of which `counts` [rows] entries are valid, as bits: [rows, words] int64."""
-    words = -(-blocks // WORD)
+    """Return lists [rows, width] int32, of which `counts` [rows] entries are valid, as bitmaps [rows, words] int64."""
+    width = -(-blocks // WORD)
     valid = torch.arange(lists.shape[1], device=lists.device) < counts[:, None]
-    chosen = torch.zeros(len(lists), words * WORD + 1, dtype=torch.int64, device=lists.device)
-    chosen.scatter_(1, lists.long().where(valid, words * WORD), 1)
-    bits = chosen[:, :-1].view(len(lists), words, WORD)
+    chosen = torch.zeros(len(lists), width * WORD + 1, dtype=torch.int64, device=lists.device)
+    chosen.scatter_(1, lists.long().where(valid, width * WORD), 1)
+    bits = chosen[:, :-1].view(len(lists), width, WORD)
     return (bits << torch.arange(WORD, device=lists.device)).sum(2)
 
 
-def unpack_bits(words: Tensor, blocks: int) -> Tensor:
-    """int64 [..., words] as 0 or 1, int64 [..., blocks]."""
-    column = torch.arange(blocks, device=words.device)
-    return (words[..., column // WORD] >> (column % WORD)) & 1
+def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
+    """Return a bitmap, int64 [..., words], as 0 or 1, int64 [..., blocks]."""
+    column = torch.arange(blocks, device=bitmap.device)
+    return (bitmap[..., column // WORD] >> (column % WORD)) & 1

@@ -94,62 +94,43 @@ class Decoder:
         v_pages: list[Tensor],
         attend: Attend,
         logits_rows: Tensor | None = None,
+        backend: Backend | None = None,
     ) -> Tensor:
-        """Run one pass by `run_decoder`, whose arguments and result these are."""
-        backend = default_backend(token_ids.device)
-        return run_decoder(self, token_ids, positions, slots, k_pages, v_pages, attend, backend, logits_rows)
+        """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int64), and write the tokens' KV.
 
-    @property
-    def head_dim(self) -> int:
-        return len(self.layers[0].qkv) // (self.heads + 2 * self.kv_heads)
+        token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each.
+        backend: of all kernels but attention; None: the device's.
+        """
+        kernels = backend or default_backend(token_ids.device)
 
-    @property
-    def norms_outputs(self) -> bool:
-        """Whether any layer norms what attention or the MLP gives."""
-        return any(norm is not None for layer in self.layers for norm in (layer.attention_out_norm, layer.mlp_out_norm))
+        def attention(index: int, qkv: Tensor) -> Tensor:
+            layer = self.layers[index]
+            if layer.full_norms is not None:
+                qkv = _norm_all_heads(qkv, layer.full_norms, self.epsilon, kernels)
+            queries = rotate_and_write_kv(
+                qkv,
+                self.cosines if layer.rotates else self.cosines[:, :0],
+                self.sines if layer.rotates else self.sines[:, :0],
+                positions,
+                slots if isinstance(slots, Tensor) else slots[index],
+                k_pages[index],
+                v_pages[index],
+                self.heads,
+                kernels,
+                layer.head_norms,
+                self.epsilon,
+            )
+            return attend(index, queries).flatten(1)
 
-
-def run_decoder(
-    decoder: Decoder,
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor | list[Tensor],
-    k_pages: list[Tensor],
-    v_pages: list[Tensor],
-    attend: Attend,
-    backend: Backend,
-    logits_rows: Tensor | None = None,
-) -> Tensor:
-    """Return the logits [rows, vocab] of all tokens or of `logits_rows` (int64), and write the tokens' KV.
-
-    token_ids, positions, slots: [tokens] int64; a negative slot is not written. slots: of all layers or of each
-    """
-
-    def attention(index: int, qkv: Tensor) -> Tensor:
-        layer = decoder.layers[index]
-        if layer.full_norms is not None:
-            qkv = _norm_all_heads(qkv, layer.full_norms, decoder.epsilon, backend)
-        queries = rotate_and_write_kv(
-            qkv,
-            decoder.cosines if layer.rotates else decoder.cosines[:, :0],
-            decoder.sines if layer.rotates else decoder.sines[:, :0],
-            positions,
-            slots if isinstance(slots, Tensor) else slots[index],
-            k_pages[index],
-            v_pages[index],
-            decoder.heads,
-            backend,
-            layer.head_norms,
-            decoder.epsilon,
+        hidden = F.embedding(token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
+        norms_outputs = any(
+            norm is not None for layer in self.layers for norm in (layer.attention_out_norm, layer.mlp_out_norm)
         )
-        return attend(index, queries).flatten(1)
-
-    hidden = F.embedding(token_ids, decoder.embedding)
-    if decoder.embedding_scale != 1.0:
-        hidden = hidden * decoder.embedding_scale
-    if backend == "triton" and is_skinny(hidden) and not decoder.norms_outputs:
-        return _run_skinny(decoder, hidden, attention, logits_rows)
-    return _run_wide(decoder, hidden, attention, logits_rows, backend)
+        if kernels == "triton" and is_skinny(hidden) and not norms_outputs:
+            return _run_skinny(self, hidden, attention, logits_rows)
+        return _run_wide(self, hidden, attention, logits_rows, kernels)
 
 
 def _norm_all_heads(qkv: Tensor, norms: tuple[Tensor, Tensor], epsilon: float, backend: Backend) -> Tensor:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 
-Buffers = TypeVar("Buffers")
+from engine.staging import Buffers
 
 
 @dataclass
-class Captured(Generic[Buffers]):
+class Captured:
     """The buffers of a shape, and what runs it: a graph, or its launches one by one where there is none."""
 
     buffers: Buffers
@@ -30,9 +29,8 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._live = 0
 
-    def capture(self, buffers: Buffers, launch: Callable[[], None]) -> Captured[Buffers]:
+    def capture(self, buffers: Buffers, launch: Callable[[], None]) -> Captured:
         """Capture launches. Raises what the capture raises: there is no quiet way back to eager passes."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
-from kernels.backends import Backend, default_backend
+from kernels.backends import Backend
 from kernels.rejection import DraftedRows, judge_greedy, judge_sampled
 
 
@@ -27,11 +27,8 @@ class Drafted:
 
 
 def verdict_layout(rows: int, gamma: int, support: int) -> Layout:
-    """The inputs of `judge` for up to so many rows of up to `gamma` tokens; support 0: all are greedy."""
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "draft_tokens": ((rows, gamma), torch.int32),
-        "draft_counts": ((rows,), torch.int32),
-    }
+    """Return the inputs of `judge` for up to so many rows of up to `gamma` tokens; support 0: all are greedy."""
+    layout: Layout = {"draft_tokens": ((rows, gamma), torch.int32), "draft_counts": ((rows,), torch.int32)}
     if support:
         layout |= {
             "support_ids": ((rows, gamma, support), torch.int32),
@@ -45,7 +42,7 @@ def verdict_layout(rows: int, gamma: int, support: int) -> Layout:
 
 
 def support_of(rounds: list[Drafted]) -> int:
-    """The `support` that `verdict_layout` needs for these."""
+    """Return the `support` that `verdict_layout` needs for these."""
     if all(item.sampling.greedy for item in rounds):
         return 0
     return max(1, *(len(support.ids) for item in rounds for support in item.supports), 1)
@@ -76,26 +73,10 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
 
 
 def judge(logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend) -> tuple[Tensor, Tensor]:
-    """Accepted counts and next tokens, int32 [rows]. logits: [rows, γ + 1, vocab]; inputs: of `verdict_layout`."""
+    """Return accepted counts and next tokens, int32 [rows] each.
+
+    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others.
+    """
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
-    return judge_sampled(logits, DraftedRows(**inputs), backend)
-
-
-def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int, int]]:
-    """(accepted, next token) of each round. logits: [len(tokens) + 1, vocab] each, row i for position base + i."""
-    if not rounds:
-        return []
-    device, vocab = logits[0].device, logits[0].shape[1]
-    gamma = max(len(item.tokens) for item in rounds)
-    arrays = {
-        name: np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype)
-        for name, (shape, dtype) in verdict_layout(len(rounds), gamma, support_of(rounds)).items()
-    }
-    lay_out_verdicts(arrays, rounds)
-    padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
-    for row, rows in zip(padded, logits, strict=True):
-        row[: len(rows)] = rows
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    accepted, following = judge(padded, inputs, default_backend(device))
-    return list(zip(accepted.tolist(), following.tolist(), strict=True))
+    return judge_sampled(logits, DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)}), backend)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.kv.pages import PAGE_SIZE
 from kernels.backends import Backend
 from kernels.flashinfer_attention import Planned, run
 from kernels.paged_attention import (
@@ -57,7 +58,7 @@ class ListedReads:
     """The block lists of the layers that do not read everything.
 
     blocks: lists with a leading dimension for these layers. index: the index of each of them there. work: what Triton
-    derives from the lists (`plan_work`). means: what stands in for the rest, a layer of the model each. wait: called
+    derives from the lists (`plan_reads`). means: what stands in for the rest, a layer of the model each. wait: called
     with its index before a listed layer's pages are read.
     """
 
@@ -165,25 +166,19 @@ class LayerAttention:
         return paged_attention(batch, blocks, means, **how)
 
 
-def plan_dense(heads: Heads, rows: Rows, page_size: int, backend: Backend, tuning: Tuning | None = None) -> Work | None:
-    """Make what Triton derives from lengths, once for all dense layers of a pass; None for other backends."""
-    if backend != "triton":
-        return None
-    return plan_work(heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size, tuning=tuning)
-
-
-def plan_listed(
+def plan_reads(
     heads: Heads,
     rows: Rows,
-    page_size: int,
     backend: Backend,
-    blocks: BlockLists,
-    means: list[GroupMeans] | None = None,
     tuning: Tuning | None = None,
+    blocks: BlockLists | None = None,
+    means: list[GroupMeans] | None = None,
 ) -> Work | None:
-    """Make what Triton derives from lists, once for all listed layers of a pass; None for other backends."""
+    """Make what Triton derives from lengths, or from lists if there are any, once for all layers that read so.
+
+    Return None for other backends.
+    """
     if backend != "triton":
         return None
-    first = None if means is None else means[0]
-    arguments = heads.kv, heads.group, heads.dim, rows.most, rows.tables, rows.lengths, page_size
-    return plan_work(*arguments, blocks, first, tuning)
+    of_rows = rows.most, rows.tables, rows.lengths, PAGE_SIZE
+    return plan_work(heads.kv, heads.group, heads.dim, *of_rows, blocks, None if means is None else means[0], tuning)

@@ -1,41 +1,33 @@
-"""Running a model over paged KV: short steps as CUDA graphs, one a shape; prompts, and everything on a CPU, in passes
-of the exact size without a graph.
+"""Running a model over paged KV: which inputs run together, in passes of which shapes.
 
-The inputs of a step that attend alike run in one pass. The tensors of a pass are copied into buffers of its shape and
-its launches are replayed; nothing else happens between kernels.
+Inputs that attend alike run in one pass (engine.passes.grouping). On a GPU short steps are CUDA graphs, one for each
+shape; prompts, and everything on a CPU, run in passes of the exact size without a graph (engine.pass_runner).
 """
 
 import itertools
 from collections.abc import Hashable
 from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
 from engine.decoder import Attend, Decoder
-from engine.graphs import Captured, GraphPool
+from engine.graphs import GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
-from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from engine.layer_attention import LayerPages
+from engine.kv.pages import SequenceKV, pages_for
 from engine.modules import ModulesDecoder
-from engine.passes.buffers import PassBuffers, make_buffers
+from engine.pass_runner import PassRunner
 from engine.passes.grouping import Limits, exact_shape, kind_of, step_shape
-from engine.passes.launches import heads_of, run_pass
-from engine.passes.layout import lay_out_pass
-from engine.passes.outputs import read_outputs
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling
-from kernels.backends import AttentionBackend, Backend, default_backend, power_of_two
-from kernels.flashinfer_attention import Planned, check_flashinfer, dense_requests, make_planned, make_workspace, plan
+from kernels.backends import AttentionBackend, default_backend, power_of_two
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
@@ -76,33 +68,11 @@ class ModelRunner(Runner):
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
         )
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
-        self._pool = GraphPool() if self._captures else None
-        self._steps: dict[PassShape, Captured[PassBuffers]] = {}
-        self._memories = ReadMemories(MEMORIES)
-        self._rounds: RoundRunner | None = None
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
-        self._attention: Backend = default_backend(self.device)
-        self._prompt_plan: Planned | None = None  # FlashInfer's, if it attends in prompts
-        if attention_backend == "flashinfer":
-            self._prompt_plan = self._open_flashinfer()
-        elif attention_backend is not None:
-            self._attention = attention_backend
-
-    def _open_flashinfer(self) -> Planned:
-        check_flashinfer(heads_of(self.decoder, self.kv).dim, self.kv.k_pages[0].dtype, self.device)
-        planned = make_planned(make_workspace(self.device))
-        # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
-        table, length, starts = torch.zeros(1, 1), torch.ones(1), torch.arange(2)
-        self._plan_rows(planned, table.int(), length.int(), starts.int())
-        return planned
-
-    def _plan_rows(self, planned: Planned, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
-        """Plan dense attention over whole sequences; tensors on the CPU, as `dense_requests` takes them."""
-        heads = heads_of(self.decoder, self.kv)
-        requests = dense_requests(tables, lengths, starts, PAGE_SIZE)
-        sizes = heads.kv * heads.group, heads.kv, heads.dim, PAGE_SIZE
-        plan(planned, requests, *sizes, heads.scale, self.kv.k_pages[0].dtype)
+        pool = GraphPool() if self._captures else None
+        self._passes = PassRunner(decoder, kv, self._limits, ReadMemories(MEMORIES), pool, attention_backend)
+        self._rounds: RoundRunner | None = None
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
@@ -117,68 +87,6 @@ class ModelRunner(Runner):
             outputs.update(zip(members, self._run([inputs[i] for i in members]), strict=True))
         return [outputs[i] for i in range(len(inputs))]
 
-    def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """Run inputs of one kind."""
-        if self._limits.is_prompt(inputs[0]):
-            return self._read_pinned(inputs) if self.deterministic else self._run_exact(inputs)
-        if self.deterministic:
-            parts = range(0, len(inputs), PINNED_SEQUENCES)
-            return [output for i in parts for output in self._step(inputs[i : i + PINNED_SEQUENCES])]
-        return self._step(inputs)
-
-    # Steps.
-
-    def _step(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        if not self._captures and not self.deterministic:
-            return self._run_exact(inputs)
-        if not self._all_resident(inputs):
-            return self._step_over_tiers(inputs, self._shape(inputs))
-        shape = self._shape(inputs)
-        step = self._step_of(shape)
-        self._lay_out(step.buffers, shape, inputs)
-        step.run()
-        return read_outputs(step.buffers, shape, inputs, self.kv, step.buffers.results.fetch())
-
-    def _shape(self, inputs: list[SequenceInput]) -> PassShape:
-        return step_shape(inputs, self.kv, self._limits)
-
-    def _step_of(self, shape: PassShape) -> Captured[PassBuffers]:
-        """Return the captured step of a shape; without graphs, one for this time."""
-        if shape in self._steps:
-            return self._steps[shape]
-        buffers = self._buffers(shape)
-
-        def launch() -> None:
-            run_pass(self.decoder, self.kv, shape, buffers, self._attention)
-
-        if self._pool is None:
-            return Captured(buffers, launch)
-        self._steps[shape] = self._pool.capture(buffers, launch)
-        return self._steps[shape]
-
-    def _buffers(self, shape: PassShape, logits_rows: int | None = None) -> PassBuffers:
-        memory = None
-        if shape.decay is not None:
-            rows = (self.kv.num_layers - len(shape.dense_layers)) * self.kv.kv_heads
-            blocks = replace(shape, pages=self._limits.pages).blocks
-            memory = self._memories.weights(rows, blocks, self.device)
-        return make_buffers(shape, self.kv, self.device, memory, logits_rows)
-
-    def _lay_out(
-        self,
-        buffers: PassBuffers,
-        shape: PassShape,
-        inputs: list[SequenceInput],
-        tables: list[np.ndarray] | None = None,
-    ) -> None:
-        if shape.groups:
-            self.kv.extend_group_means([item.kv for item in inputs])
-        budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
-        indices = [self._memories.index_of(budget.memory) for budget in budgets]
-        lay_out_pass(buffers.inputs, shape, inputs, indices, self.kv, tables)
-
-    # Passes of the exact size.
-
     @torch.inference_mode()
     def forward_attending(self, item: SequenceInput, attend: Attend) -> SequenceOutput:
         """Run one sequence whose layers attend by a function of the caller's, over what lies in the KV's own pages.
@@ -188,101 +96,77 @@ class ModelRunner(Runner):
         item.check()
         self.kv.begin_pass([(item.kv, len(item.tokens))])
         shape = exact_shape([item], self.kv, self._limits)
-        return self._run_shape([item], shape, attend=attend)[0]
+        return self._passes.run_exact([item], shape, attend=attend)[0]
 
-    def _run_exact(self, inputs: list[SequenceInput], rows: int = 0) -> list[SequenceOutput]:
-        """Run inputs of one kind without a graph. rows: of the pass in any case, with splits of attention pinned."""
-        if not self._all_resident(inputs):
-            return self._step_over_tiers(inputs, exact_shape(inputs, self.kv, self._limits, rows))
-        return self._run_shape(inputs, exact_shape(inputs, self.kv, self._limits, rows))
+    def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        """Run inputs of one kind."""
+        is_prompt = self._limits.is_prompt(inputs[0])
+        if not self.deterministic:
+            return self._run_pass(inputs, captured=self._captures and not is_prompt)
+        if is_prompt:
+            return [self._read_pinned(item) for item in inputs]
+        parts = range(0, len(inputs), PINNED_SEQUENCES)
+        return [output for i in parts for output in self._run_pass(inputs[i : i + PINNED_SEQUENCES], captured=True)]
 
-    def _run_shape(
-        self,
-        inputs: list[SequenceInput],
-        shape: PassShape,
-        tables: list[np.ndarray] | None = None,
-        layer_pages: LayerPages | None = None,
-        attend: Attend | None = None,
-    ) -> list[SequenceOutput]:
-        """Run a pass without a graph."""
-        wanted = sum({"none": 0, "last": 1}.get(item.logits, len(item.tokens)) for item in inputs)
-        buffers = self._buffers(shape, wanted)
-        self._lay_out(buffers, shape, inputs, tables)
-        prompt = self._plan_prompt(buffers, shape)
-        how = layer_pages, prompt, True, attend
-        run_pass(self.decoder, self.kv, shape, buffers, self._attention, *how)
-        return read_outputs(buffers, shape, inputs, self.kv, buffers.results.fetch())
+    def _run_pass(self, inputs: list[SequenceInput], captured: bool, rows: int = 0) -> list[SequenceOutput]:
+        """Run inputs of one kind in one pass, if all that they read is on the GPU or can be fetched.
 
-    def _plan_prompt(self, buffers: PassBuffers, shape: PassShape) -> Planned | None:
-        """Plan FlashInfer for a prompt, if it was chosen."""
-        if self._prompt_plan is None or shape.queries <= self._limits.queries or shape.width or shape.emitting:
-            return None
-        names = "block_tables", "lengths", "query_starts"
-        self._plan_rows(self._prompt_plan, *(torch.from_numpy(buffers.inputs.host[name]) for name in names))
-        return self._prompt_plan
-
-    def _read_pinned(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        """Read prompts one by one, in passes of one size."""
-        outputs = []
-        for item in inputs:
-            if item.logits == "all":
-                raise NotImplementedError("a deterministic runner gives a prompt's last logits or none")
-            for start in range(0, len(item.tokens), PINNED_ROWS):
-                tokens = item.tokens[start : start + PINNED_ROWS]
-                last = start + len(tokens) == len(item.tokens)
-                part = replace(item, tokens=tokens, logits=item.logits if last else "none")
-                (output,) = self._run_exact([part], PINNED_ROWS)
-            outputs.append(output)
+        captured: in the shape of a step, else of the exact size. rows: of a pass of the exact size in any case.
+        """
+        sizes = inputs, self.kv, self._limits
+        shape = step_shape(*sizes) if captured else exact_shape(*sizes, rows)
+        if not all(self.kv.is_resident(item.kv) for item in inputs):
+            return self._run_over_tiers(inputs, shape)
+        outputs = self._passes.run_step(inputs, shape) if captured else self._passes.run_exact(inputs, shape)
+        assert outputs is not None
         return outputs
 
-    # Steps over KV that has partly left the GPU.
+    def _read_pinned(self, item: SequenceInput) -> SequenceOutput:
+        """Read a prompt in passes of one size."""
+        if item.logits == "all":
+            raise NotImplementedError("a deterministic runner gives a prompt's last logits or none")
+        for start in range(0, len(item.tokens), PINNED_ROWS):
+            tokens = item.tokens[start : start + PINNED_ROWS]
+            last = start + len(tokens) == len(item.tokens)
+            part = replace(item, tokens=tokens, logits=item.logits if last else "none")
+            (output,) = self._run_pass([part], captured=False, rows=PINNED_ROWS)
+        return output
 
-    def _all_resident(self, inputs: list[SequenceInput]) -> bool:
-        return all(self.kv.is_resident(item.kv) for item in inputs)
+    def _run_over_tiers(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput]:
+        """Run inputs whose KV has partly left the GPU.
 
-    def _step_over_tiers(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput]:
-        """Fetch what is listed, at once if it fits, else in halves; or bring whole sequences together."""
+        What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
+        """
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
-            outputs = self._step_fetching(replace(shape, fetches=True), inputs)
-            if outputs is not None:
-                return outputs
+            fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
+            if fetched is not None:
+                return fetched
             if len(inputs) > 1:
                 half = len(inputs) // 2
                 return self._run(inputs[:half]) + self._run(inputs[half:])
         outputs = []
         for indices in self.kv.staging_parts([item.kv for item in inputs]):
             part = [inputs[i] for i in indices]
-            rows = shape.rows if shape.pinned else 0
-            of_part = exact_shape(part, self.kv, self._limits, rows)
+            of_part = exact_shape(part, self.kv, self._limits, shape.rows if shape.pinned else 0)
             staged = self.kv.stage([item.kv for item in part])
             assert staged is not None
-            brought = self._run_shape(part, of_part, staged.tables, staged.layer)
+            brought = self._passes.run_exact(part, of_part, staged.tables, staged.layer)
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
             outputs += brought
         return outputs
 
-    def _step_fetching(self, shape: PassShape, inputs: list[SequenceInput]) -> list[SequenceOutput] | None:
-        """Return None if the GPU has no room for all that is listed: what was done then is done again."""
-        step = self._step_of(shape)
-        self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
-        step.run()
-        results = step.buffers.results.fetch()
-        if not self.kv.count_step(results, shape.block_size):
-            return None
-        return read_outputs(step.buffers, shape, inputs, self.kv, results)
-
     # Before the first request.
 
     def keep_memories(self, sequences: int) -> None:
-        if self._memories.made:
+        if self._passes.memories.made:
             raise RuntimeError("keep_memories comes before the first step that shares a budget out")
-        self._memories = ReadMemories(sequences)
+        self._passes.memories = ReadMemories(sequences)
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Capture the steps that these reads take, greedy and sampled, in batches of up to `sequences`."""
-        if self._pool is None:
+        if not self._captures:
             return
         kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
         counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
@@ -291,10 +175,10 @@ class ModelRunner(Runner):
             for queries in (1, step_queries) if read is None else (step_queries,):
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
                 item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)
-                shape = self._shape([item] * count)
-                self._step_of(shape)
+                shape = step_shape([item] * count, self.kv, self._limits)
+                self._passes.step_of(shape)
                 if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
-                    self._step_of(replace(shape, fetches=True))
+                    self._passes.step_of(replace(shape, fetches=True))
 
     # Rounds of a draft.
 

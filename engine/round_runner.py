@@ -1,5 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
+import itertools
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -8,15 +10,7 @@ from engine.decoder import Decoder
 from engine.graphs import Captured, GraphPool
 from engine.kv.cache import KVCache
 from engine.modules import ModulesDecoder
-from engine.rounds.buffers import (
-    RoundBuffers,
-    RoundShape,
-    bring_kept,
-    lay_out_round,
-    make_round_buffers,
-    read_round,
-    take_kept,
-)
+from engine.rounds.buffers import RoundShape, bring_kept, lay_out_round, make_round_buffers, read_round, take_kept
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from kernels.backends import Backend, power_of_two
@@ -42,24 +36,18 @@ class RoundRunner:
         self._decoder, self._kv, self._attention = decoder, kv, attention
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._pool = vocab_size, max_pages, pool
-        self._rounds: dict[RoundShape, Captured[RoundBuffers]] = {}
-        self._kept: Tensor | None = None  # RoundBuffers.kept of all shapes, which never run at the same time
+        self._rounds: dict[RoundShape, Captured] = {}
+        self._kept: Tensor | None = None  # of all shapes, which never run at the same time
 
     def warm_up(self, sequences: int) -> None:
         """Capture rounds of up to `sequences` sessions, greedy and sampled, of every method."""
         if self._pool is None:
             return
-        methods = ["", *self._settings.announcers]
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
-        shapes = [
-            RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method)
-            for sampled in (False, True)
-            for method in methods
-            for count in sizes
-        ]
-        for shape in tqdm(shapes, desc="capturing CUDA graphs of rounds"):
-            self._round_of(shape)
+        kinds = list(itertools.product((False, True), ("", *self._settings.announcers), sizes))
+        for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
+            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""
@@ -87,12 +75,12 @@ class RoundRunner:
         take_kept(round_.buffers, self._settings, requests)
         return read_round(round_.buffers, requests)
 
-    def _round_of(self, shape: RoundShape) -> Captured[RoundBuffers]:
+    def _round_of(self, shape: RoundShape) -> Captured:
         if shape in self._rounds:
             return self._rounds[shape]
         buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
         if self._settings.refresh_every > 1:
-            buffers.kept = self._kept_of(shape)
+            buffers.tensors["kept"] = self._kept_of(shape)
 
         def launch() -> None:
             run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention)

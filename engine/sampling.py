@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from, and the uniforms that draw them.
+"""How a session samples, the truncated distributions that it draws from, and the uniforms that draw.
 
 Uniforms depend on (seed, position, use) alone, so a session's draws do not depend on its batch or on how its
 rounds fell. Each position is decided once, with its own uniforms: that keeps speculative sampling exact.
@@ -7,7 +7,6 @@ rounds fell. Each position is decided once, with its own uniforms: that keeps sp
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
 
@@ -33,15 +32,9 @@ class Support:
     probs: np.ndarray
 
 
-def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
-    """The `support` likeliest entries of each row, renormalised: ids [rows, s] int64 and probs [rows, s] float32."""
-    top, ids = probs.topk(min(support, probs.shape[-1]), dim=-1)
-    return ids, top / top.sum(-1, keepdim=True)
-
-
 def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:
     """Uniforms in [0, 1) of positions start … start + count - 1, [count] float64 (Philox 4x64, counter-based)."""
-    # One counter step gives four words; a position uses one step, so that neighbours never share a word.
+    # One counter step gives four numbers; a position uses one step, so that neighbours never share one.
     key = np.array([seed & (2**64 - 1), use], dtype=np.uint64)  # a list with a seed of 64 bits would become floats
     bits = np.random.Philox(key=key, counter=[start, 0, 0, 0])
     return (bits.random_raw(4 * count)[::4] >> np.uint64(11)).astype(np.float64) * 2.0**-53

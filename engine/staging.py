@@ -4,7 +4,7 @@ Each launch or copy costs the host tens of microseconds; a step has a dozen smal
 """
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of a tensor's start
 
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 
 
 class Staging:
@@ -55,3 +55,21 @@ class Staging:
             self._host.copy_(self._device, non_blocking=True)
             torch.cuda.current_stream().synchronize()
         return self.host
+
+
+@dataclass
+class Buffers:
+    """All tensors that the launches of one shape read and write.
+
+    inputs: what comes from the host. results: what goes back to it. tensors: by name, the inputs on the device, what
+    lasts from one run to the next, and what the launches leave there. block_weights: [sequences, emitting, heads,
+    blocks] float32 of each dense layer, if the launches give them.
+    """
+
+    inputs: Staging
+    results: Staging
+    tensors: dict[str, Tensor] = field(init=False)
+    block_weights: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tensors = dict(self.inputs.device)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import models
-from engine.loading import load_tokenizer
+from engine.loading.tokenizer import load_tokenizer
 from evaluation import cases, drafts, identity, plots, quality, report
 from evaluation.run import Pair, add_pair, evaluate, variants_of
 from sparsity.plan import Plan, load_plan

@@ -14,7 +14,9 @@ import torch
 from tqdm import tqdm
 
 from engine.kv.pages import PAGE_SIZE
-from engine.loading import default_device, load_model, load_runner, load_tokenizer, make_runner, resolve_dtype
+from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.runner import load_runner, make_runner
+from engine.loading.tokenizer import load_tokenizer
 from engine.model_runner import ModelRunner
 from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases

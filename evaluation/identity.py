@@ -20,7 +20,8 @@ from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.kv.pages import PAGE_SIZE, pages_for
-from engine.loading import default_device, load_model, make_runner, resolve_dtype
+from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from evaluation.cases import tokens_of

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import models
-from engine.loading import load_tokenizer
+from engine.loading.tokenizer import load_tokenizer
 from evaluation import cases, drafts, plots, report
 from evaluation.cases import Case
 from evaluation.drafts import DraftRow, DraftStudy

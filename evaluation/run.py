@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 import models
 from engine.kv.pages import PAGE_SIZE
-from engine.loading import default_device, load_model, load_runner, make_runner, resolve_dtype
+from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.runner import load_runner, make_runner
 from engine.model_runner import ModelRunner
 from evaluation.cases import Case
 from evaluation.methods import check_compared, compared_method

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import grpc
 
 from config import Config, SettingsError, resolve_launch
-from engine.loading import count_token_ids, load_shape, load_tokenizer, stop_token_ids
+from engine.loading.shape import load_shape
+from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
 from orchestrator.cluster import ClusterError, connect_ray, services_on_ray
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer

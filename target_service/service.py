@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from config import TargetSettings
-from engine.loading import open_model
+from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from engine.loading import load_tokenizer
+from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
 from tests.stack import ROOT, Stack, free_port, start_stack
 

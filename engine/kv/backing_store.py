@@ -62,13 +62,14 @@ class BackingStore:
                 self._waiting[page] = dense
 
     def start_copies(self, gpu_page_of: np.ndarray) -> int:
-        """Copy the pages that wait, on a stream of its own; returns how many they are. gpu_page_of: int32, by page."""
+        """Copy the pages that wait, on a stream of its own, and return how many. gpu_page_of: int32, by page."""
         pages = list(self._waiting)
         if not pages:
             return 0
         self._copying |= self._waiting
         self._waiting.clear()
-        lists = self._list(gpu_page_of[pages].tolist()), self._list(pages), self._list([len(pages)])
+        parts = gpu_page_of[pages].tolist(), pages, [len(pages)]
+        lists = [torch.tensor(part, dtype=torch.int32).to(self._device) for part in parts]
         done: torch.cuda.Event | None = None
         if self._stream is None:
             self._copy_layers(*lists)
@@ -108,13 +109,13 @@ class BackingStore:
                 (self._movable_dense if dense else self._movable)[page] = None
 
     def take_movable(self) -> list[int]:
-        """The pages that may leave the GPU and are not read densely; they are said once."""
+        """Return the pages that may leave the GPU and are not read densely; each is returned once."""
         pages = list(self._movable)
         self._movable.clear()
         return pages
 
     def take_movable_dense(self, count: int) -> list[int]:
-        """Up to so many of those that are read densely, the first that came first."""
+        """Return up to so many of those that are read densely, those that came first; each is returned once."""
         pages = list(self._movable_dense)[: max(0, count)]
         for page in pages:
             del self._movable_dense[page]
@@ -129,9 +130,6 @@ class BackingStore:
             for copy in self._copies:  # a copy of what the page holds next does not count until it is done itself
                 if page in copy.pages:
                     copy.pages.remove(page)
-
-    def _list(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self._device)
 
     def check_integrity(self, gpu_page_of: np.ndarray) -> None:
         """Raise AssertionError unless what is stored is what is on the GPU, byte by byte."""

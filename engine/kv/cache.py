@@ -8,9 +8,10 @@ of them it has. The order of a pass:
     gpu_pages         where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
     can_fetch         otherwise: whether a step fetches what it lists (fetch_plan); else sequences are staged
     count_step        after a step that fetched: its counters, and whether everything found room
+
+The answers here are those of a KV that always lies on the model's device as a whole.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,15 +19,14 @@ import torch
 from torch import Tensor
 
 from engine.kv.fetch import FetchPlan
-from engine.kv.group_means import GroupMeanPool
-from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.kv.group_means import GroupMeanPool, make_means
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.kv.prefix_index import next_prefix
 from engine.kv.staged import StagedReads
-from kernels.paged_attention import GroupMeans
 
 
-class KVCache(ABC):
+class KVCache:
     """The KV tensors of one model, and the block tables over them.
 
     k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
@@ -35,6 +35,7 @@ class KVCache(ABC):
     """
 
     kept_layers: tuple[int, ...] = ()
+    offloads = False  # whether pages may leave the GPU for a backing store
 
     def __init__(
         self, k_pages: list[Tensor], v_pages: list[Tensor], kv_heads: int, pool: PagePool, device: torch.device
@@ -51,49 +52,47 @@ class KVCache(ABC):
 
     # Where pages lie.
 
-    @property
-    @abstractmethod
-    def offloads(self) -> bool:
-        """Whether pages may leave the GPU for a backing store."""
-
-    @abstractmethod
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Make ready for a pass that adds so many tokens to each sequence: have pages, on the GPU, to write them to.
 
         The tokens that these sequences have are committed from now on. Raises OutOfPages if there is no room; then the
         sequences are as they were.
         """
+        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
+        if missing > self.pool.available:
+            raise OutOfPages(f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
 
-    @abstractmethod
     def gpu_pages(self, sequence: SequenceKV) -> np.ndarray:
-        """int32 [pages]: the index in `k_pages` and `v_pages` of each page of a sequence, -1 for one not there."""
+        """Return each page's index in `k_pages` and `v_pages`, -1 for one that is not there: int32 [pages]."""
+        return sequence.table()
 
-    @abstractmethod
     def is_resident(self, sequence: SequenceKV) -> bool:
-        """Whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
+        """Return whether all pages of a sequence lie on the GPU as whole pages, so that a block table can name them."""
+        return True
 
     def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer, [pages, kv_heads, PAGE_SIZE, head_dim] each."""
         return self.k_pages[layer], self.v_pages[layer]
 
-    @abstractmethod
     def make_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Make the means of groups from their pages, int32 [groups, pages of a group], at `slots` of the pool."""
+        make_means(self.k_pages, self.v_pages, pages, slots, pool)
 
     # Reading sequences that are not resident.
 
-    @abstractmethod
     def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        """Whether a step can fetch what it lists and is not on the GPU.
+        """Return whether a step can fetch what it lists and is not on the GPU.
 
         width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
         """
+        return False
 
-    @abstractmethod
     def next_round(self) -> int:
         """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""
+        return 0
 
-    @abstractmethod
     def fetch_plan(
         self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
     ) -> FetchPlan | None:
@@ -101,43 +100,42 @@ class KVCache(ABC):
 
         The arguments are those of engine.kv.fetch.fetch_listed.
         """
+        return None
 
-    @abstractmethod
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         """Count what a step fetched; returns whether all that it listed found room. If not, the step is void.
 
         results: `listed`, `fetched`, `overflow` [1] and `missed` [sequences] int32 (engine.kv.fetch.FetchPlan).
         """
+        return True
 
-    @abstractmethod
     def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
         """Start to bring whole sequences together on the GPU; None if everything always lies there.
 
         Raises ValueError if they are more than there is room for; `staging_parts` says how many fit.
         """
+        return None
 
-    @abstractmethod
     def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:
         """Split neighbouring sequences into runs that can be staged together: ranges over the given indices."""
+        return [range(len(sequences))]
 
     # Checks, and what is told of it.
 
-    @abstractmethod
     def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
         """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept whole on the GPU."""
 
-    @abstractmethod
     def check_writable(self, pages: int, why: str) -> None:
         """Raise ValueError if so many pages cannot be written at once. why: who writes them, for the message."""
 
     @property
     def totals(self) -> dict[str, float]:
-        """Counters since the start, by name; those of the tiers, if there are any."""
+        """Return counters since the start, by name; those of the tiers, if there are any."""
         return {}
 
     @property
     def gauges(self) -> dict[str, float]:
-        """How things stand now, by name; of the tiers, if there are any."""
+        """Return how things stand now, by name; of the tiers, if there are any."""
         return {}
 
     # Group means.
@@ -151,10 +149,6 @@ class KVCache(ABC):
         if slots is None:
             slots = self.pool.num_pages * PAGE_SIZE // group_size
         self.means = GroupMeanPool(self.k_pages, group_size, slots)
-
-    def group_means(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
-        """Means over all complete groups of each sequence, a layer each. Missing ones are made from the pages."""
-        return self.extend_group_means(sequences).batch(sequences, device)
 
     def extend_group_means(self, sequences: list[SequenceKV]) -> GroupMeanPool:
         """Make the missing means of complete groups from the pages. Raises ValueError if no room was made for them."""
@@ -200,9 +194,19 @@ class KVCache(ABC):
         if self.means is not None:
             self.means.truncate(sequence)
 
-    @abstractmethod
     def fork(self, sequence: SequenceKV) -> SequenceKV:
-        """Another sequence with the same KV: full pages are shared, a partial last page is copied."""
+        """Return another sequence with the same KV: full pages are shared, a partial last page is copied.
+
+        Raises OutOfPages if there is no page for the copy, NotImplementedError for KV that may leave the GPU.
+        """
+        shared = sequence.pages[: sequence.length // PAGE_SIZE]
+        twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
+        if sequence.length % PAGE_SIZE:
+            self.grow(twin, sequence.length)
+            for pages in (*self.k_pages, *self.v_pages):
+                pages[twin.pages[-1]] = pages[sequence.pages[len(shared)]]
+        self.pool.share(shared)
+        return twin
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""

@@ -51,16 +51,8 @@ class GroupMeanPool:
         self.free += sequence.groups[keep:]
         del sequence.groups[keep:]
 
-    def batch(self, sequences: list[SequenceKV], device: torch.device) -> list[GroupMeans]:
-        """What attention over these sequences takes, a layer each."""
-        counts = [len(sequence.groups) for sequence in sequences]
-        tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
-        for row, sequence in enumerate(sequences):
-            tables[row, : counts[row]] = torch.tensor(sequence.groups, dtype=torch.int32)
-        return self.over(tables.to(device), torch.tensor(counts, dtype=torch.int32, device=device))
-
     def over(self, tables: Tensor, counts: Tensor) -> list[GroupMeans]:
-        """The means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
+        """Return the means that tables [sequences, max_groups] and counts [sequences] name, a layer each."""
         return [
             GroupMeans(*layer, tables, counts, self.group_size)
             for layer in zip(self.k, self.v, self.k_variance, strict=True)

@@ -17,7 +17,7 @@ _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on the host; for a CUDA device page-locked, and on the NUMA node that the device is attached to.
+    """Return zeros on the host; for a CUDA device page-locked, and on the NUMA node that the device is attached to.
 
     torch's own pinned memory is not used: its allocator rounds sizes up to powers of two. Raises MemoryError if the
     host refuses.
@@ -72,8 +72,8 @@ def _near(device: torch.device) -> Iterator[None]:
 
 def _local_cpus(device: torch.device) -> set[int]:
     properties: Any = torch.cuda.get_device_properties(device)
-    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    file = Path("/sys/bus/pci/devices") / place / "local_cpulist"
+    bus_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    file = Path("/sys/bus/pci/devices") / bus_id / "local_cpulist"
     try:
         return parse_cpu_list(file.read_text())
     except OSError:
@@ -81,7 +81,7 @@ def _local_cpus(device: torch.device) -> set[int]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The kernel's notation: 0-3,8,10-11"""
+    """Return the CPUs that Linux names in its notation, as in 0-3,8,10-11."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

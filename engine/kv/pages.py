@@ -12,7 +12,7 @@ class OutOfPages(Exception):
 
 
 def pages_for(length: int) -> int:
-    """How many pages `length` tokens take."""
+    """Return how many pages `length` tokens take."""
     return -(-length // PAGE_SIZE)
 
 

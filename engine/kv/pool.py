@@ -111,7 +111,7 @@ class PagePool:
             self.freed.append(page)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page is in exactly one place."""
+        """Raise AssertionError unless every page is either free, held or kept for its prefix."""
         free, reusable = set(self._free), set(self._reusable)
         held = {page for page, count in enumerate(self.references) if count}
         assert len(free) == self.free and not free & reusable and not held & (free | reusable)

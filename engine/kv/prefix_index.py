@@ -10,7 +10,7 @@ Prefix = tuple[int, tuple[int, ...]]
 
 
 def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
-    """The prefix that ends with the first page of a sequence that is not indexed yet."""
+    """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
     start = sequence.indexed * PAGE_SIZE
     return sequence.serial, tuple(tokens[start : start + PAGE_SIZE])
 
@@ -28,11 +28,11 @@ class PrefixIndex:
         return page in self._prefix_of
 
     def page_of(self, prefix: Prefix) -> int | None:
-        """The page that holds the prefix, or None."""
+        """Return the page that holds the prefix, or None."""
         return self._page_of.get(prefix)
 
     def serial_of(self, page: int) -> int:
-        """The serial of a page that is in the index."""
+        """Return the serial of a page that is in the index."""
         return self._serial_of[page]
 
     def add(self, page: int, prefix: Prefix) -> None:

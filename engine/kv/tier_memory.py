@@ -53,18 +53,18 @@ class TierMemory:
 
 
 def head_rows(pages: Tensor) -> Tensor:
-    """[pages * kv_heads, PAGE_SIZE * head_dim], a view."""
+    """Return pages as rows, [pages * kv_heads, PAGE_SIZE * head_dim], a view."""
     return pages.flatten(0, 1).flatten(1)
 
 
 def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
-    """int32 [pages * kv_heads]: the rows of pages, head by head."""
+    """Return the rows of pages, head by head: int32 [pages * kv_heads]."""
     rows = (pages[:, None] * kv_heads + np.arange(kv_heads)).reshape(-1)
     return torch.from_numpy(rows.astype(np.int32)).to(device)
 
 
 def cache_lines_of(memory: TierMemory, index: int, rows: Tensor) -> Tensor:
-    """int32 [rows]: the cache line of each row in a layer, -1 where it is in the backing store alone."""
+    """Return the cache line of each row in a layer, -1 where it is in the backing store alone: int32 [rows]."""
     return memory.tables.line_of[index][rows.long()]
 
 
@@ -74,7 +74,7 @@ def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> No
 
 
 def bring_misses(memory: TierMemory, index: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
-    """Copy the rows of a layer that are in no cache line from the backing store to their places in a staging buffer."""
+    """Copy the rows of a layer that are in no cache line from the backing store to the same rows of a buffer."""
     _bring(memory, memory.stored[index], buffer, rows.masked_fill(lines >= 0, -1))
 
 

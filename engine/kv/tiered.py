@@ -44,7 +44,7 @@ CLOCK_SHARE = 4
 
 
 class TieredKV(KVCache):
-    """A KV cache whose page numbers are places in the backing store.
+    """A KV cache whose page numbers are indices in the backing store.
 
     counters: what it has done. memory: where everything lies. store: which pages are stored. resident: which GPU page
     each page has. offload_active: whether the residency tables say where rows are.
@@ -165,7 +165,8 @@ class TieredKV(KVCache):
 
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
         self._forget_freed()
-        self._grow_all(work)
+        super().begin_pass(work)
+        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
         self._offer_full_pages(work)
         new, reads_stored = self._needs(work)
         if not self.offload_active and (reads_stored or len(new) > self.resident.free):
@@ -202,15 +203,6 @@ class TieredKV(KVCache):
         """Whether a sequence holds a page that has no GPU page. (Others are kept for their prefix.)"""
         away = np.flatnonzero(self.store.holds & (self.resident.of < 0)).tolist()
         return any(self.pool.references[page] for page in away)
-
-    def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> None:
-        """Have pages for all or for none."""
-        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
-        if missing > self.pool.available:
-            raise OutOfPages(f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
-        for sequence, tokens in work:
-            self.grow(sequence, sequence.length + tokens)
-        self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
 
     def _offer_full_pages(self, work: list[tuple[SequenceKV, int]]) -> None:
         """Have the store copy what the sequences of this pass and the last one have committed, many pages at a time."""
@@ -329,7 +321,7 @@ class TieredKV(KVCache):
     def _make_staged_means(self, pages: np.ndarray, slots: Tensor, pool: GroupMeanPool) -> None:
         """Layer by layer, from pages that are brought together."""
         memory = self.memory
-        places = np.arange(pages.size).reshape(pages.shape)
+        staged = np.arange(pages.size).reshape(pages.shape)
         rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
         missed = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, layer in enumerate(memory.layers):
@@ -338,7 +330,7 @@ class TieredKV(KVCache):
             bring_misses(memory, index, 0, rows, lines)
             missed += (lines < 0).sum()
             keys, values = memory.staging[0]
-            make_means([keys], [values], places, slots, pool, layer)
+            make_means([keys], [values], staged, slots, pool, layer)
         self.counters.staged_pages += int(missed)
 
     # Checks, and sequences.

@@ -111,11 +111,11 @@ def _lay_out_budget(
     host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput], indices: list[int]
 ) -> None:
     host["blocks"][:], host["room"][:], host["indices"][:] = 0, 0, -1
-    words = host["bitmaps"].view(np.uint64)
+    bitmaps = host["bitmaps"].view(np.uint64)
     for i, (item, index) in enumerate(zip(inputs, indices, strict=True)):
         assert item.read is not None and item.read.budget is not None
         budget = item.read.budget
-        words[i, :, : budget.bitmap.shape[1]] = budget.bitmap
+        bitmaps[i, :, : budget.bitmap.shape[1]] = budget.bitmap
         host["first"][i], host["last"][i], host["indices"][i] = budget.first, budget.last, index
         host["blocks"][i] = -(-(item.kv.length + len(item.tokens)) // shape.block_size)
         host["room"][i] = max(0, budget.room)

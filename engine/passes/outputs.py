@@ -6,12 +6,12 @@ from torch import Tensor
 
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
-from engine.passes.buffers import PassBuffers
 from engine.passes.shape import PassShape
+from engine.staging import Buffers
 
 
 def read_outputs(
-    buffers: PassBuffers, shape: PassShape, inputs: list[SequenceInput], kv: KVCache, results: dict[str, np.ndarray]
+    buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], kv: KVCache, results: dict[str, np.ndarray]
 ) -> list[SequenceOutput]:
     """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
 
@@ -32,45 +32,34 @@ def read_outputs(
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
         if shape.emitting:
-            assert buffers.block_weights is not None
-            output.block_weights = torch.stack([w[i, :, :, :blocks] for w in buffers.block_weights.by_layer])
+            output.block_weights = torch.stack([weights[i, :, :, :blocks] for weights in buffers.block_weights])
         if item.read is not None and item.read.emit_weights and shape.decay is None:
-            assert buffers.read_weights is not None
-            output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.read_weights[:, i], 0.0)
+            output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
         if item.read is not None and item.read.report_blocks:
-            assert buffers.lists is not None
-            ones = torch.ones_like(buffers.lists[:, i], dtype=torch.float32)
+            ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
             output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
     return outputs
 
 
-def _give_logits(buffers: PassBuffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
+def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:
     """Logits stand in rows of their own where only some rows give them, else in the rows of all tokens."""
-    assert buffers.logits is not None
-    row = 0
+    row, of_all = 0, "logits_rows" not in buffers.tensors
     for item, output in zip(inputs, outputs, strict=True):
         count = {"none": 0, "last": 1}.get(item.logits, len(item.tokens))
-        if buffers.logits_rows is None:
-            first = row + len(item.tokens) - count
-            row += len(item.tokens)
-        else:
-            first = row
-            row += count
+        row += len(item.tokens) if of_all else count
         if count:
-            logits = buffers.logits[first : first + count]
+            logits = buffers.tensors["logits"][row - count : row]
             output.logits = logits.clone() if logits.dtype == torch.float32 else logits.float()
 
 
 def _by_layer(
-    buffers: PassBuffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int, values: Tensor, of_dense: float
+    buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int, values: Tensor, of_dense: float
 ) -> Tensor:
     """Spread the values of listed blocks [sparse layers, kv_heads, width], on the CPU: [layers, kv_heads, blocks]."""
-    assert buffers.lists is not None and buffers.counts is not None
-    lists, counts = buffers.lists[:, sequence], buffers.counts[:, sequence]
+    lists, counts = buffers.tensors["lists"][:, sequence], buffers.tensors["counts"][:, sequence]
     listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
     spread = torch.zeros(*counts.shape, blocks + 1, device=lists.device)
     spread.scatter_add_(2, lists.where(listed, blocks).long().clamp(max=blocks), values.where(listed, 0.0))
     out = torch.full((kv.num_layers, kv.kv_heads, blocks), of_dense)
-    sparse = [layer for layer in range(kv.num_layers) if layer not in shape.dense_layers]
-    out[sparse] = spread[..., :blocks].cpu()
+    out[shape.sparse_layers(kv.num_layers)] = spread[..., :blocks].cpu()
     return out

@@ -41,3 +41,7 @@ class PassShape:
     def blocks(self) -> int:
         """How many blocks a sequence has, at most."""
         return -(-self.pages * PAGE_SIZE // self.block_size)
+
+    def sparse_layers(self, num_layers: int) -> list[int]:
+        """Return the layers with lists, of all that a model has."""
+        return [layer for layer in range(num_layers) if layer not in self.dense_layers]

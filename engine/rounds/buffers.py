@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
 from engine.passes.layout import lay_out_rows
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
-from engine.staging import Staging
+from engine.staging import Buffers, Layout, Staging
 from kernels.shared_top_k import WORD
 
 
@@ -34,67 +33,41 @@ class RoundShape:
         return -(-self.pages * PAGE_SIZE // settings.block_size)
 
 
-@dataclass
-class RoundBuffers:
-    """The inputs of a shape on the device, all parts of `inputs`, and what a round leaves in `results`.
+def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
+    """Return the buffers of a shape, filled as for a round without sessions.
 
-    results: tokens [γ + 1, sequences] int32; ids, probs [γ + 1, sequences, support] int32 and float32 where some are
-    sampled; bitmaps [sequences, rows, words] int64 where rounds announce; blocks_read [sequences] int64 where passes
-    read lists. token_ids, positions, slots: [rows] int64. query_starts: [sequences + 1] int32. lengths: [sequences]
-    int32, pending tokens included. block_tables: [sequences, pages] int32. temperature, top_p: [sequences] float32.
-    uniforms: [γ + 1, sequences] float64. limits: [3, sequences] int32 (AnnouncementRequest). before: [sequences, rows,
-    words] int64. known: [sequences] int32, tokens that `kept` is of; 0: this round refreshes. kept: [sequences, layers,
-    heads, blocks] float32, RoundMemory's weights, then this round's.
+    limits: of AnnouncementRequest. before, bitmaps: blocks announced last round and to announce, a bit each. known:
+    tokens that `kept` is of; 0: this round refreshes.
+
+    The caller adds to the tensors, where settings.refresh_every > 1, kept [sequences, layers, heads, blocks] float32:
+    RoundMemory's weights, then this round's.
     """
-
-    inputs: Staging
-    results: Staging
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    query_starts: Tensor
-    lengths: Tensor
-    block_tables: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    uniforms: Tensor
-    limits: Tensor
-    before: Tensor | None = None
-    known: Tensor | None = None
-    kept: Tensor | None = None
-
-
-def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> RoundBuffers:
-    """Make the buffers of a shape, filled as for a round without sessions; `kept` is left to the caller."""
     count, passes = shape.sequences, settings.gamma + 1
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        **rows_layout(count, count * shape.queries, shape.pages),
+    layout = rows_layout(count, count * shape.queries, shape.pages) | {
         "temperature": ((count,), torch.float32),
         "top_p": ((count,), torch.float32),
         "uniforms": ((passes, count), torch.float64),
         "limits": ((3, count), torch.int32),
     }
-    results: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"tokens": ((passes, count), torch.int32)}
+    results: Layout = {"tokens": ((passes, count), torch.int32)}
     if shape.sampled:
         support = min(settings.support, vocab)
         results["ids"] = (passes, count, support), torch.int32
         results["probs"] = (passes, count, support), torch.float32
     if shape.method:
         rows = len(settings.announcers[shape.method].projection)
-        words = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
-        layout["before"] = results["bitmaps"] = words
+        layout["before"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
         layout["known"] = (count,), torch.int32
-    inputs = Staging(layout, device)
-    buffers = RoundBuffers(inputs, Staging(results, device), **inputs.device)
-    lay_out_rows(inputs.host, [])
-    inputs.send()
+    buffers = Buffers(Staging(layout, device), Staging(results, device))
+    lay_out_rows(buffers.inputs.host, [])
+    buffers.inputs.send()
     return buffers
 
 
-def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+def lay_out_round(buffers: Buffers, requests: list[RoundRequest]) -> None:
     """Bring the inputs of a round to the device."""
     buffers.inputs.begin()
     host = buffers.inputs.host
@@ -110,19 +83,13 @@ def lay_out_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            _lay_out_bitmap(host["before"][i], item.announce.before)
+            host["before"][i] = 0
+            if item.announce.before is not None:
+                host["before"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
 
 
-def _lay_out_bitmap(row: np.ndarray, bitmap: np.ndarray | None) -> None:
-    """row: int64 [rows, words or more]"""
-    used = 0 if bitmap is None else bitmap.shape[1]
-    row[:, used:] = 0
-    if bitmap is not None:
-        row[:, :used] = bitmap.view(np.int64)
-
-
-def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+def read_round(buffers: Buffers, requests: list[RoundRequest]) -> list[RoundOutput]:
     """Wait for a round and return its results, in the order of the requests."""
     results = buffers.results.fetch()
     tokens = results["tokens"].T.tolist()
@@ -141,27 +108,27 @@ def read_round(buffers: RoundBuffers, requests: list[RoundRequest]) -> list[Roun
     return outputs
 
 
-def bring_kept(buffers: RoundBuffers, requests: list[RoundRequest]) -> None:
+def bring_kept(buffers: Buffers, requests: list[RoundRequest]) -> None:
     """Before a round: bring what sessions that do not refresh remember."""
-    if buffers.kept is None:
+    if "kept" not in buffers.tensors:
         return
     for i, item in enumerate(requests):
         if not item.refresh:
             assert item.memory is not None and item.memory.weights is not None
-            weights = item.memory.weights
-            blocks = min(weights.shape[2], buffers.kept.shape[3])
-            buffers.kept[i, :, :, :blocks].copy_(weights[:, :, :blocks])
+            weights, kept = item.memory.weights, buffers.tensors["kept"]
+            blocks = min(weights.shape[2], kept.shape[3])
+            kept[i, :, :, :blocks].copy_(weights[:, :, :blocks])
 
 
-def take_kept(buffers: RoundBuffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
+def take_kept(buffers: Buffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
     """After it, before the lengths of their KV move: take what sessions that refreshed remember from now on."""
-    if buffers.kept is None:
+    if "kept" not in buffers.tensors:
         return
     for i, item in enumerate(requests):
         memory = item.memory
         if memory is not None and item.refresh:
             memory.length, memory.rounds = item.kv.length + len(item.tokens), 0
             blocks = -(-memory.length // settings.block_size)
-            memory.weights = buffers.kept[i, :, :, :blocks].clone()
+            memory.weights = buffers.tensors["kept"][i, :, :, :blocks].clone()
         elif memory is not None:
             memory.rounds += 1

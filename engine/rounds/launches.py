@@ -9,11 +9,12 @@ from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
-from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_dense, plan_listed
+from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.launches import heads_of
-from engine.rounds.buffers import RoundBuffers, RoundShape
+from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
+from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
@@ -21,13 +22,17 @@ from kernels.selection import select_top_k
 
 @dataclass(frozen=True)
 class _Round:
-    """What all passes of a round share. evidence: [sequences, layers, heads, blocks] float32, if any pass needs it."""
+    """What all passes of a round share.
+
+    given: the tensors of make_round_buffers. evidence: [sequences, layers, heads, blocks] float32, if any pass needs
+    it.
+    """
 
     decoder: Decoder | ModulesDecoder
     kv: KVCache
     settings: RoundSettings
     shape: RoundShape
-    buffers: RoundBuffers
+    given: dict[str, Tensor]
     attention: Backend
     evidence: Tensor | None
 
@@ -47,24 +52,24 @@ def run_round(
     kv: KVCache,
     settings: RoundSettings,
     shape: RoundShape,
-    buffers: RoundBuffers,
+    buffers: Buffers,
     attention: Backend,
 ) -> None:
-    """Draft the round that the buffers hold. buffers.kept is given where settings.refresh_every > 1."""
-    evidence = None
+    """Draft the round that the buffers hold. It launches only; results are left in the buffers."""
+    evidence, given, results = None, buffers.tensors, buffers.results.device
     if shape.method or settings.read_share < 1:
         sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
-        evidence = torch.zeros(sizes, device=buffers.lengths.device)
-    round_ = _Round(decoder, kv, settings, shape, buffers, attention, evidence)
+        evidence = torch.zeros(sizes, device=kv.device)
+    round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
     first = _lists_of_first_pass(round_) if settings.refresh_every > 1 else None
     logits = _run_first_pass(round_, first)
-    if buffers.kept is not None and evidence is not None:
-        buffers.kept.copy_(evidence)
+    if "kept" in given and evidence is not None:
+        given["kept"].copy_(evidence)
     later = None
     if settings.read_share < 1:
         assert evidence is not None
         later = _own_lists(round_, evidence)
-        buffers.results.device["blocks_read"].copy_(_count_blocks(round_, first, later))
+        results["blocks_read"].copy_(_count_blocks(round_, first, later))
     tokens, ids, probs = [], [], []
     for index in range(settings.gamma + 1):
         token, support = _sample(logits, round_, index)
@@ -74,7 +79,6 @@ def run_round(
             probs.append(support[1])
         if index < settings.gamma:
             logits = _run_later_pass(round_, token, index, later)
-    results = buffers.results.device
     results["tokens"].copy_(torch.stack(tokens))
     if ids:
         results["ids"].copy_(torch.stack(ids))
@@ -85,9 +89,9 @@ def run_round(
 
 def _announce(round_: _Round) -> Tensor:
     """Choose the blocks to announce: [sequences, rows, words] int64."""
-    assert round_.evidence is not None and round_.buffers.before is not None
-    announcer, limits = round_.settings.announcers[round_.shape.method], round_.buffers.limits
-    scores = predict_weights(announcer, round_.evidence, round_.buffers.before, limits)
+    assert round_.evidence is not None
+    announcer, limits = round_.settings.announcers[round_.shape.method], round_.given["limits"]
+    scores = predict_weights(announcer, round_.evidence, round_.given["before"], limits)
     return choose_blocks(announcer, scores, limits, default_backend(scores.device))
 
 
@@ -96,25 +100,24 @@ def _announce(round_: _Round) -> Tensor:
 
 def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
     """Run the pending tokens; return the logits of each sequence's last one: [sequences, vocab]."""
-    buffers = round_.buffers
-    rows = Rows(buffers.query_starts, buffers.lengths, buffers.block_tables, round_.shape.queries)
-    ends = (buffers.query_starts[1:].long() - 1).clamp(min=0)
-    return _run_pass(
-        round_, rows, (buffers.token_ids, buffers.positions, buffers.slots), lists, round_.evidence_of_pass(), ends
-    )
+    given = round_.given
+    rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
+    ends = (given["query_starts"][1:].long() - 1).clamp(min=0)
+    tokens = given["token_ids"], given["positions"], given["slots"]
+    return _run_pass(round_, rows, tokens, lists, round_.evidence_of_pass(), ends)
 
 
 def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedReads | None) -> Tensor:
     """Run the token drafted last, with `index` tokens of the round before it; return logits [sequences, vocab]."""
-    buffers, sequences = round_.buffers, round_.shape.sequences
-    present = buffers.lengths > 0
-    position = buffers.lengths.long() + index
-    page = buffers.block_tables.gather(1, (position // PAGE_SIZE)[:, None]).long()[:, 0]
+    before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
+    present = before > 0
+    position = before.long() + index
+    page = tables.gather(1, (position // PAGE_SIZE)[:, None]).long()[:, 0]
     slot = (page * PAGE_SIZE + position % PAGE_SIZE).where(present, -1)
-    lengths = (buffers.lengths + index + 1).where(present, 0)
+    lengths = (before + index + 1).where(present, 0)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
     evidence = round_.evidence_of_pass() if round_.shape.method else None
-    rows = Rows(starts, lengths, buffers.block_tables, 1)
+    rows = Rows(starts, lengths, tables, 1)
     return _run_pass(round_, rows, (token, position.where(present, 0), slot), lists, evidence, None)
 
 
@@ -128,7 +131,7 @@ def _run_pass(
 ) -> Tensor:
     """tokens: ids, positions and slots, [rows] int64 each"""
     heads, kv = round_.heads, round_.kv
-    work = plan_dense(heads, rows, PAGE_SIZE, round_.attention) if lists is None else None
+    work = plan_reads(heads, rows, round_.attention) if lists is None else None
     pages = kv.layer_pages
     attend = LayerAttention(heads, rows, pages, round_.attention, lists, evidence, dense_work=work)
     return round_.decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, logits_rows)
@@ -139,12 +142,12 @@ def _run_pass(
 
 def _lists_of_first_pass(round_: _Round) -> ListedReads:
     """Return what the first pass reads; the evidence takes the kept weights of the blocks that it does not read."""
-    buffers, evidence, kv_heads = round_.buffers, round_.evidence, round_.kv.kv_heads
-    assert buffers.kept is not None and buffers.known is not None and evidence is not None
-    known = buffers.known // round_.settings.block_size
+    given, evidence, kv_heads = round_.given, round_.evidence, round_.kv.kv_heads
+    assert evidence is not None
+    known = given["known"] // round_.settings.block_size
     column = torch.arange(evidence.shape[3], device=evidence.device)
     # What lies beyond may be of tokens that were taken back, or of another session.
-    kept = buffers.kept.masked_fill((column >= known[:, None])[:, None, None], 0)
+    kept = given["kept"].masked_fill((column >= known[:, None])[:, None, None], 0)
     lists = _own_lists(round_, kept, known, round_.shape.queries)
     unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
     evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
@@ -162,7 +165,7 @@ def _listed(blocks: BlockLists) -> Tensor:
 def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads) -> Tensor:
     """Count the blocks read over a round's passes, layers and KV heads: [sequences] int64."""
     if first is None:
-        present = -(-round_.buffers.lengths.long() // round_.settings.block_size)
+        present = -(-round_.given["lengths"].long() // round_.settings.block_size)
         read = present * round_.decoder.num_layers * round_.kv.kv_heads
     else:
         read = first.blocks.counts.sum((0, 2))
@@ -175,7 +178,7 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
     known: [sequences] int32, the blocks from there on were not weighed and are all read; None: all were weighed.
     max_queries: of a sequence in such a pass.
     """
-    settings, lengths, kv_heads = round_.settings, round_.buffers.lengths, round_.kv.kv_heads
+    settings, lengths, kv_heads = round_.settings, round_.given["lengths"], round_.kv.kv_heads
     sequences, layers, _, n = evidence.shape
     scores = evidence.unflatten(2, (kv_heads, -1)).sum(3).transpose(0, 1)  # [layers, sequences, kv_heads, n]
     ends = -((-lengths - settings.gamma) // settings.block_size)  # blocks once the round has run
@@ -196,8 +199,8 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
     lists, counts = select_top_k(weights, of_heads(valid), of_heads(count), backend, n)
     shape = layers, sequences, kv_heads
     blocks = BlockLists(lists.view(*shape, n), counts.view(shape), settings.block_size)
-    rows = Rows(round_.buffers.query_starts, lengths, round_.buffers.block_tables, max_queries)
-    work = plan_listed(round_.heads, rows, PAGE_SIZE, round_.attention, blocks)
+    rows = Rows(round_.given["query_starts"], lengths, round_.given["block_tables"], max_queries)
+    work = plan_reads(round_.heads, rows, round_.attention, blocks=blocks)
     return ListedReads(blocks, {layer: layer for layer in range(layers)}, work)
 
 
@@ -206,20 +209,20 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
 
 def _sample(logits: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Draw tokens [sequences], and return ids and probabilities [sequences, support] of what they were drawn from."""
-    buffers, settings = round_.buffers, round_.settings
+    given, settings = round_.given, round_.settings
     best = logits.argmax(-1)
     if not round_.shape.sampled:
         return best, None
-    greedy = buffers.temperature == 0
-    heat = buffers.temperature.where(~greedy, 1.0)[:, None]
+    greedy = given["temperature"] == 0
+    heat = given["temperature"].where(~greedy, 1.0)[:, None]
     # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
     top, ids = (logits.float() / heat).softmax(-1).topk(min(settings.support, logits.shape[-1]))
     before = top.double().cumsum(-1) - top
-    kept = (before < buffers.top_p[:, None]) | (torch.arange(top.shape[1], device=top.device) == 0)
+    kept = (before < given["top_p"][:, None]) | (torch.arange(top.shape[1], device=top.device) == 0)
     top = top.where(kept, 0.0)
     top = top / top.sum(-1, keepdim=True)
     cumulative = top.double().cumsum(-1)
-    reached = cumulative <= buffers.uniforms[index][:, None] * cumulative[:, -1:]
+    reached = cumulative <= given["uniforms"][index][:, None] * cumulative[:, -1:]
     last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty row may be anything
     at = torch.minimum(reached.sum(-1), last)
     drawn = ids.gather(1, at[:, None])[:, 0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.loading import load_model
+from engine.loading.model import load_model
 from models import TARGET
 from protos import inference_pb2
 from tests.stack import Stack

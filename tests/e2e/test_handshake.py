@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.loading import load_tokenizer, tokenizer_hash
+from engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from engine.sampling import Sampling
 from models import PLAN, TARGET
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import judge_rounds
+from engine.judging import Drafted, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from engine.sampling import Sampling, limit_support
+from engine.sampling import Sampling
+from engine.staging import Staging
+from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
@@ -297,3 +299,26 @@ def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Te
     limits = torch.tensor([[request.first], [request.last], [max(0, request.count)]], dtype=torch.int32)
     scores = predict_weights(announcer, evidence, before, limits)
     return choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
+
+
+def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int, int]]:
+    """Judge rounds in one batch: the accepted count and the next token of each.
+
+    logits: [len(tokens) + 1, vocab] each, row i for position base + i
+    """
+    device, vocab = logits[0].device, logits[0].shape[1]
+    gamma = max(len(item.tokens) for item in rounds)
+    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds)), device)
+    lay_out_verdicts(staging.host, rounds)
+    staging.send()
+    padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
+    for row, rows in zip(padded, logits, strict=True):
+        row[: len(rows)] = rows
+    accepted, following = judge(padded, staging.device, default_backend(device))
+    return list(zip(accepted.tolist(), following.tolist(), strict=True))
+
+
+def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest entries of each row, renormalised: ids [rows, support] int64 and their probs float32."""
+    top, ids = probs.topk(min(support, probs.shape[-1]), dim=-1)
+    return ids, top / top.sum(-1, keepdim=True)

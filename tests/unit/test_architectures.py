@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 
-from engine.decoder import Decoder, run_decoder
+from engine.decoder import Decoder
 from engine.families import FAMILIES, read_decoder, sliding_window, unbuilt_feature
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, load_runner, read_shape
 from engine.loading import runner as loading_runner
+from engine.loading.model import load_model
+from engine.loading.runner import load_runner
+from engine.loading.shape import read_shape
 from engine.modules import ModulesDecoder
 from engine.runner import Runner
 from kernels.backends import Backend
@@ -190,10 +192,11 @@ def test_the_kernels_of_the_fused_decoder_give_what_torch_gives(folder: str, row
     slots = torch.arange(1, rows + 1, device=device)
 
     def run(backend: Backend) -> list[torch.Tensor]:
-        sizes = 2, 1, decoder.kv_heads, 16, decoder.head_dim  # of layers of pages
+        head_dim = len(decoder.layers[0].qkv) // (decoder.heads + 2 * decoder.kv_heads)
+        sizes = 2, 1, decoder.kv_heads, 16, head_dim  # of layers of pages
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
         pages = list(keys), list(values)
-        logits = run_decoder(decoder, token_ids, positions, slots, *pages, lambda _, queries: queries, backend)
+        logits = decoder.run(token_ids, positions, slots, *pages, lambda _, queries: queries, backend=backend)
         return [logits.float(), keys.float(), values.float()]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):

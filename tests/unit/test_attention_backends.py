@@ -21,7 +21,9 @@ from config.attention_backends import check_attention_backend
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, make_runner, open_model
+from engine.loading.model import load_model
+from engine.loading.opening import open_model
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
 from kernels import flashinfer_attention
@@ -248,9 +250,9 @@ def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
     runner = runner_of(folder, torch.float32, "cpu", "torch")
-    runner._prompt_plan = make_planned(torch.empty(0))
+    runner._passes.prompt_plan = planned = make_planned(torch.empty(0))
     compare(drive(runner), wanted, 1e-4)
-    wrapper = runner._prompt_plan.wrapper
+    wrapper = planned.wrapper
     assert wrapper.kv_heads == KV_HEADS and wrapper.heads == 8
     assert (wrapper.plans, wrapper.runs) == (2, 2 * LAYERS)  # the prompts, and the rest of two of them
 
@@ -266,7 +268,7 @@ def test_the_engine_gives_what_triton_gives(folder: str) -> None:
     wanted = drive(runner_of(folder, torch.bfloat16, "cuda", None))
     runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer")
     compare(drive(runner), wanted, 0.1)
-    assert all(captured.graph is not None for captured in runner._steps.values())
+    assert all(captured.graph is not None for captured in runner._passes.steps.values())
 
 
 @pytest.mark.gpu

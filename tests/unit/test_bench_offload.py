@@ -81,8 +81,7 @@ def test_however_pages_are_fetched_the_step_gives_the_same() -> None:
 
 def listed(step: Step) -> np.ndarray:
     """bool [sequences, rows, pages]: what the step has read."""
-    assert step.buffers.lists is not None and step.buffers.counts is not None
-    lists, counts = step.buffers.lists, step.buffers.counts
+    lists, counts = step.buffers.tensors["lists"], step.buffers.tensors["counts"]
     chosen = torch.zeros(*lists.shape[:3], CASE.pages_each + 1, dtype=torch.bool)
     valid = torch.arange(lists.shape[3]) < counts[..., None]
     chosen.scatter_(3, lists.long().where(valid, CASE.pages_each), True)
@@ -128,7 +127,7 @@ def test_what_differs_is_seen(harm: str) -> None:
         assert kv.means is not None
         kv.means.v[0, 0, 0, 0] += 1
     if harm == "the new page":
-        tiered.buffers.positions[CASE.queries] += 1
+        tiered.buffers.tensors["positions"][CASE.queries] += 1
     check = compare_logits(replay(tiered, rounds, 1).logits, replay(resident, rounds, 1).logits)
     assert check.rounds == len(rounds)
     assert check.same == (not harm)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import models
-from engine.loading import load_model, load_runner, output_projections
+from engine.loading.model import load_model, output_projections
+from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation.calibration import (
     CalibrationSettings,

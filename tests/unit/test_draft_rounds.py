@@ -18,13 +18,15 @@ from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
 from engine.kv.paged import PagedKV
 from engine.kv.pages import SequenceKV, pages_for
-from engine.loading import load_model, make_runner, modules_decoder
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner, modules_decoder
 from engine.model_runner import ModelRunner
-from engine.sampling import USE_DRAFT, Sampling, limit_support, uniforms
+from engine.sampling import USE_DRAFT, Sampling, uniforms
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
+from tests.unit.fake_models import limit_support
 from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
 from wire.selection_codec import decode_selection
 

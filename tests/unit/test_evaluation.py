@@ -16,7 +16,7 @@ import torch
 import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import load_runner
+from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation import cases, command, continuations, drafts, plots, quality, report
 from evaluation.cases import Case

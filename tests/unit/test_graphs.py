@@ -13,13 +13,15 @@ import transformers
 
 from engine.families import read_decoder
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted, judge_rounds
+from engine.judging import Drafted
 from engine.kv.paged import PagedKV
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, make_runner, modules_decoder
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner, modules_decoder
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling, Support
 from kernels.selection import compact
+from tests.unit.fake_models import judge_rounds
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 97

@@ -9,7 +9,7 @@ import models
 from cli.main import main
 from config import TargetSettings
 from engine.kv.backing_store import BackingStore
-from engine.loading import load_model
+from engine.loading.model import load_model
 from evaluation.identity import MIXES, Requests, _first_difference, _open_target
 from sparsity.plan import load_plan
 from target_service.verifier import Verifier

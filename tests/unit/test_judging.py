@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted, judge_rounds
+from engine.judging import Drafted
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
-from tests.unit.fake_models import GREEDY, VOCAB
+from tests.unit.fake_models import GREEDY, VOCAB, judge_rounds
 from tests.unit.world import target_probs
 from wire import messages as m
 

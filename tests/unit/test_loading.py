@@ -10,16 +10,11 @@ import models
 from config import ModelSettings
 from engine.kv.pages import pages_for
 from engine.kv.tiered import TieredKV
-from engine.loading import (
-    DEFAULT_KV_TOKENS,
-    ModelShape,
-    backing_store_tokens,
-    load_model,
-    load_shape,
-    open_model,
-    opening,
-    room_for_kv,
-)
+from engine.loading import opening
+from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, room_for_kv
+from engine.loading.model import load_model
+from engine.loading.opening import open_model
+from engine.loading.shape import ModelShape, load_shape
 from engine.model_runner import MAX_OVERHANG
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)

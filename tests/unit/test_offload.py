@@ -1,4 +1,4 @@
-"""A runner over KV in two tiers against one whose KV all lies on the device: the same logits, bit by bit."""
+"""A runner over KV in tiers against one whose KV all lies on the device: the same logits, bit by bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,8 @@ from engine.kv.cache import KVCache
 from engine.kv.counters import TierCounters
 from engine.kv.pages import OutOfPages, SequenceKV
 from engine.kv.tiered import TieredKV
-from engine.loading import load_model, make_runner
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
 from engine.rounds.requests import RoundSettings
 from engine.sampling import Sampling
 from sparsity.methods import METHODS
@@ -44,8 +45,8 @@ def model() -> Any:
 class Side:
     """A runner and its sequences, each with its prompt read and a reader of its own."""
 
-    def __init__(self, model: Any, frames: int, plan: Plan, method: str, kept: tuple[int, ...] = ()) -> None:
-        sizes = 16 * (frames or PAGES), 16 * PAGES if frames else 0, CONTEXT
+    def __init__(self, model: Any, gpu_pages: int, plan: Plan, method: str, kept: tuple[int, ...] = ()) -> None:
+        sizes = 16 * (gpu_pages or PAGES), 16 * PAGES if gpu_pages else 0, CONTEXT
         self.runner = make_runner(model, *sizes, dense_layers=kept)
         self.kv: KVCache = self.runner.kv
         self.plan = plan
@@ -130,10 +131,10 @@ class Outcome:
         return self.tiered.counters.stages - self.before.stages
 
 
-def run(model: Any, frames: int, case: Case) -> Outcome:
-    """frames 0: all KV lies on the device. The last round is judged."""
-    kept = case.plan.dense_layers if case.keeps and frames else ()
-    side = Side(model, frames, case.plan, case.method, kept)
+def run(model: Any, gpu_pages: int, case: Case) -> Outcome:
+    """gpu_pages 0: all KV lies on the device. The last round is judged."""
+    kept = case.plan.dense_layers if case.keeps and gpu_pages else ()
+    side = Side(model, gpu_pages, case.plan, case.method, kept)
     outputs = side.read_prompts(case.chunk)
     before = replace(side.kv.counters) if isinstance(side.kv, TieredKV) else TierCounters()
     rng = np.random.default_rng(0)
@@ -157,8 +158,8 @@ def plain(model: Any) -> Callable[[Case], Outcome]:
     return lru_cache(lambda case: run(model, 0, case))
 
 
-def check(model: Any, plain: Callable[[Case], Outcome], frames: int, case: Case, exactly: bool = True) -> Outcome:
-    wanted, got = plain(case), run(model, frames, case)
+def check(model: Any, plain: Callable[[Case], Outcome], gpu_pages: int, case: Case, exactly: bool = True) -> Outcome:
+    wanted, got = plain(case), run(model, gpu_pages, case)
     for one, other in zip(wanted.outputs + wanted.means, got.outputs + got.means, strict=True):
         compare(other, one, exactly)
     return got
@@ -178,12 +179,12 @@ def with_plan(**changes: Any) -> Case:
 # The sequences have 74 pages in all.
 
 
-@pytest.mark.parametrize("frames", [80, 60, 45])
-def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, frames: int) -> None:
-    """From frames for everything on; group means are made from pages that are only at home, too."""
-    got = check(model, plain, frames, Case())
-    assert got.tiered.offload_active == (frames < 80)
-    assert (got.tiered.counters.fetched_pages > 0) == (frames < 80)
+@pytest.mark.parametrize("gpu_pages", [80, 60, 45])
+def test_a_shared_budget_over_what_is_fetched(model: Any, plain: Any, gpu_pages: int) -> None:
+    """From GPU pages for everything on; group means are made from pages that are in the backing store alone, too."""
+    got = check(model, plain, gpu_pages, Case())
+    assert got.tiered.offload_active == (gpu_pages < 80)
+    assert (got.tiered.counters.fetched_pages > 0) == (gpu_pages < 80)
     assert (got.tiered.counters.overflow_pages, got.stages) == (0, 0)
     assert len(got.means[0][0]) == 7
 
@@ -204,9 +205,9 @@ def test_blocks_of_several_pages(model: Any, plain: Any, method: str, block_size
     assert got.stages == 0
 
 
-@pytest.mark.parametrize("frames", [70, 40])
-def test_what_reads_everything_is_brought_together(model: Any, plain: Any, frames: int) -> None:
-    got = check(model, plain, frames, Case(method="dense"), False)
+@pytest.mark.parametrize("gpu_pages", [70, 40])
+def test_what_reads_everything_is_brought_together(model: Any, plain: Any, gpu_pages: int) -> None:
+    got = check(model, plain, gpu_pages, Case(method="dense"), False)
     assert got.stages > 0
     assert got.tiered.counters.fetched_pages == 0
 
@@ -224,12 +225,12 @@ def test_layers_that_are_read_densely_bring_all_together(model: Any, plain: Any)
 
 
 @pytest.mark.parametrize("method", ["ahead", "streaming", "dense"])
-@pytest.mark.parametrize("frames", [80, 45])
-def test_layers_that_are_read_densely_stay(model: Any, plain: Any, frames: int, method: str) -> None:
+@pytest.mark.parametrize("gpu_pages", [80, 45])
+def test_layers_that_are_read_densely_stay(model: Any, plain: Any, gpu_pages: int, method: str) -> None:
     case = replace(with_plan(dense_layers=(0, 3)), method=method, keeps=True)
-    got = check(model, plain, frames, case, method != "dense")
-    sparse = frames < 80 and method != "dense"
-    assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, frames < 80 and not sparse)
+    got = check(model, plain, gpu_pages, case, method != "dense")
+    sparse = gpu_pages < 80 and method != "dense"
+    assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, gpu_pages < 80 and not sparse)
     assert len(got.tiered.memory.stored) == len(got.tiered.k_pages) - 2
 
 
@@ -241,7 +242,7 @@ def test_layers_that_stay_must_be_read_densely(model: Any) -> None:
 
 
 def test_what_is_not_fetched_at_once_is_fetched_in_parts(model: Any, plain: Any) -> None:
-    """Without staging: what was refused together has run apart."""
+    """Without staging: what overflowed together has run apart."""
     got = check(model, plain, 36, replace(with_plan(budget=0.6), method="streaming"), exactly=False)
     assert got.tiered.counters.overflow_pages > 0
     assert got.stages == 0
@@ -255,7 +256,7 @@ def test_what_one_sequence_alone_cannot_fetch_is_brought_together(model: Any, pl
 
 
 @pytest.mark.parametrize("method", ["ahead", "dense"])
-def test_the_least_frames_that_work(model: Any, plain: Any, method: str) -> None:
+def test_the_fewest_gpu_pages_that_work(model: Any, plain: Any, method: str) -> None:
     """Two pages of each of three sequences are written at once."""
     case = Case(method=method, chunk=32)
     check(model, plain, 6, case, exactly=False)
@@ -265,8 +266,8 @@ def test_the_least_frames_that_work(model: Any, plain: Any, method: str) -> None
 
 def test_steps_that_emit_weights(model: Any) -> None:
     results = []
-    for frames in (0, 45):
-        side = Side(model, frames, PLAN, "dense")
+    for gpu_pages in (0, 45):
+        side = Side(model, gpu_pages, PLAN, "dense")
         side.read_prompts(200)
         inputs = [SequenceInput(kv, tokens(5, i), "all", None, 16, 2) for i, kv in enumerate(side.sequences)]
         results.append(side.runner.forward(inputs))

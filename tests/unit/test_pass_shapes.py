@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.decoder import Decoder, DecoderLayer, run_decoder
+from engine.decoder import Decoder, DecoderLayer
 from kernels.backends import Backend
 from kernels.paged_attention import (
     Batch,
@@ -87,7 +87,7 @@ def test_a_pass(rows: int, group: int) -> None:
             batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
             return paged_attention(batch, backend=backend)
 
-        logits = run_decoder(decoder, ids, positions, slots, [k_pages], [v_pages], attend, backend)
+        logits = decoder.run(ids, positions, slots, [k_pages], [v_pages], attend, backend=backend)
         return logits, k_pages, v_pages
 
     for ours, wanted in zip(run("triton"), run("torch"), strict=True):

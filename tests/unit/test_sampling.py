@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, Sampling, limit_support, uniforms
+from engine.sampling import USE_ACCEPT, USE_DRAFT, USE_TARGET, Sampling, uniforms
 from kernels.rejection import truncated_probs
 
 
@@ -75,25 +75,6 @@ def test_logits_of_minus_infinity_have_no_probability() -> None:
         got = truncated_probs(logits, torch.ones(1), torch.tensor([top_p]))
         assert got[0, 1] == 0
         assert float(got.sum()) == pytest.approx(1, abs=1e-6)
-
-
-def test_limit_support_keeps_the_likeliest_and_renormalises() -> None:
-    torch.manual_seed(0)
-    probs = torch.randn(8, 30).softmax(-1)
-    ids, top = limit_support(probs, 7)
-    assert ids.shape == top.shape == (8, 7)
-    for row, kept_ids, kept_probs in zip(probs, ids, top, strict=True):
-        wanted = np.sort(np.argsort(-row.numpy())[:7])
-        assert sorted(kept_ids.tolist()) == wanted.tolist()
-        torch.testing.assert_close(kept_probs, row[kept_ids] / row[kept_ids].sum())
-    torch.testing.assert_close(top.sum(-1), torch.ones(8))
-
-
-def test_limit_support_beyond_the_vocabulary_keeps_all() -> None:
-    probs = torch.tensor([[0.25, 0.75]])
-    ids, top = limit_support(probs, 64)
-    assert ids.tolist() == [[1, 0]]
-    assert top.tolist() == [[0.75, 0.25]]
 
 
 def test_greedy_is_temperature_0() -> None:

@@ -8,7 +8,8 @@ from torch.nn.functional import pad
 import models
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.pages import SequenceKV
-from engine.loading import load_model, make_runner
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
 from sparsity.announce import LEAST_WINDOW, shared_room
 from sparsity.choice import choose_over_all, mandatory
 from sparsity.methods import METHODS

@@ -1,4 +1,4 @@
-"""KV in two tiers against a model that keeps everything, through any sequence of what sessions do to it."""
+"""KV in tiers against a model that keeps everything, through any sequence of what sessions do to it."""
 
 import zlib
 from collections import Counter
@@ -31,7 +31,7 @@ from engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
-HOME, LONGEST, GAMMA, GROUP = 20, 9 * PAGE_SIZE, 20, 2 * PAGE_SIZE
+PAGES, LONGEST, GAMMA, GROUP = 20, 9 * PAGE_SIZE, 20, 2 * PAGE_SIZE
 # Prompts begin with these, so that many share pages.
 BLOCKS = [[kind] * PAGE_SIZE for kind in (1, 2, 3)]
 
@@ -41,8 +41,8 @@ def contents(tokens: tuple[int, ...]) -> Tensor:
     """[layers, 2 (keys, values), tokens, heads, dim], of each token what follows from all up to it, as in a model."""
     chain = list(accumulate(tokens, lambda crc, token: zlib.crc32(bytes([token]), crc), initial=0))[1:]
     values = torch.tensor([crc % 65536 for crc in chain], dtype=torch.float32)
-    place = torch.arange(LAYERS * 2 * HEADS * DIM, dtype=torch.float32).view(LAYERS, 2, 1, HEADS, DIM)
-    return values.view(-1, 1, 1) * place.numel() + place
+    part = torch.arange(LAYERS * 2 * HEADS * DIM, dtype=torch.float32).view(LAYERS, 2, 1, HEADS, DIM)
+    return values.view(-1, 1, 1) * part.numel() + part
 
 
 def in_pages(content: Tensor, pages: int) -> tuple[Tensor, Tensor]:
@@ -75,18 +75,18 @@ class Session:
         return len(self.tokens) - 1 - self.kv.length
 
 
-def make(frames: int, pages: int = HOME, longest: int = LONGEST) -> TieredKV:
-    return TieredKV(LAYERS, HEADS, DIM, frames, pages, longest, torch.float32, DEVICE)
+def make(gpu_pages: int, pages: int = PAGES, longest: int = LONGEST) -> TieredKV:
+    return TieredKV(LAYERS, HEADS, DIM, gpu_pages, pages, longest, torch.float32, DEVICE)
 
 
 def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: int, layer: int) -> None:
-    """The last `count` of `tokens`, into the frames that they have."""
+    """Write the KV of the last `count` of `tokens` into the GPU pages that they have."""
     at = np.arange(len(tokens) - count, len(tokens))
-    frames = torch.from_numpy(kv.gpu_pages(sequence)[at // PAGE_SIZE].astype(np.int64)).to(DEVICE)
-    assert (frames >= 0).all()
+    gpu_pages = torch.from_numpy(kv.gpu_pages(sequence)[at // PAGE_SIZE].astype(np.int64)).to(DEVICE)
+    assert (gpu_pages >= 0).all()
     offsets = torch.from_numpy(at % PAGE_SIZE).to(DEVICE)
     for which, pages in enumerate((kv.k_pages, kv.v_pages)):
-        pages[layer][frames, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
+        pages[layer][gpu_pages, :, offsets] = contents(tokens)[layer, which, at].to(DEVICE)
 
 
 def stage(kv: TieredKV, sequences: list[SequenceKV]) -> StagedReads:
@@ -132,10 +132,10 @@ class Listed:
         width = max(blocks)
         lists = rng.integers(-5, 1000, (LAYERS, len(kvs), HEADS, width), dtype=np.int32)
         counts = np.zeros(lists.shape[:3], np.int32)
-        for place in np.ndindex(*lists.shape[:3]):
-            chosen = np.flatnonzero(rng.random(blocks[place[1]]) < share)
-            counts[place] = len(chosen)
-            lists[place][: len(chosen)] = rng.permutation(chosen)
+        for index in np.ndindex(*lists.shape[:3]):
+            chosen = np.flatnonzero(rng.random(blocks[index[1]]) < share)
+            counts[index] = len(chosen)
+            lists[index][: len(chosen)] = rng.permutation(chosen)
         tables = np.full((len(kvs), width * per_block), -1, np.int32)
         for row, kv in enumerate(kvs):
             tables[row, : len(kv.pages)] = kv.pages
@@ -146,26 +146,26 @@ class Listed:
         found: set[int] = set()
         for sequence, head in np.ndindex(*self.counts.shape[1:]):
             blocks = self.lists[layer, sequence, head, : int(self.counts[layer, sequence, head])]
-            places = (blocks[:, None] * self.per_block + torch.arange(self.per_block)).flatten()
-            pages = self.tables[sequence, places.long()]
+            columns = (blocks[:, None] * self.per_block + torch.arange(self.per_block)).flatten()
+            pages = self.tables[sequence, columns.long()]
             found |= {int(page) * HEADS + head for page in pages[pages >= 0]}
         return found
 
     def check(
-        self, kv: TieredKV, slots: Tensor, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]
+        self, kv: TieredKV, lines: Tensor, layer: int, sequences: list[tuple[SequenceKV, tuple[int, ...]]]
     ) -> None:
-        """Page by page, what lies at the slots is what the model has."""
+        """Page by page, what lies in the cache lines is what the model has."""
         rows = [head_rows(pages[layer]).cpu() for pages in (kv.k_pages, kv.v_pages)]
         for i, (_, tokens) in enumerate(sequences):
             wanted, written = in_pages(contents(tokens)[layer : layer + 1], self.tables.shape[1])
             for head in range(HEADS):
                 count = int(self.counts[layer, i, head])
-                places = self.lists[layer, i, head, :count, None] * self.per_block
-                places = (places + torch.arange(self.per_block)).flatten().long()
-                at = slots[layer, i, head, : count * self.per_block].cpu().long()
+                columns = self.lists[layer, i, head, :count, None] * self.per_block
+                columns = (columns + torch.arange(self.per_block)).flatten().long()
+                at = lines[layer, i, head, : count * self.per_block].cpu().long()
                 for which in range(2):
-                    got = rows[which][at].view(-1, PAGE_SIZE, DIM)[written[places]]
-                    assert torch.equal(got, wanted[0, which, places, head][written[places]])
+                    got = rows[which][at].view(-1, PAGE_SIZE, DIM)[written[columns]]
+                    assert torch.equal(got, wanted[0, which, columns, head][written[columns]])
 
 
 class Tiers(RuleBasedStateMachine):
@@ -176,11 +176,11 @@ class Tiers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: list[Session] = []
-        self.home: dict[int, int] = {}  # checksums
+        self.stored: dict[int, int] = {}  # checksums of the pages in the backing store
 
-    @initialize(frames=st.sampled_from([5, 7, 9, 12, HOME]))
-    def start(self, frames: int) -> None:
-        self.kv = make(frames)
+    @initialize(gpu_pages=st.sampled_from([5, 7, 9, 12, PAGES]))
+    def start(self, gpu_pages: int) -> None:
+        self.kv = make(gpu_pages)
         self.kv.keep_group_means(GROUP, 5 * LONGEST // GROUP)
 
     @precondition(lambda self: len(self.live) < 4)
@@ -199,9 +199,9 @@ class Tiers(RuleBasedStateMachine):
 
     def plan(self, data: st.DataObject) -> list[tuple[Session, int]]:
         """Some sessions, and how many tokens each is to run: of its prompt, or a round."""
-        places = data.draw(st.lists(st.integers(0, len(self.live) - 1), min_size=1, max_size=3, unique=True))
+        indices = data.draw(st.lists(st.integers(0, len(self.live) - 1), min_size=1, max_size=3, unique=True))
         planned = []
-        for session in (self.live[place] for place in places):
+        for session in (self.live[index] for index in indices):
             room = LONGEST - session.kv.length - 1
             if session.unread:
                 most = min(session.unread, 64)
@@ -212,29 +212,29 @@ class Tiers(RuleBasedStateMachine):
         return planned
 
     def begin(self, planned: list[tuple[Session, int]]) -> bool:
-        """Whether there is room, which is just when all that is being written fits into frames."""
+        """Whether there is room, which is just when all that is being written fits into GPU pages."""
         work = [(session.kv, count) for session, count in planned]
         before = [(s.kv.length, list(s.kv.pages)) for s in self.live]
         missing = sum(pages_for(kv.length + count) - len(kv.pages) for kv, count in work)
         writing = {id(kv): pages_for(kv.length + count) - kv.length // PAGE_SIZE for kv, count in work}
         partial = [1 for s in self.live if s.kv.length % PAGE_SIZE and id(s.kv) not in writing]
         fits = missing <= self.kv.pool.available
-        has_frames = sum(writing.values()) + len(partial) <= self.kv.resident.count
+        has_gpu_pages = sum(writing.values()) + len(partial) <= self.kv.resident.count
         if DEVICE == "cuda":
-            torch.cuda.synchronize()  # what is home decides what is drawn: the same each time
-        spilled, free = self.kv.offload_active, self.kv.pool.free
+            torch.cuda.synchronize()  # what is stored decides what is drawn: the same each time
+        active, free = self.kv.offload_active, self.kv.pool.free
         try:
             self.kv.begin_pass(work)
         except OutOfPages as error:
-            assert not (fits and has_frames)
+            assert not (fits and has_gpu_pages)
             assert ("GPU pages" in str(error)) == fits
             assert [(s.kv.length, s.kv.pages) for s in self.live] == before
-            self.reached["out of frames" if fits else "out of pages"] += 1
+            self.reached["out of GPU pages" if fits else "out of pages"] += 1
             return False
-        assert fits and has_frames
-        self.reached["spilled"] += self.kv.offload_active and not spilled
-        self.reached["spilled again"] += self.kv.offload_active and not spilled and self.kv.counters.offloads > 1
-        self.reached["unspilled"] += spilled and not self.kv.offload_active
+        assert fits and has_gpu_pages
+        self.reached["offload active"] += self.kv.offload_active and not active
+        self.reached["active again"] += self.kv.offload_active and not active and self.kv.counters.offloads > 1
+        self.reached["no longer active"] += active and not self.kv.offload_active
         self.reached["evicted"] += missing > free
         return True
 
@@ -247,7 +247,7 @@ class Tiers(RuleBasedStateMachine):
         aborted=st.sampled_from([False, False, False, True]),
     )
     def run_pass(self, data: st.DataObject, seed: int, share: float, per_block: int, aborted: bool) -> None:
-        """Frames are given, lists requested, new KV written, all of it read; then rounds are judged."""
+        """GPU pages are given, lists requested, new KV written, all of it read; then rounds are judged."""
         planned = self.plan(data)
         if not planned or not self.begin(planned):
             for session in self.live:
@@ -278,13 +278,12 @@ class Tiers(RuleBasedStateMachine):
                 self.write(planned, after, layer)
 
     def placed(self, layer: int, wanted: set[int]) -> int:
-        """How many pages that are not hot a request will find slots for."""
+        """How many pages that miss a request will find cache lines for."""
         tables = self.kv.memory.tables
-        slots = {row: int(tables.line_of[layer, row]) for row in wanted}
-        hot = {slot for slot in slots.values() if slot >= 0}
+        hits = {line for row in wanted if (line := int(tables.line_of[layer, row])) >= 0}
         dirty, stamps = tables.dirty[layer].tolist(), tables.stamps[layer].tolist()
-        free = sum(not dirty[s] and stamps[s] < self.kv._round and s not in hot for s in range(tables.lines))
-        return min(len(wanted) - len(hot), free)
+        free = sum(not dirty[i] and stamps[i] < self.kv._round and i not in hits for i in range(tables.lines))
+        return min(len(wanted) - len(hits), free)
 
     def write(
         self, planned: list[tuple[Session, int]], after: list[tuple[SequenceKV, tuple[int, ...]]], layer: int
@@ -300,32 +299,32 @@ class Tiers(RuleBasedStateMachine):
         per_block: int,
         share: float,
     ) -> None:
-        """All that is listed, if the GPU has slots for it; whether it has is told."""
+        """Read all that is listed, if the GPU has cache lines for it; else the pass says how many pages overflow."""
         kv, tables = self.kv, self.kv.memory.tables
         sequences = [sequence for sequence, _ in after]
         listed = Listed.draw(rng, sequences, per_block, share)
         round = next_round(kv)
-        refused = fetched = 0
+        overflow = fetched = 0
         for layer in range(LAYERS):
             rows = listed.rows(layer)
             placed = self.placed(layer, rows)
             fetched += placed
-            refused += sum(int(tables.line_of[layer, row]) < 0 for row in rows) - placed
+            overflow += sum(int(tables.line_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
         done = fetch_listed(kv.memory, lists, counts, size, pages, round, overlap=share < 1)
-        assert int(done.overflow) == refused
+        assert int(done.overflow) == overflow
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
             self.write(planned, after, layer)
             done.wait(layer)
-            if not refused:
+            if not overflow:
                 listed.check(kv, done.lines, layer, after)
-        self.reached["refused" if refused else "listed"] += 1
+        self.reached["overflow" if overflow else "listed"] += 1
         self.reached["fetched"] += fetched > 0
 
     def check_means(self, kvs: list[SequenceKV]) -> None:
-        """Made before anything of the pass is written, also from pages that are only at home."""
+        """Made before anything of the pass is written, also from pages that are in the backing store alone."""
         pool = self.kv.extend_group_means(kvs)
         for session in self.live:
             groups = session.kv.groups
@@ -363,21 +362,21 @@ class Tiers(RuleBasedStateMachine):
         self.live = [other for other in self.live if other is not session]
 
     @invariant()
-    def frames_and_home_are_in_order(self) -> None:
+    def gpu_pages_and_store_are_in_order(self) -> None:
         self.kv.check_integrity()
 
     @invariant()
-    def what_is_hot_is_right(self) -> None:
-        """Of all that the clock has, in every slot."""
+    def cache_lines_hold_what_is_stored(self) -> None:
+        """Of all that the clock has, in every cache line."""
         kv = self.kv
         if not kv.offload_active:
             return
         for layer in range(LAYERS):
             page_in, dirty = (part[layer].long() for part in (kv.memory.tables.page_in, kv.memory.tables.dirty))
-            slots = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
-            for near, home in zip((kv.k_pages, kv.v_pages), zip(*kv.memory.stored, strict=True), strict=True):
-                got = head_rows(near[layer])[slots].cpu()
-                assert torch.equal(got, head_rows(home[layer])[page_in[slots].cpu()])
+            lines = ((page_in >= 0) & (dirty == 0)).nonzero()[:, 0]
+            for near, far in zip((kv.k_pages, kv.v_pages), zip(*kv.memory.stored, strict=True), strict=True):
+                got = head_rows(near[layer])[lines].cpu()
+                assert torch.equal(got, head_rows(far[layer])[page_in[lines].cpu()])
 
     @invariant()
     def sessions_read_back(self) -> None:
@@ -395,24 +394,24 @@ class Tiers(RuleBasedStateMachine):
 
     def check_where_it_lies(self, session: Session) -> None:
         wanted, written = in_pages(contents(session.run), len(session.kv.pages))
-        pages, frames = session.kv.table().copy(), self.kv.gpu_pages(session.kv)
-        framed, home = frames >= 0, self.kv.store.holds[pages]
-        assert (framed | home).all()
-        for places, where, chosen in (
-            ((self.kv.k_pages, self.kv.v_pages), frames, framed),
-            ((*zip(*self.kv.memory.stored, strict=True),), pages, home),
+        pages, gpu_pages = session.kv.table().copy(), self.kv.gpu_pages(session.kv)
+        on_gpu, stored = gpu_pages >= 0, self.kv.store.holds[pages]
+        assert (on_gpu | stored).all()
+        for sides, where, chosen in (
+            ((self.kv.k_pages, self.kv.v_pages), gpu_pages, on_gpu),
+            ((*zip(*self.kv.memory.stored, strict=True),), pages, stored),
         ):
             at = torch.from_numpy(where[chosen].astype(np.int64))
             there = torch.from_numpy(written.numpy()[chosen])
-            for which, layers in enumerate(places):
+            for which, layers in enumerate(sides):
                 for layer, lying in enumerate(layers):
                     got = lying[at.to(lying.device)].cpu().transpose(1, 2)[there]
                     assert torch.equal(got, wanted[layer, which][chosen].transpose(1, 2)[there])
 
     @invariant()
-    def home_never_changes(self) -> None:
+    def what_is_stored_never_changes(self) -> None:
         """From the copy of a page to its release; of pages that are kept for their prefix too."""
-        kept = {int(page): self.home.get(int(page)) for page in np.flatnonzero(self.kv.store.holds)}
+        kept = {int(page): self.stored.get(int(page)) for page in np.flatnonzero(self.kv.store.holds)}
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         layers = [part for side in zip(*self.kv.memory.stored, strict=True) for part in side]
@@ -420,7 +419,7 @@ class Tiers(RuleBasedStateMachine):
             now = zlib.crc32(b"".join(layer[page].numpy().tobytes() for layer in layers))
             assert before in (None, now)
             kept[page] = now
-        self.home = kept
+        self.stored = kept
 
     def teardown(self) -> None:
         for session in list(self.live):
@@ -441,8 +440,8 @@ def test_sessions_over_tiers() -> None:
         return
     # Out of pages it gets now and then; a test below gets there always.
     assert {name for name, count in Tiers.reached.items() if count} - {"out of pages"} == {
-        *("spilled", "spilled again", "unspilled", "evicted", "reused", "rolled back"),
-        *("listed", "fetched", "refused", "staged", "means", "out of frames"),
+        *("offload active", "active again", "no longer active", "evicted", "reused", "rolled back"),
+        *("listed", "fetched", "overflow", "staged", "means", "out of GPU pages"),
     }
 
 
@@ -471,9 +470,9 @@ def text(kind: int, pages: int) -> list[int]:
     return [*range(kind, kind + pages * PAGE_SIZE), kind]
 
 
-def test_what_fits_into_frames_stays_there() -> None:
-    """Home gets its copies all the same, many at a time."""
-    kv = make(frames=70, pages=90, longest=80 * PAGE_SIZE)
+def test_what_fits_into_gpu_pages_stays_there() -> None:
+    """The backing store gets its copies all the same, many at a time."""
+    kv = make(gpu_pages=70, pages=90, longest=80 * PAGE_SIZE)
     sequence = SequenceKV()
     tokens = [token % 251 for token in range(69 * PAGE_SIZE)]
     run_one(kv, sequence, tokens[: (COPIED_AT_ONCE - 1) * PAGE_SIZE])
@@ -487,8 +486,8 @@ def test_what_fits_into_frames_stays_there() -> None:
     kv.check_integrity()
 
 
-def test_kv_spills_comes_back_and_spills_again() -> None:
-    kv = make(frames=6)
+def test_the_offload_becomes_active_ends_and_becomes_active_again() -> None:
+    kv = make(gpu_pages=6)
     for turn in range(1, 4):
         kept = fill(kv, text(turn, 3))
         assert not kv.offload_active
@@ -504,8 +503,8 @@ def test_kv_spills_comes_back_and_spills_again() -> None:
         kv.check_integrity()
 
 
-def test_once_spilled_some_frames_are_left_to_the_clock() -> None:
-    kv = make(frames=12, pages=40)
+def test_an_active_offload_leaves_some_gpu_pages_to_the_clock() -> None:
+    kv = make(gpu_pages=12, pages=40)
     sequences = [fill(kv, text(kind, 6)) for kind in range(4)]
     assert kv.offload_active
     kv.begin_pass([(sequences[0], 1)])
@@ -513,7 +512,7 @@ def test_once_spilled_some_frames_are_left_to_the_clock() -> None:
 
 
 def test_what_is_read_wholly_leaves_last() -> None:
-    kv = make(frames=14, pages=40)
+    kv = make(gpu_pages=14, pages=40)
     dense = fill(kv, text(1, 5), dense=True)
     sparse = fill(kv, text(2, 5))
     fill(kv, text(3, 2))
@@ -526,9 +525,9 @@ def test_what_is_read_wholly_leaves_last() -> None:
     check_staged(kv, [(sparse, tuple(text(2, 5)))])
 
 
-def test_pages_kept_for_their_prefix_do_not_keep_their_frames() -> None:
-    """Of sessions that end as soon as their pages are full, one after the other, more than there are frames."""
-    kv = make(frames=4, pages=60)
+def test_pages_kept_for_their_prefix_do_not_keep_their_gpu_pages() -> None:
+    """Of sessions that end as soon as their pages are full, one after the other, more than there are GPU pages."""
+    kv = make(gpu_pages=4, pages=60)
     for kind in range(20):
         tokens = text(kind, 2)[:-1]
         sequence = fill(kv, tokens)
@@ -541,10 +540,10 @@ def test_pages_kept_for_their_prefix_do_not_keep_their_frames() -> None:
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("frames", [6, 12])
-def test_pages_taken_from_an_old_prefix_are_their_new_owners(frames: int) -> None:
+@pytest.mark.parametrize("count", [6, 12])
+def test_pages_taken_from_an_old_prefix_are_their_new_owners(count: int) -> None:
     """In the very pass in which the prefix is forgotten."""
-    kv = make(frames, pages=12)
+    kv = make(count, pages=12)
     for kind in range(5):
         tokens = text(kind, 2)[:-1]
         sequence = fill(kv, tokens)
@@ -556,18 +555,18 @@ def test_pages_taken_from_an_old_prefix_are_their_new_owners(frames: int) -> Non
         run_one(kv, sequence, [*text(50 + kind, 2), 7])
     kv.check_integrity()
     for kind, sequence in enumerate(held):
-        frames_of = kv.gpu_pages(sequence)
-        assert kv.offload_active or (frames_of >= 0).all()
+        gpu_pages = kv.gpu_pages(sequence)
+        assert kv.offload_active or (gpu_pages >= 0).all()
         if kv.offload_active:
             check_staged(kv, [(sequence, (*text(50 + kind, 2), 7))])
         else:
-            content, written = in_pages(contents((*text(50 + kind, 2), 7)), len(frames_of))
-            got = kv.k_pages[1][torch.from_numpy(frames_of).long().to(DEVICE)].cpu()
+            content, written = in_pages(contents((*text(50 + kind, 2), 7)), len(gpu_pages))
+            got = kv.k_pages[1][torch.from_numpy(gpu_pages).long().to(DEVICE)].cpu()
             assert torch.equal(got.transpose(1, 2)[written], content[1, 0].transpose(1, 2)[written])
 
 
 def test_a_pass_without_room_changes_nothing() -> None:
-    kv = make(frames=4, pages=14)
+    kv = make(gpu_pages=4, pages=14)
     held = fill(kv, text(1, 6))
     before = held.length, list(held.pages), kv.pool.available
     with pytest.raises(OutOfPages, match=r"6 GPU pages wanted, \d of 4 can be given: raise --kv-memory, or lower"):
@@ -581,23 +580,23 @@ def test_a_pass_without_room_changes_nothing() -> None:
     kv.check_integrity()
 
 
-def test_what_is_rolled_back_is_not_copied_home() -> None:
-    kv = make(frames=4, pages=12)
+def test_what_is_rolled_back_is_not_stored() -> None:
+    kv = make(gpu_pages=4, pages=12)
     sequence = fill(kv, text(1, 2))
     run_one(kv, sequence, text(1, 6)[: 3 * PAGE_SIZE])
     kv.truncate(sequence, 2 * PAGE_SIZE + 1)
     run_one(kv, sequence, [*text(1, 2), *[99] * 12])
     fill(kv, text(3, 3))
     assert kv.offload_active
-    assert [bool(home) for home in kv.store.holds[sequence.pages]] == [True, True, False]
+    assert kv.store.holds[sequence.pages].tolist() == [True, True, False]
     check_staged(kv, [(sequence, (*text(1, 2), *[99] * 12))])
 
 
 def test_what_is_not_built_or_does_not_fit() -> None:
-    for frames, pages in ((0, 4), (5, 4)):
-        with pytest.raises(ValueError, match=f"{frames} GPU pages for 4 pages in the backing store"):
-            make(frames, pages)
-    kv = make(frames=6, longest=3 * PAGE_SIZE)
+    for count, pages in ((0, 4), (5, 4)):
+        with pytest.raises(ValueError, match=f"{count} GPU pages for 4 pages in the backing store"):
+            make(count, pages)
+    kv = make(gpu_pages=6, longest=3 * PAGE_SIZE)
     sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
     with pytest.raises(NotImplementedError, match="cannot be forked"):
         kv.fork(sequences[0])
@@ -609,7 +608,7 @@ def test_what_is_not_built_or_does_not_fit() -> None:
 def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is freed while it is copied, filled again and copied again: the first copy's end says nothing of it."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))
-    kv = make(frames=HOME)
+    kv = make(gpu_pages=PAGES)
     copied = []
     for kind in (1, 2):
         sequence = fill(kv, text(kind, 1)[:-1])
@@ -622,14 +621,14 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
             kv.release(sequence)
     assert copied[0][0] == copied[1][0]
     page = copied[0][0][0]
-    for (_, event), home in zip(copied, (False, True), strict=True):
+    for (_, event), stored in zip(copied, (False, True), strict=True):
         event.arrived = True
         kv.begin_pass([])
-        assert bool(kv.store.holds[page]) is home
+        assert bool(kv.store.holds[page]) is stored
 
 
 def test_layers_wait_for_the_link() -> None:
-    kv = make(frames=6)
+    kv = make(gpu_pages=6)
     sequence = fill(kv, text(1, 8))
     kv.begin_pass([(sequence, 1)])
     lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()

@@ -11,7 +11,9 @@ import models
 from config import ModelSettings
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading import OpenedModel, count_token_ids, load_model, load_tokenizer, open_model
+from engine.loading.model import load_model
+from engine.loading.opening import OpenedModel, open_model
+from engine.loading.tokenizer import count_token_ids, load_tokenizer
 from wire.messages import Hello
 
 IDS = 4096  # of the bundled tokenizer
