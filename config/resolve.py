@@ -6,14 +6,13 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 import yaml
 
 from config.sections import ClientSettings, ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
-from config.setting import Declared, Section, SettingsError, declared_in
+from config.setting import Section, Setting, SettingsError, declared_in
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +25,6 @@ NAMES = {
     for item in declared_in(section)
 }
 _SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
-@dataclass(frozen=True)
-class _Option:
-    """A setting as one command line offers it. default: what it is if no source gives it."""
-
-    declared: Declared
-    flag: str
-    help: str
-    default: Any
 
 
 def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
@@ -77,16 +66,15 @@ def _resolve(
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     _add_flags(parser, options.values())
     rest = parser.parse_args(arguments)
-    given = {flag: vars(rest).pop(flag) for flag in (option.flag for option in options.values())}
+    given = {key: vars(rest).pop(item.flag) for key, (item, _) in options.items()}
     sources: list[tuple[str, Mapping[str, Any]]] = [
         (rest.config or "file", _from_file(rest.config) if rest.config else {}),
         ("environment", _from_environment(environment)),
-        ("flag", {key: given[option.flag] for key, option in options.items() if given[option.flag] is not None}),
+        ("flag", {key: value for key, value in given.items() if value is not None}),
     ]
     values: dict[str, Any] = {}
     for source, found in sources:
-        known = {key: value for key, value in found.items() if key in options}
-        values |= {key: _convert(options[key], value, source) for key, value in known.items()}
+        values |= {key: _convert(options[key][0], value, source) for key, value in found.items() if key in options}
     sections = [_filled(section, values) for section in defaults]
     if rest.dry_run:
         print(json.dumps(describe(sections), indent=2))
@@ -104,21 +92,19 @@ def describe(sections: Iterable[Section]) -> dict[str, Any]:
     }
 
 
-def _options(defaults: Sequence[Section]) -> dict[str, _Option]:
-    """What a command line offers, by key."""
-    options: dict[str, _Option] = {}
+def _options(defaults: Sequence[Section]) -> dict[str, tuple[Setting, Any]]:
+    """What a command line offers, by key: the setting with the flag that it has there, and its default."""
+    options: dict[str, tuple[Setting, Any]] = {}
     alone = len(defaults) == 1
     for section in defaults:
         for item in declared_in(type(section)):
-            key = _key(item)
-            if key in options or not (item.name or alone):
-                continue
-            text = item.rule.help.replace("{side}", section.side)
-            options[key] = _Option(item, item.flag if alone else item.name, text, getattr(section, item.field))
+            if item.name or alone:
+                offered = item if alone else dataclasses.replace(item, flag=item.name)
+                options.setdefault(_key(item), (offered, getattr(section, item.field)))
     return options
 
 
-def _key(item: Declared) -> str:
+def _key(item: Setting) -> str:
     """Its name, or what no file and no variable can name."""
     return item.name or f"--{item.flag}"
 
@@ -128,25 +114,19 @@ def _filled(section: Section, values: Mapping[str, Any]) -> Section:
     return dataclasses.replace(section, **changes)
 
 
-def _add_flags(parser: argparse.ArgumentParser, options: Iterable[_Option]) -> None:
+def _add_flags(parser: argparse.ArgumentParser, options: Iterable[tuple[Setting, Any]]) -> None:
     groups: dict[str, Any] = {}
-    for option in options:
-        title = option.declared.rule.group
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        flag, kind = "--" + option.flag.replace("_", "-"), option.declared.kind
-        about: dict[str, Any] = {
-            "dest": option.flag,
-            "default": None,
-            "help": f"{option.help} (default: {option.default!r})",
-        }
-        if kind is bool:
-            about["action"] = argparse.BooleanOptionalAction
+    for item, default in options:
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {default!r})"}
+        if item.kind is bool:
+            about |= {"action": argparse.BooleanOptionalAction, "default": None}
         else:
-            about["metavar"] = option.flag.upper()
-        if get_origin(kind) is tuple:
+            about["metavar"] = item.flag.upper()
+        if get_origin(item.kind) is tuple:
             about["action"] = "append"
-        groups[title].add_argument(flag, **about)
+        groups[item.group].add_argument("--" + item.flag.replace("_", "-"), **about)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -192,9 +172,9 @@ def _from_file(path: str) -> dict[str, Any]:
     return content
 
 
-def _convert(option: _Option, value: Any, source: str) -> Any:
+def _convert(item: Setting, value: Any, source: str) -> Any:
     """A value by its spelling, so that 4.5 and true are no integers. Raises SettingsError."""
-    kind, name = option.declared.kind, option.declared.name or option.flag
+    kind, name = item.kind, item.name or item.flag
     try:
         if get_origin(kind) is tuple:
             return tuple(value)
@@ -206,5 +186,5 @@ def _convert(option: _Option, value: Any, source: str) -> Any:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         raise SettingsError(f"{source}: {name} is {value!r}, expected {kind.__name__}") from None
-    option.declared.check(converted, f"{source}: {name}")
+    item.check(converted, f"{source}: {name}")
     return converted

@@ -11,62 +11,45 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """What is known of a setting beside its field's name, type and default.
+class Setting:
+    """All that is known of a setting beside its default.
 
-    group: the heading of --help that lists it. least, most: the ends of its range; above: less than all of it; choices:
-    all its values. name: what a launch, the environment and a file call it; "{side}" stands for target or draft; "":
-    only a service's own command line has it. flag: what a service's own command line calls it.
+    group: the heading of --help that lists it. name: what a launch, the environment and a file call it; "": only a
+    service's own command line has it. flag: what a service's own command line calls it. least, most: the ends of its
+    range; above: less than all of it; choices: all its values. field, kind: the name and type of its section's field.
+    In a declaration "{side}" stands for target or draft and "{field}" for the field's name; `declared_in` fills them.
     """
 
     help: str
     group: str
-    name: str
-    flag: str
+    name: str = "{field}"
+    flag: str = "{field}"
     least: float | None = None
     most: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
-
-    def allows(self, value: Any) -> bool:
-        """Whether a value of the right type lies in the range; NaN lies in none."""
-        if self.choices:
-            return value in self.choices
-        return (
-            (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
-            and (self.above is None or value > self.above)
-        )
-
-    @property
-    def expected(self) -> str:
-        """The range in words."""
-        if self.choices:
-            return ", ".join(self.choices)
-        ends = (("at least", self.least), ("more than", self.above), ("at most", self.most))
-        return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
-
-
-def setting(default: Any, help: str, *, group: str, name: str = "{field}", flag: str = "", **rules: Any) -> Any:
-    """A dataclass field with its declaration; the other arguments are Declaration's."""
-    declared = Declaration(help, group, name, flag, **rules)
-    return dataclasses.field(default=default, metadata={"declaration": declared})
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A setting of one section. name: its unique name, "" if only a service's own command line has it."""
-
-    field: str
-    kind: Any
-    name: str
-    flag: str
-    rule: Declaration
+    field: str = ""
+    kind: Any = None
 
     def check(self, value: Any, shown: str) -> None:
-        """Raises SettingsError for a value out of its range; `shown` is what the message calls the setting."""
-        if not self.rule.allows(value):
-            raise SettingsError(f"{shown} is {value!r}, expected {self.rule.expected}")
+        """Raises SettingsError for a value out of its range (NaN: of any); the message calls it `shown`."""
+        if self.choices:
+            allowed, expected = value in self.choices, ", ".join(self.choices)
+        else:
+            allowed = (
+                (self.least is None or value >= self.least)
+                and (self.most is None or value <= self.most)
+                and (self.above is None or value > self.above)
+            )
+            ends = (("at least", self.least), ("more than", self.above), ("at most", self.most))
+            expected = " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
+        if not allowed:
+            raise SettingsError(f"{shown} is {value!r}, expected {expected}")
+
+
+def setting(default: Any, help: str, **declared: Any) -> Any:
+    """A dataclass field with its declaration; the other arguments are Setting's."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, **declared)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +66,11 @@ class Section:
             item.check(getattr(self, item.field), item.name or item.field)
 
 
-def declared_in(section: type[Section]) -> Iterator[Declared]:
+def declared_in(section: type[Section]) -> Iterator[Setting]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
     for item in dataclasses.fields(section):
-        rule = item.metadata.get("declaration")
-        if rule is not None:
-            name = rule.name.format(side=section.side, field=item.name)
-            yield Declared(item.name, item.type, name, rule.flag or item.name, rule)
+        declared: Setting | None = item.metadata.get("setting")
+        if declared is not None:
+            known = {"side": section.side, "field": item.name}
+            words = {name: getattr(declared, name).format(**known) for name in ("help", "name", "flag")}
+            yield dataclasses.replace(declared, field=item.name, kind=item.type, **words)

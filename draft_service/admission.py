@@ -10,17 +10,12 @@ from wire.messages import Begin, Decline, Resync
 
 
 class Admission:
-    """Begins and drops sessions. It owns the promises of KV pages and the queue of sessions that wait for room."""
+    """Begins and drops sessions. Owns `reserved`, the KV pages promised to them, and `waiting`, those without room."""
 
     def __init__(self, kv: KVCache, settings: DraftSettings, counters: Counter[str]) -> None:
         self._kv, self._settings, self._counters = kv, settings, counters
-        self._reserved = 0
-        self._waiting: deque[tuple[TargetPeer, str]] = deque()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no page is promised and no session waits."""
-        return self._reserved == 0 and not self._waiting
+        self.reserved = 0
+        self.waiting: deque[tuple[TargetPeer, str]] = deque()
 
     def begin(self, peer: TargetPeer, begin: Begin) -> None:
         """Begin a session, or begin it anew where `begin` says; decline it if there is no room."""
@@ -39,12 +34,12 @@ class Admission:
             self._decline_for_good(peer, name, f"{begin.max_length} tokens, the draft model reads {reads}")
             return
         pages = self._pages(begin.max_length)
-        if self._reserved + pages > self._kv.pool.num_pages:
+        if self.reserved + pages > self._kv.pool.num_pages:
             self._counters["declined_sessions"] += 1
             peer.send(Decline(name, "no room"))
-            self._waiting.append((peer, name))
+            self.waiting.append((peer, name))
             return
-        self._reserved += pages
+        self.reserved += pages
         session = DraftSession.from_begin(peer, begin, self._settings.gamma)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
@@ -52,10 +47,10 @@ class Admission:
     def drop(self, session: DraftSession) -> None:
         """Release all that a session holds, and ask for the session that has waited longest for room."""
         self._kv.release(session.kv)
-        self._reserved -= self._pages(session.max_length)
+        self.reserved -= self._pages(session.max_length)
         del session.peer.sessions[session.id]
-        if self._waiting:
-            peer, name = self._waiting.popleft()
+        if self.waiting:
+            peer, name = self.waiting.popleft()
             peer.send(Resync(name))  # it went on without us: where does it stand now?
 
     def end(self, peer: TargetPeer, name: str) -> None:
@@ -72,20 +67,20 @@ class Admission:
 
     def detach(self, peer: TargetPeer) -> None:
         """Drop and forget all sessions of a target whose stream broke."""
-        self._waiting = deque(item for item in self._waiting if item[0] is not peer)
+        self.waiting = deque(item for item in self.waiting if item[0] is not peer)
         for session in list(peer.sessions.values()):
             self.drop(session)
 
     def expects_verdicts(self, peer: TargetPeer, name: str) -> bool:
         """Return whether verdicts on a session that is not drafted for are to be expected: it ended, or it waits."""
-        return name in peer.ended or (peer, name) in self._waiting
+        return name in peer.ended or (peer, name) in self.waiting
 
     def _decline_for_good(self, peer: TargetPeer, name: str, reason: str) -> None:
         peer.send(Decline(name, reason))
         peer.ended.append(name)
 
     def _forget(self, peer: TargetPeer, name: str) -> None:
-        self._waiting = deque(item for item in self._waiting if item != (peer, name))
+        self.waiting = deque(item for item in self.waiting if item != (peer, name))
 
     def _pages(self, max_length: int) -> int:
         """Return the pages that a session may come to hold: its tokens and two rounds drafted beyond them."""

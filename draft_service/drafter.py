@@ -30,7 +30,7 @@ class Drafter:
         self.runner = runner
         self.counters: Counter[str] = Counter()
         self._plan, self._settings = plan, settings
-        self._admission = Admission(runner.kv, settings, self.counters)
+        self.admission = Admission(runner.kv, settings, self.counters)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
@@ -40,11 +40,6 @@ class Drafter:
     def session_count(self) -> int:
         """How many sessions are drafted for."""
         return sum(len(peer.sessions) for peer in self._peers)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left of any session."""
-        return self.session_count == 0 and self._admission.is_empty
 
     # Events from targets.
 
@@ -65,14 +60,14 @@ class Drafter:
         for peer, event in inbox:
             match event:
                 case None:
-                    self._admission.detach(peer)
+                    self.admission.detach(peer)
                     self._peers.remove(peer)
                 case Begin():
-                    self._admission.begin(peer, event)
+                    self.admission.begin(peer, event)
                 case Verdict():
                     self._receive_verdict(peer, event)
                 case End(name):
-                    self._admission.end(peer, name)
+                    self.admission.end(peer, name)
                 case Refusal(expected, _):
                     self.counters["refused_frames"] += 1
                     peer.send(Resync(expected.session))
@@ -81,7 +76,7 @@ class Drafter:
         name = verdict.at.session
         if name in peer.sessions:
             receive_verdict(peer.sessions[name], verdict, self.runner.kv, self.counters)
-        elif not self._admission.expects_verdicts(peer, name):
+        elif not self.admission.expects_verdicts(peer, name):
             peer.send(Resync(name))
 
     # Steps.
@@ -124,5 +119,5 @@ class Drafter:
         log.error("%s; declined: %s", reason, names)
         log.debug("the step that failed", exc_info=error)
         for session in step.sessions:
-            self._admission.fail(session, reason)
+            self.admission.fail(session, reason)
         return True

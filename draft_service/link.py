@@ -58,7 +58,7 @@ async def _speculate(
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
     outbox: Outbox[DraftEvent] = Outbox()
-    peer = TargetPeer(target.peer, outbox.put, await asyncio.to_thread(_is_here, state.target))
+    peer = TargetPeer(outbox.put, await asyncio.to_thread(_is_here, state.target))
     drafter.attach(peer)
     sender = asyncio.create_task(_send(call, outbox))
     try:

@@ -30,8 +30,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     loaded.
     """
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
-    dense = tuple(sorted(set(plan.dense_layers)))
-    opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))
+    opened = open_model(settings)
     planned = plan.draft_layers, plan.draft_heads
     actual = opened.shape.num_layers, opened.shape.num_heads
     if planned != actual:

@@ -20,6 +20,7 @@ _RETRY = 16  # rounds
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
 
 
+@dataclass(eq=False)
 class TargetPeer:
     """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
 
@@ -27,12 +28,10 @@ class TargetPeer:
     over; late verdicts on them are of no interest.
     """
 
-    def __init__(self, name: str, send: Callable[[DraftEvent], None], near: bool = False) -> None:
-        self.name = name
-        self.send = send
-        self.near = near
-        self.sessions: dict[str, DraftSession] = {}
-        self.ended: deque[str] = deque(maxlen=1024)
+    send: Callable[[DraftEvent], None]
+    near: bool = False
+    sessions: dict[str, "DraftSession"] = field(default_factory=dict)
+    ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
 
 
 @dataclass(eq=False)

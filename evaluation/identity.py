@@ -211,7 +211,7 @@ def _take_turns(
     """The draft does all that it can, then the target one step, until all sessions have ended."""
     to_draft: list[TargetEvent] = []
     to_target: list[DraftEvent] = []
-    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer("target", to_target.append)
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer(to_target.append)
     verifier.protocol.attach(target_end)
     drafter.attach(draft_end)
     for opening in openings:

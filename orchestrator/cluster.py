@@ -1,11 +1,14 @@
 """Placing the services with Ray. Ray starts, watches and restarts the processes; no token passes through it."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,28 +23,16 @@ from wire.server import RunningServer
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServiceInfo:
-    """Where a service listens and which process it is."""
-
-    address: str
-    pid: int
-
-
 class ServiceActor:
     """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
 
     def __init__(self, settings: DraftSettings | TargetSettings) -> None:
-        self._started = threading.Event()
-        self._address = ""
-        self._failure: BaseException | None = None
-        self._ready = False
+        self._address: Future[str] = Future()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
         def on_ready(server: RunningServer) -> None:
-            self._address, self._ready = server.address, True
-            self._started.set()
+            self._address.set_result(server.address)
 
         try:
             run = (
@@ -50,36 +41,17 @@ class ServiceActor:
             asyncio.run(run)
         except BaseException as error:
             log.exception("the %s service failed", settings.side)
-            self._failure = error
-            if self._ready:  # it served already: let Ray start it anew
+            if self._address.done():  # it served already: let Ray start it anew
                 os._exit(1)
-        self._started.set()
+            self._address.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    def info(self) -> ServiceInfo:
-        """Waits for the service to listen; raises what kept it from that."""
-        self._started.wait()
-        if self._failure is not None:
-            raise RuntimeError(f"{type(self._failure).__name__}: {self._failure}")
-        return ServiceInfo(self._address, os.getpid())
+    def info(self) -> tuple[str, int]:
+        """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
+        return self._address.result(), os.getpid()
 
 
 class ClusterError(RuntimeError):
     """Ray or a service could not be started."""
-
-
-@dataclass
-class Cluster:
-    """The running services."""
-
-    target: Any
-    draft: Any
-    target_info: ServiceInfo
-    draft_info: ServiceInfo
-
-    def stop(self) -> None:
-        for actor in (self.draft, self.target):
-            ray.kill(actor, no_restart=True)
-        ray.shutdown()  # ends Ray itself only if this process started it
 
 
 def connect_ray(settings: ClusterSettings) -> bool:
@@ -119,21 +91,36 @@ def _keep_ray_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def start_services(config: Config) -> Cluster:
-    """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
-    target_settings, draft_settings = placed_settings(config)
-    target_gpus, draft_gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
-    # Fractional CPUs: placement asks for room, the models' threads are set above.
+@contextlib.contextmanager
+def services_on_ray(config: Config) -> Iterator[dict[str, tuple[str, int]]]:
+    """Start target and draft, wait until both listen, and stop them and our part of Ray at the end.
+
+    Yields address and process id by side. Raises ClusterError with a service's own words.
+    """
+    gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
+    # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
     options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
     actor = ray.remote(ServiceActor)
-    target = actor.options(name="target", num_gpus=target_gpus, **options).remote(target_settings)
-    draft = actor.options(name="draft", num_gpus=draft_gpus, **options).remote(draft_settings)
+    actors = {
+        settings.side: actor.options(name=settings.side, num_gpus=count, **options).remote(settings)
+        for settings, count in zip(placed_settings(config), gpus, strict=True)
+    }
     try:
-        target_info, draft_info = ray.get([target.info.remote(), draft.info.remote()])
+        infos = _wait_for([started.info.remote() for started in actors.values()])
+        yield dict(zip(actors, infos, strict=True))
+    finally:
+        for started in reversed(actors.values()):
+            ray.kill(started, no_restart=True)
+        ray.shutdown()  # ends Ray itself only if this process started it
+
+
+def _wait_for(answers: list[Any]) -> list[Any]:
+    """What the actors answer. Raises ClusterError with the words of one that failed."""
+    try:
+        return ray.get(answers)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
-    return Cluster(target, draft, target_info, draft_info)
 
 
 def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:

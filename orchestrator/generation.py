@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
@@ -46,10 +47,8 @@ class Frontend:
         """Check a request; raises ServiceError before anything is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        if len(request.prompt) > 4096:
-            record = await asyncio.to_thread(to_record, request, self.tokenizer, self.limits)
-        else:
-            record = to_record(request, self.tokenizer, self.limits)
+        check = partial(to_record, request, self.tokenizer, self.limits)
+        record = await asyncio.to_thread(check) if len(request.prompt) > 4096 else check()
         if self.router.is_open(record.session):
             raise InvalidArgument(f"request_id {record.session!r} is in use")
         return record
@@ -92,7 +91,7 @@ class Frontend:
 
     def abort(self, request_id: str) -> bool:
         """End a running request; False if there is none of that id."""
-        return self.router.end(request_id, FinishReason.ABORT)
+        return self.router.abort(request_id)
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""

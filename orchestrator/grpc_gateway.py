@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.ledger import SpeculationTotals
 from orchestrator.requests import GenerationRequest, check_model
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.errors import InvalidArgument, NotFound
@@ -111,11 +110,7 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
                 total_tokens=chunk.prompt_tokens + chunk.completion_tokens,
             )
         )
-        response.speculation.CopyFrom(_totals_to_pb(chunk.totals))
+        summary = chunk.totals.summary()
+        names = inference_pb2.SpeculationSummary.DESCRIPTOR.fields_by_name
+        response.speculation.CopyFrom(inference_pb2.SpeculationSummary(**{name: summary[name] for name in names}))
     return response
-
-
-def _totals_to_pb(totals: SpeculationTotals) -> inference_pb2.SpeculationSummary:
-    values = totals.summary()
-    names = inference_pb2.SpeculationSummary.DESCRIPTOR.fields_by_name
-    return inference_pb2.SpeculationSummary(**{name: values[name] for name in names})

@@ -64,16 +64,13 @@ async def _errors_as_json(
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        body = {
-            "error": {"message": error.reason, "type": "invalid_request_error", "param": None, "code": error.status}
-        }
-        return web.json_response(
-            body, status=error.status, headers={"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        )
+        body = _error_body(InvalidArgument(error.reason), error.status)
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return web.json_response(body, status=error.status, headers=headers)
 
 
-def _error_body(error: ServiceError) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.http_code}}
+def _error_body(error: ServiceError, code: int = 0) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": code or error.http_code}}
 
 
 class _Gateway:
@@ -90,7 +87,7 @@ class _Gateway:
             raise InvalidArgument("prompt: several prompts in one request are not supported yet; send one each")
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_int, prompt))):
             raise InvalidArgument("prompt: expected a string or a list of token ids")
-        return await self._answer(request, body, prompt, _CompletionFormat())
+        return await self._answer(request, body, prompt, chat=False)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await _read_body(request, _CHAT_FIELDS)
@@ -100,7 +97,7 @@ class _Gateway:
             if not _is_int(limit):
                 raise InvalidArgument(f"max_completion_tokens: expected an integer, got {str(limit)[:80]!r}")
             body["max_tokens"] = limit
-        return await self._answer(request, body, prompt, _ChatFormat())
+        return await self._answer(request, body, prompt, chat=True)
 
     def _render_chat(self, messages: Any) -> str:
         if not isinstance(messages, list) or not messages:
@@ -117,11 +114,11 @@ class _Gateway:
             raise InvalidArgument(f"messages: the model's chat template refuses them: {error}") from error
 
     async def _answer(
-        self, request: web.Request, body: dict[str, Any], prompt: str | list[int], style: "_Format"
+        self, request: web.Request, body: dict[str, Any], prompt: str | list[int], chat: bool
     ) -> web.StreamResponse:
         generation = _generation_request(body, prompt)
         record = await self._frontend.prepare(generation)
-        answer = _Answer(style, record, self._frontend.limits.model_name)
+        answer = _Answer(chat, record, self._frontend.limits.model_name)
         async with aclosing(self._frontend.generate(record, generation.stop)) as chunks:
             if not _bool(body, "stream"):
                 pieces = [chunk async for chunk in chunks]
@@ -280,62 +277,41 @@ def _generation_request(body: dict[str, Any], prompt: str | list[int]) -> Genera
     )
 
 
-class _CompletionFormat:
-    prefix, object_whole, object_piece = "cmpl-", "text_completion", "text_completion"
-
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    piece = whole
-
-    def opening(self) -> dict[str, Any] | None:
-        return None
-
-
-class _ChatFormat:
-    prefix, object_whole, object_piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-
-_Format = _CompletionFormat | _ChatFormat
-
-
 class _Answer:
-    """The JSON bodies of one answer."""
+    """The JSON bodies of one answer, to a chat or to a completion."""
 
-    def __init__(self, style: _Format, record: Record, model: str) -> None:
-        self._style = style
-        self._head = {"id": style.prefix + record.session, "created": int(time.time()), "model": model}
-
-    def _choice(self, content: dict[str, Any], reason: FinishReason) -> dict[str, Any]:
-        name = None if reason is FinishReason.NONE else reason.name.lower()
-        return {"index": 0, **content, "logprobs": None, "finish_reason": name}
+    def __init__(self, chat: bool, record: Record, model: str) -> None:
+        self._chat = chat
+        prefix = "chatcmpl-" if chat else "cmpl-"
+        self._kind = "chat.completion" if chat else "text_completion"
+        self._piece_kind = "chat.completion.chunk" if chat else "text_completion"
+        self._head = {"id": prefix + record.session, "created": int(time.time()), "model": model}
 
     def whole(self, text: str, last: Chunk) -> dict[str, Any]:
-        choice = self._choice(self._style.whole(text), last.finish_reason)
-        return self._head | {"object": self._style.object_whole, "choices": [choice]} | _usage(last)
+        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        choice = _choice(content, last.finish_reason)
+        return self._head | {"object": self._kind, "choices": [choice]} | _usage(last)
 
     def opening(self) -> dict[str, Any] | None:
-        content = self._style.opening()
-        if content is None:
-            return None
-        choice = self._choice(content, FinishReason.NONE)
-        return self._head | {"object": self._style.object_piece, "choices": [choice]}
+        """What a chat's stream begins with."""
+        content = {"delta": {"role": "assistant", "content": ""}}
+        return self._piece([_choice(content, FinishReason.NONE)]) if self._chat else None
 
     def piece(self, chunk: Chunk) -> dict[str, Any]:
-        choice = self._choice(self._style.piece(chunk.text), chunk.finish_reason)
-        return self._head | {"object": self._style.object_piece, "choices": [choice]}
+        text = chunk.text
+        content = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
+        return self._piece([_choice(content, chunk.finish_reason)])
 
     def usage_piece(self, last: Chunk) -> dict[str, Any]:
-        return self._head | {"object": self._style.object_piece, "choices": []} | _usage(last)
+        return self._piece([]) | _usage(last)
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": self._piece_kind, "choices": choices}
+
+
+def _choice(content: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
+    name = None if reason is FinishReason.NONE else reason.name.lower()
+    return {"index": 0, **content, "logprobs": None, "finish_reason": name}
 
 
 def _usage(last: Chunk) -> dict[str, Any]:

@@ -7,18 +7,18 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import grpc
 
 from config import Config, SettingsError, resolve_launch
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
-from orchestrator.cluster import ClusterError, connect_ray, start_services
+from orchestrator.cluster import ClusterError, connect_ray, services_on_ray
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import make_app, start_http
+from orchestrator.http_gateway import StatusReader, make_app, start_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
@@ -26,19 +26,13 @@ from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
 from wire.convert import status_from_pb
-from wire.errors import Unavailable
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import OPTIONS, start_server
 
 log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    grpc: str
-    http: str
+_STATUS_SECONDS = 1.0
 
 
 def resolve_context(config: Config) -> Config:
@@ -55,8 +49,11 @@ def resolve_context(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterator[tuple[Endpoints, Frontend]]:
-    """The client endpoints over services at the given addresses; drained and closed at the end."""
+async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
+    """The client endpoints over services at the given addresses (gRPC, HTTP); drained and closed at the end.
+
+    Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
+    """
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
     limits = Limits(
@@ -68,59 +65,53 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
     )
     router = Router(target, clients.resume_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
-    draft_channel = grpc.aio.insecure_channel(draft) if draft else None
-
-    async def read_status() -> Mapping[str, ServiceStatus | None]:
-        return {"target": await _status_or_none(router), "draft": await _draft_status(draft_channel)}
-
     async with contextlib.AsyncExitStack() as started:
-        if draft_channel is not None:
-            started.push_async_callback(draft_channel.close)
-        await router.start()
-        started.push_async_callback(router.stop)
+        stubs: dict[str, Any] = {"target": None, "draft": None}
+        kinds = control_pb2_grpc.TargetControlStub, control_pb2_grpc.DraftControlStub
+        for name, address, kind in zip(stubs, (target, draft), kinds, strict=True):
+            if address:
+                channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+                stubs[name] = kind(await started.enter_async_context(channel))
+
+        async def read_status() -> Mapping[str, ServiceStatus | None]:
+            return {name: await _status(stub) for name, stub in stubs.items()}
+
+        await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
         started.push_async_callback(server.stop, 1.0)
-        app = make_app(frontend, read_status)
-        http, http_address = await start_http(app, clients.host, clients.http_port)
+        http, http_address = await start_http(make_app(frontend, read_status), clients.host, clients.http_port)
         started.push_async_callback(http.cleanup)
         await server.set_serving(True)
         try:
-            yield Endpoints(server.address, http_address), frontend
+            await _wait_until_connected(router, read_status, bool(draft))
+            yield server.address, http_address
         finally:
             await server.set_serving(False)
             await frontend.drain(clients.shutdown_grace)
 
 
-async def _status_or_none(router: Router) -> ServiceStatus | None:
-    try:
-        return await router.status()
-    except Unavailable:
-        return None
-
-
-async def _draft_status(channel: grpc.aio.Channel | None) -> ServiceStatus | None:
-    if channel is None:
+async def _status(stub: Any) -> ServiceStatus | None:
+    """What a service says of itself; None if there is none or it does not answer."""
+    if stub is None:
         return None
     try:
-        stub = control_pb2_grpc.DraftControlStub(channel)
-        return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=0.5))
+        return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=_STATUS_SECONDS))
     except grpc.aio.AioRpcError:
         return None
 
 
-async def wait_until_connected(router: Router, with_draft: bool) -> None:
+async def _wait_until_connected(router: Router, read_status: StatusReader, with_draft: bool) -> None:
     """Until the target serves and, if asked for, a draft is attached; raises ClusterError if it is refused."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ATTACH_SECONDS
     while True:
-        with contextlib.suppress(Unavailable):
-            status = await router.status()
-            if router.connected and (status.attached or not with_draft):
-                return
-            if with_draft and status.refusal and not status.attached:
-                raise ClusterError(status.refusal)
+        status = (await read_status())["target"]
+        if status and router.connected and (status.attached or not with_draft):
+            return
+        if status and with_draft and status.refusal and not status.attached:
+            raise ClusterError(status.refusal)
         if loop.time() > deadline:
             what = "draft and target did" if with_draft else "the target did"
             raise ClusterError(f"{what} not connect within {_ATTACH_SECONDS:.0f} s")
@@ -133,11 +124,9 @@ async def run(config: Config, target: str, draft: str) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(config, target, draft) as (endpoints, frontend):
-        with_draft = bool(config.cluster.draft_address) or not config.cluster.target_address
-        await wait_until_connected(frontend.router, with_draft)
-        print(f"gRPC endpoint: {endpoints.grpc}")
-        print(f"HTTP endpoint: {endpoints.http}")
+    async with serve_clients(config, target, draft) as (grpc_address, http_address):
+        print(f"gRPC endpoint: {grpc_address}")
+        print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
         await stop.wait()
         print("stopping: requests in flight are given time to finish", flush=True)
@@ -151,13 +140,10 @@ def placed_services(config: Config) -> Iterator[tuple[str, str]]:
         return
     started = connect_ray(config.cluster)
     print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-    cluster = start_services(config)
-    try:
-        print(f"target service: pid {cluster.target_info.pid}, {cluster.target_info.address}")
-        print(f"draft service: pid {cluster.draft_info.pid}, {cluster.draft_info.address}", flush=True)
-        yield cluster.target_info.address, cluster.draft_info.address
-    finally:
-        cluster.stop()
+    with services_on_ray(config) as services:
+        for name, (address, pid) in services.items():
+            print(f"{name} service: pid {pid}, {address}", flush=True)
+        yield services["target"][0], services["draft"][0]
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -43,10 +43,6 @@ class GenerationRequest:
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 
 
-def new_request_id() -> str:
-    return secrets.token_hex(12)
-
-
 def check_model(name: str | None, limits: Limits) -> None:
     if name and name != limits.model_name:
         raise NotFound(f"model {name!r} is not served here; the model is {limits.model_name!r}")
@@ -99,7 +95,7 @@ def to_record(request: GenerationRequest, tokenizer: Any, limits: Limits) -> Rec
         )
     exactness = _exactness(request.exactness)
     return Record(
-        session=request.request_id or new_request_id(),
+        session=request.request_id or secrets.token_hex(12),
         tokens=list(tokens),
         prompt_tokens=len(tokens),
         max_tokens=max_tokens,

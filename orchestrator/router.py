@@ -5,17 +5,17 @@ again from the ledger as soon as it is back; a client sees a pause. After `resum
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 
 from orchestrator.ledger import Ledger, LedgerError, Record
-from protos import control_pb2, control_pb2_grpc
+from protos import control_pb2_grpc
 from wire import convert
 from wire.errors import InvalidArgument, ServiceError, Unavailable, error_from_code
-from wire.messages import Abort, Closed, Commit, FinishReason, ServedEvent, ServeRequest, ServiceStatus
+from wire.messages import Abort, At, Closed, Commit, FinishReason, ServedEvent, ServeRequest
 from wire.outbox import Outbox
 from wire.server import OPTIONS
 
@@ -26,14 +26,6 @@ _REDIAL_SECONDS = 0.1
 _MAX_RESUMPTIONS = 2
 
 
-@dataclass(frozen=True)
-class Committed:
-    """What a session's reader gets for each round."""
-
-    tokens: list[int]
-    finish_reason: FinishReason
-
-
 class Router:
     """Owns the ledger and the Serve stream to one target."""
 
@@ -42,37 +34,27 @@ class Router:
         self.connected = False
         self._target = target
         self._resume_timeout = resume_timeout
-        self._readers: dict[str, asyncio.Queue[Committed | ServiceError]] = {}
+        self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._outbox: Outbox[ServeRequest] | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self._target, options=OPTIONS)
-        self._tasks = [asyncio.create_task(self._keep_stream())]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.fail_all(Unavailable("the orchestrator is stopping"))
-        if self._channel is not None:
-            await self._channel.close()
+    @contextlib.asynccontextmanager
+    async def connected_to_target(self) -> AsyncIterator[None]:
+        """Keep the stream to the target while the context lasts, dialling again when it is lost."""
+        async with grpc.aio.insecure_channel(self._target, options=OPTIONS) as channel:
+            keeping = asyncio.create_task(self._keep_stream(channel))
+            try:
+                yield
+            finally:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+                self.fail_all(Unavailable("the orchestrator is stopping"))
 
     @property
     def running(self) -> int:
+        """How many requests are open."""
         return len(self._readers)
 
-    async def status(self, timeout: float = 1.0) -> ServiceStatus:
-        """The target's own account. Raises Unavailable."""
-        assert self._channel is not None
-        try:
-            stub = control_pb2_grpc.TargetControlStub(self._channel)
-            return convert.status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=timeout))
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"target at {self._target}: {error.code().name}") from error
-
-    async def stream(self, record: Record) -> AsyncGenerator[Committed]:
+    async def stream(self, record: Record) -> AsyncGenerator[Commit]:
         """Open the session and yield its rounds up to the last. Leaving early aborts it.
 
         Raises ServiceError as the target or the loss of it demands.
@@ -102,28 +84,27 @@ class Router:
     def is_open(self, session: str) -> bool:
         return session in self._readers
 
-    def end(self, session: str, reason: FinishReason) -> bool:
+    def abort(self, session: str) -> bool:
         """Let a session's reader see its end now; False if it is not open."""
-        queue = self._readers.get(session)
-        if queue is not None:
-            queue.put_nowait(Committed([], reason))
-        return queue is not None
+        return self._tell(session, Commit(At(session, 0, 0, 0), [], finish_reason=FinishReason.ABORT))
 
-    def _fail(self, session: str, error: ServiceError) -> None:
+    def _tell(self, session: str, item: Commit | ServiceError) -> bool:
+        """Hand something to a session's reader; False if it is not open."""
         queue = self._readers.get(session)
         if queue is not None:
-            queue.put_nowait(error)
+            queue.put_nowait(item)
+        return queue is not None
 
     def fail_all(self, error: ServiceError) -> None:
         for queue in self._readers.values():
             queue.put_nowait(error)
 
-    async def _keep_stream(self) -> None:
+    async def _keep_stream(self, channel: grpc.aio.Channel) -> None:
         lost_at: float | None = None
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await self._serve()
+                await self._serve(channel)
             except TimeoutError:
                 pass  # not reachable yet
             except grpc.aio.AioRpcError as error:
@@ -135,15 +116,14 @@ class Router:
                 lost_at = None
             await asyncio.sleep(_REDIAL_SECONDS)
 
-    async def _serve(self) -> None:
-        assert self._channel is not None
-        await asyncio.wait_for(self._channel.channel_ready(), 1.0)
-        call = control_pb2_grpc.TargetControlStub(self._channel).Serve()
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        await asyncio.wait_for(channel.channel_ready(), 1.0)
+        call = control_pb2_grpc.TargetControlStub(channel).Serve()
         await call.wait_for_connection()
         outbox: Outbox[ServeRequest] = Outbox()
         for record in self.ledger.records.values():
             if record.resumptions >= _MAX_RESUMPTIONS:
-                self._fail(record.session, Unavailable("the target was lost again and again while it ran this request"))
+                self._tell(record.session, Unavailable("the target was lost again and again while it ran this request"))
                 continue
             record.resumptions += 1
             outbox.put(record.to_open())
@@ -168,16 +148,11 @@ class Router:
         if isinstance(event, Closed):
             # A target that stops is a target lost: its stream ends next, and the session waits for it.
             if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-                self._fail(event.session, error_from_code(event.code, event.message))
+                self._tell(event.session, error_from_code(event.code, event.message))
             return
-        self._apply(event)
-
-    def _apply(self, commit: Commit) -> None:
         try:
-            record = self.ledger.apply(commit)
+            if self.ledger.apply(event) is not None:
+                self._tell(event.at.session, event)
         except LedgerError as error:
             log.error("%s", error)
-            self._fail(commit.at.session, ServiceError(str(error)))
-            return
-        if record is not None and record.session in self._readers:
-            self._readers[record.session].put_nowait(Committed(commit.tokens, commit.finish_reason))
+            self._tell(event.at.session, ServiceError(str(error)))

@@ -21,21 +21,17 @@ def main() -> None:
         settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:
         sys.exit(f"error: {error}")
-    if flags.record_reads is None:
-        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready)))
-    else:
-        _run_recording(settings, flags.record_reads)
+    recording = None
+    if flags.record_reads is not None:
+        from benchmarks.recording import ReadRecording  # measurements are loaded only where they are asked for
 
-
-def _run_recording(settings: TargetSettings, file: str) -> None:
-    """Run the service, then write what its sparse rounds read to a file."""
-    from benchmarks.recording import ReadRecording  # measurements are loaded only where they are asked for
-
-    recording = ReadRecording(file)
+        recording = ReadRecording(flags.record_reads)
+    on_round = None if recording is None else recording.add
     try:
-        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready, recording.add)))
+        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready, on_round)))
     finally:
-        recording.save()
+        if recording is not None:
+            recording.save()
 
 
 if __name__ == "__main__":

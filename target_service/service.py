@@ -65,7 +65,7 @@ async def serve(
         return ServiceStatus(
             peer=hello.peer,
             pid=os.getpid(),
-            attached=list(speculation.attached),
+            attached=[draft.name for draft in verifier.protocol.drafts],
             refusal=speculation.refusal,
             counters={name: float(value) for name, value in verifier.totals.items()},
             gauges=verifier.gauges | {"pid": os.getpid()},
@@ -84,12 +84,7 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            plan_step=verifier.plan_step,
-            execute=verifier.execute,
-            finish_step=verifier.finish_step,
-            fail_step=verifier.fail_step,
-            wake=wake,
-            next_deadline=verifier.next_deadline,
+            verifier.plan_step, verifier.execute, verifier.finish_step, verifier.fail_step, wake, verifier.next_deadline
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

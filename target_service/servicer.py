@@ -21,7 +21,6 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         self._verifier = verifier
         self._hello = hello
         self._wake = wake
-        self.attached: list[str] = []
         self.refusal = ""
 
     async def Speculate(
@@ -38,7 +37,6 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         outbox: Outbox[TargetEvent] = Outbox()
         peer = DraftPeer(draft.peer, outbox.put)
         self._verifier.protocol.attach(peer)
-        self.attached.append(draft.peer)
         self._wake.set()
 
         def receive(frame: speculation_pb2.DraftFrame) -> None:
@@ -52,7 +50,6 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             async for events in _exchange(frames, receive, outbox):
                 yield convert.target_events_to_pb(events)
         finally:
-            self.attached.remove(draft.peer)
             self._verifier.protocol.detach(peer)
             self._wake.set()
 
@@ -138,9 +135,5 @@ async def _exchange(
         if failure:
             raise failure[0]
     finally:
-        await _cancel(reader)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)

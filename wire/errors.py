@@ -31,10 +31,7 @@ class Unavailable(ServiceError):
     status, http_code, kind = grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"
 
 
-_BY_CODE: dict[int, type[ServiceError]] = {
-    kind.status.value[0]: kind
-    for kind in (InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable)
-}
+_BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()}
 
 
 def error_from_code(code: int, message: str) -> ServiceError:

@@ -100,15 +100,14 @@ def decode_selection(
     source = _Bytes(data)
     blocks, names = _read_head(source, heads, blocks)
     classes = _classes([_held(references, name, heads) for name in names], blocks)
-    width = row_words(blocks)
-    if not names and source.next == _WORDS:
-        return _read_words(source, heads, blocks)
-    changed = np.zeros(heads * width * WORD, dtype=bool)
+    changed = np.zeros(heads * row_words(blocks) * WORD, dtype=bool)
     for members in classes:
         filled = filled_bits(members)
         chosen = _indices(*_read_set(source, len(filled)), len(filled))
         changed[plain(filled.take(chosen)).astype(np.intp)] = True
-    kind, content = _read_set(source, len(changed))
+    kind, content = _read_set(source, len(changed), may_be_words=not names)
+    if kind != _GAPS and not names:  # the bits of this set are the selection's words
+        return _checked(source, heads, blocks, content.view("<u8"))
     if kind == _GAPS:
         changed[_indices(kind, content, len(changed))] = True
     else:
@@ -117,14 +116,6 @@ def decode_selection(
     if classes:
         words ^= classes[0]
     return _checked(source, heads, blocks, words)
-
-
-def _read_words(source: "_Bytes", heads: int, blocks: int) -> BlockSelection:
-    source.byte()
-    length, stored = source.varint(), source.varint()
-    if not length == stored == heads * row_words(blocks) * WORD // 8:
-        raise InvalidArgument(f"announcement: {length} bytes of words for {heads} heads over {blocks} blocks")
-    return _checked(source, heads, blocks, np.frombuffer(source.take(length), "<u8"))
 
 
 def _checked(source: "_Bytes", heads: int, blocks: int, words: np.ndarray) -> BlockSelection:
@@ -184,10 +175,10 @@ def _encode_set(indices: np.ndarray, size: int, compressor: zstandard.ZstdCompre
     return bytes([kind]) + _varint(len(content)) + _varint(len(sent)) + sent
 
 
-def _read_set(source: "_Bytes", size: int) -> tuple[int, np.ndarray]:
-    """_GAPS or 0, and the content, of a length that a set among `size` things may have."""
+def _read_set(source: "_Bytes", size: int, may_be_words: bool = False) -> tuple[int, np.ndarray]:
+    """Return _GAPS or 0, and the content, uint8, of a length that a set among `size` things may have."""
     kind, length, stored = source.byte(), source.varint(), source.varint()
-    if kind & ~(_GAPS | _COMPRESSED):
+    if kind & ~(_GAPS | _COMPRESSED) and not (may_be_words and kind == _WORDS):
         raise InvalidArgument(f"announcement: a set of unknown kind {kind}")
     # As gaps, fewer than one in _SPARSE, and one byte more for every 255 things passed over.
     fits = length <= size // _SPARSE + size // 255 + 1 if kind & _GAPS else length == -(-size // 8)
@@ -262,11 +253,6 @@ class _Bytes:
     @property
     def left(self) -> int:
         return len(self.data) - self.at
-
-    @property
-    def next(self) -> int | None:
-        """The byte that `byte` would give."""
-        return self.data[self.at] if self.left else None
 
     def take(self, count: int) -> bytes:
         if count > self.left:

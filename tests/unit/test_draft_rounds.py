@@ -75,7 +75,7 @@ class Side:
     def __init__(self, runner: ModelRunner, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
         self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings))
-        self.peer = TargetPeer("target", self.sent.append)
+        self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.announced: dict[str, dict[Any, BlockSelection]] = {}
 
@@ -99,7 +99,7 @@ class Side:
     def close(self) -> None:
         self.drafter.detach(self.peer)
         self.run()
-        assert self.drafter.is_idle
+        assert self.drafter.session_count == self.drafter.admission.reserved == len(self.drafter.admission.waiting) == 0
         assert self.drafter.runner.kv.pool.held == 0
 
 

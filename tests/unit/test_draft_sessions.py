@@ -31,7 +31,7 @@ class DraftStand:
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
         self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
-        self.peer = TargetPeer("target", self.sent.append)
+        self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
         self.begin = m.Begin(m.At("a", 0, 0, 40), self.tokens, GREEDY, 90, "sts")
@@ -175,7 +175,7 @@ def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
     stand = DraftStand()  # holds 7 of 20 pages
     big = m.Begin(m.At("b", 0, 0, 40), [1] * 40, GREEDY, 300, method="")
     sent: list[m.DraftEvent] = []
-    other = TargetPeer("other", sent.append)
+    other = TargetPeer(sent.append)
     stand.drafter.attach(other)
     assert isinstance(stand.receive(big)[0], m.Decline)
     stand.drafter.receive(other, replace(big, at=big.at._replace(session="c")))
@@ -193,7 +193,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     plan, sent, prompt = replace(PLAN, budget=0.3, mass=0.7), list[m.DraftEvent](), [3] * 200
     runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 80)
     drafter = Drafter(runner, plan, DraftSettings(gamma=4, ahead=ahead))
-    peer = TargetPeer("target", sent.append)
+    peer = TargetPeer(sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
     while (step := drafter.plan_step()) is not None:
@@ -233,7 +233,7 @@ class Crowd:
         self.sent: list[m.DraftEvent] = []
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, 200)
         self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, **settings))
-        self.peer = TargetPeer("target", self.sent.append)
+        self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.judged = dict.fromkeys(names, 0)
         for name in names:
@@ -349,7 +349,8 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a", "c"}
     assert not any(isinstance(event, m.Resync) for event in said)
     stand.receive(*(m.End(name) for name in "acd"))
-    assert stand.drafter.is_idle
+    admission = stand.drafter.admission
+    assert stand.drafter.session_count == admission.reserved == len(admission.waiting) == 0
     assert runner.kv.pool.held == 0
 
 

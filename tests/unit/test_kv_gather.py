@@ -32,15 +32,14 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if DEVICE == "cuda" else tensor
 
 
-@pytest.mark.parametrize(("host", "pairs"), [("source", 1), ("source", 2), ("destination", 2), ("neither", 1)])
 @pytest.mark.parametrize(
-    ("row_bytes", "dtype"),
+    ("row_bytes", "dtype", "host", "pairs"),
     [
-        (1024, torch.bfloat16),
-        (4096, torch.uint8),
-        (6144, torch.float32),  # not a power of two
-        (4112, torch.uint8),  # 16 bytes beyond one: a piece that is mostly masked off
-        (65536, torch.float16),
+        (1024, torch.bfloat16, "source", 2),
+        (4096, torch.uint8, "neither", 1),
+        (6144, torch.float32, "destination", 2),  # not a power of two
+        (4112, torch.uint8, "source", 1),  # 16 bytes beyond one: a piece that is mostly masked off
+        (65536, torch.float16, "source", 2),
     ],
 )
 @pytest.mark.parametrize(("count", "programs"), [(0, 3), (1, 3), (13, 1), (13, 2), (16, 40)])

@@ -586,7 +586,9 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     while world.happen():
         session = world.sessions.get(name)
         if session is not None and session.is_paused and not link.to_draft and not world.draft_side.dirty:
-            assert world.drafter.is_idle and not session.drafted
+            admission = world.drafter.admission
+            assert world.drafter.session_count == admission.reserved == len(admission.waiting) == 0
+            assert not session.drafted
             idle += 1
     world.check_greedy(name)
     assert idle > 0

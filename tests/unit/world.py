@@ -28,7 +28,7 @@ class Link:
         self.to_draft: list[m.TargetEvent] = []
         self.to_target: list[m.DraftEvent] = []
         self.target_end = DraftPeer(f"draft-{number}", self.to_draft.append)
-        self.draft_end = TargetPeer(f"target-{number}", self.to_target.append)
+        self.draft_end = TargetPeer(self.to_target.append)
 
 
 def as_draft_event(event: m.DraftEvent) -> m.DraftEvent:
@@ -281,7 +281,7 @@ class World:
             assert runner.kv.pool.held == 0
         assert self.verifier.gauges["sessions"] == self.verifier.gauges["queued_sessions"] == 0
         assert self.verifier.admission.reserved == 0
-        assert self.drafter.is_idle
+        assert self.drafter.session_count == self.drafter.admission.reserved == len(self.drafter.admission.waiting) == 0
         assert all(not link.target_end.sessions and not link.draft_end.sessions for link in self.links)
 
 
