@@ -13,7 +13,7 @@ from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
-from sparsity.methods import load_served_plan
+from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
@@ -54,7 +54,8 @@ async def serve(
 ) -> None:
     """Serve until cancelled. Raises what `run_step_loop` raises."""
     drafter = Drafter(runner, plan, settings)
-    runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS))
+    announcing = METHODS[plan.method].announcing is not None
+    runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
 

@@ -5,7 +5,7 @@ shape; prompts, and everything on a CPU, run in passes of the exact size without
 """
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
-from engine.passes.grouping import Limits, exact_shape, kind_of, step_shape
+from engine.passes.grouping import StepLimits, exact_shape, kind_of, step_shape
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
@@ -61,7 +61,7 @@ class ModelRunner(Runner):
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
-        self._limits = Limits(
+        self._limits = StepLimits(
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
             queries=max(step_queries, STEP_QUERIES),
@@ -113,10 +113,14 @@ class ModelRunner(Runner):
 
         captured: in the shape of a step, else of the exact size. rows: of a pass of the exact size in any case.
         """
-        sizes = inputs, self.kv, self._limits
-        shape = step_shape(*sizes) if captured else exact_shape(*sizes, rows)
+
+        def shape_of(part: list[SequenceInput]) -> PassShape:
+            of_runner = self.kv, self._limits
+            return step_shape(part, *of_runner) if captured else exact_shape(part, *of_runner, rows)
+
+        shape = shape_of(inputs)
         if not all(self.kv.is_resident(item.kv) for item in inputs):
-            return self._run_over_tiers(inputs, shape)
+            return self._run_over_tiers(inputs, shape_of)
         outputs = self._passes.run_step(inputs, shape) if captured else self._passes.run_exact(inputs, shape)
         assert outputs is not None
         return outputs
@@ -132,11 +136,14 @@ class ModelRunner(Runner):
             (output,) = self._run_pass([part], captured=False, rows=PINNED_ROWS)
         return output
 
-    def _run_over_tiers(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput]:
-        """Run inputs whose KV has partly left the GPU.
+    def _run_over_tiers(
+        self, inputs: list[SequenceInput], shape_of: Callable[[list[SequenceInput]], PassShape]
+    ) -> list[SequenceOutput]:
+        """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
         What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
         """
+        shape = shape_of(inputs)
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
             fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
             if fetched is not None:
@@ -147,10 +154,9 @@ class ModelRunner(Runner):
         outputs = []
         for indices in self.kv.staging_parts([item.kv for item in inputs]):
             part = [inputs[i] for i in indices]
-            of_part = exact_shape(part, self.kv, self._limits, shape.rows if shape.pinned else 0)
             staged = self.kv.stage([item.kv for item in part])
             assert staged is not None
-            brought = self._passes.run_exact(part, of_part, staged.tables, staged.layer)
+            brought = self._passes.run_exact(part, shape_of(part), staged.tables, staged.layer)
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
             outputs += brought
@@ -189,9 +195,9 @@ class ModelRunner(Runner):
         self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), pool)
 
     @torch.inference_mode()
-    def warm_up_rounds(self, sequences: int) -> None:
+    def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
         if self._rounds is not None:
-            self._rounds.warm_up(sequences)
+            self._rounds.warm_up(sequences, methods)
 
     @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:

@@ -14,7 +14,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
 from engine.passes.buffers import make_buffers
-from engine.passes.grouping import Limits
+from engine.passes.grouping import StepLimits
 from engine.passes.launches import heads_of, run_pass
 from engine.passes.layout import lay_out_pass
 from engine.passes.outputs import read_outputs
@@ -37,7 +37,7 @@ class PassRunner:
         self,
         decoder: Decoder | ModulesDecoder,
         kv: KVCache,
-        limits: Limits,
+        limits: StepLimits,
         memories: ReadMemories,
         pool: GraphPool | None,
         attention: AttentionBackend | None,

@@ -1,6 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,13 +40,13 @@ class RoundRunner:
         self._rounds: dict[RoundShape, Captured] = {}
         self._kept: Tensor | None = None  # of all shapes, which never run at the same time
 
-    def warm_up(self, sequences: int) -> None:
-        """Capture rounds of up to `sequences` sessions, greedy and sampled, of every method."""
+    def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
+        """Capture rounds of up to `sequences` sessions, greedy and sampled, that announce nothing or by `methods`."""
         if self._pool is None:
             return
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
-        kinds = list(itertools.product((False, True), ("", *self._settings.announcers), sizes))
+        kinds = list(itertools.product((False, True), ("", *methods), sizes))
         for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method))
 

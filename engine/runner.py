@@ -1,5 +1,7 @@
 """What the services need of a model. Tests and benchmarks may stand in another."""
 
+from collections.abc import Sequence
+
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
@@ -29,8 +31,8 @@ class Runner:
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences, before the first step that does."""
 
-    def warm_up_rounds(self, sequences: int) -> None:
-        """Make ready for rounds of up to so many sessions, once rounds are prepared."""
+    def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
+        """Make ready for rounds of up to so many sessions that announce by these methods, once rounds are prepared."""
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""

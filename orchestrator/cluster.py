@@ -18,6 +18,7 @@ from ray._private.utils import read_ray_address
 from config import ClusterSettings, Config, DraftSettings, TargetSettings
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
+from wire.errors import ClusterError
 from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,6 @@ class ServiceActor:
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
         return self._address.result(), os.getpid()
-
-
-class ClusterError(RuntimeError):
-    """Ray or a service could not be started."""
 
 
 def connect_ray(settings: ClusterSettings) -> bool:

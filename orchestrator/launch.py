@@ -15,7 +15,6 @@ import grpc
 from config import Config, SettingsError, resolve_launch
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
-from orchestrator.cluster import ClusterError, connect_ray, services_on_ray
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import StatusReader, make_app, start_http
@@ -26,6 +25,7 @@ from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
 from wire.convert import status_from_pb
+from wire.errors import ClusterError
 from wire.messages import ServiceStatus
 from wire.server import OPTIONS, start_server
 
@@ -138,6 +138,8 @@ def placed_services(config: Config) -> Iterator[tuple[str, str]]:
     if config.cluster.target_address:
         yield config.cluster.target_address, config.cluster.draft_address
         return
+    from orchestrator.cluster import connect_ray, services_on_ray  # a launch over running services needs no Ray
+
     started = connect_ray(config.cluster)
     print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
     with services_on_ray(config) as services:

@@ -37,3 +37,7 @@ _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()
 def error_from_code(code: int, message: str) -> ServiceError:
     """The error that a peer reported by its numeric gRPC status."""
     return _BY_CODE.get(code, ServiceError)(message)
+
+
+class ClusterError(RuntimeError):
+    """Ray or a service could not be started."""

@@ -15,7 +15,7 @@ SUPPORT = 64  # entries of a drafted token's distribution that graphs are made f
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The sizes of captured steps.
 
     pages: of a sequence, at most. step_queries: tokens of a sequence that most steps have. queries: that a step has, at
@@ -40,7 +40,7 @@ class Limits:
         return len(item.tokens) > self.queries or (self.pinned and plain)
 
 
-def kind_of(item: SequenceInput, limits: Limits) -> Hashable:
+def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
     kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.block_size, item.emitting)
@@ -53,7 +53,7 @@ def kind_of(item: SequenceInput, limits: Limits) -> Hashable:
     return (*kind, memory.decay, memory.importance.numpy().tobytes())
 
 
-def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits) -> PassShape:
+def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
     """Return the shape of the captured step that inputs of one kind run in."""
     longest = max(len(item.tokens) for item in inputs)
     sizes = (1, limits.step_queries, limits.queries)[limits.pinned :]
@@ -66,7 +66,7 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits) -> Pass
     return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
 
 
-def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: Limits, rows: int = 0) -> PassShape:
+def exact_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits, rows: int = 0) -> PassShape:
     """Return the shape of a pass that has room for these inputs of one kind and for nothing more.
 
     rows: that the pass has in any case, with splits of attention pinned; 0: as many as there are tokens.
