@@ -1,10 +1,9 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import DraftSettings
-from draft_service.proposals import send_round
 from draft_service.sessions import DraftSession
 from engine.inputs import SequenceInput
 from engine.rounds.requests import RoundOutput, RoundRequest
@@ -12,7 +11,8 @@ from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
-from wire.messages import Proposal, Ready
+from wire.messages import Announcement, Proposal, Ready
+from wire.selection_codec import encode_selection
 
 
 @dataclass(frozen=True)
@@ -104,3 +104,20 @@ def take_round(session: DraftSession, output: RoundOutput, plan: Plan, seconds: 
         draft_seconds=seconds,
     )
     send_round(session, counters)
+
+
+def send_round(session: DraftSession, counters: Counter[str]) -> None:
+    """Send what the session's round announces, if it does, coded against what the target holds, and its proposal.
+
+    Also a second time, for a round drafted ahead which still holds although the epoch has moved. Before it is drafted
+    there is nothing to send.
+    """
+    if session.selection is not None:
+        data = encode_selection(session.selection, session.known_selections, compact=not session.peer.near)
+        counters["announcements"] += 1
+        counters["announced_bytes"] += len(data)
+        session.peer.send(Announcement(session.at, session.tokens[session.base - 1], data))
+    if session.proposal is not None:
+        counters["proposals"] += 1
+        session.proposal = replace(session.proposal, at=session.at)
+        session.peer.send(session.proposal)

@@ -3,8 +3,8 @@
 from collections import Counter
 from itertools import takewhile
 
-from draft_service.proposals import send_round
 from draft_service.sessions import DraftSession
+from draft_service.steps import send_round
 from engine.kv.cache import KVCache
 from wire.messages import Resync, Verdict
 

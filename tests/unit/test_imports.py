@@ -51,7 +51,6 @@ FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 WITHOUT_GRPC = {
     "draft_service/admission.py",
     "draft_service/drafter.py",
-    "draft_service/proposals.py",
     "draft_service/sessions.py",
     "draft_service/steps.py",
     "draft_service/verdicts.py",
