@@ -79,7 +79,13 @@ async def serve(
                 tasks.create_task(keep_link(link, hello, drafter, wake))
             tasks.create_task(
                 run_step_loop(
-                    drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step, wake, lambda: None
+                    drafter.plan_step,
+                    drafter.execute,
+                    drafter.finish_step,
+                    drafter.fail_step,
+                    wake,
+                    lambda: None,
+                    settings.step_timeout,
                 )
             )
     finally:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
+LEAST_TEMPERATURE = 0.01  # of what is sampled; far below it the softmax overflows
 
 
 @dataclass(frozen=True)

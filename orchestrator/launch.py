@@ -63,7 +63,7 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
         stop_token_ids(model, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
     )
-    router = Router(target, clients.resume_timeout)
+    router = Router(target, clients.resume_timeout, clients.request_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
     async with contextlib.AsyncExitStack() as started:
         stubs: dict[str, Any] = {"target": None, "draft": None}

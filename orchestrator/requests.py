@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.sampling import Sampling
+from engine.sampling import LEAST_TEMPERATURE, Sampling
 from orchestrator.ledger import Record
 from wire.errors import InvalidArgument, NotFound
 from wire.messages import Exactness
@@ -113,8 +113,8 @@ def _sampling(request: GenerationRequest) -> Sampling:
         raise InvalidArgument(f"temperature must lie in [0, 2], got {temperature}")
     if not 0 < top_p <= 1:
         raise InvalidArgument(f"top_p must lie in (0, 1], got {top_p}")
-    if 0 < temperature < 0.01:
-        temperature = 0.01  # as vLLM does: below it the softmax overflows
+    if 0 < temperature < LEAST_TEMPERATURE:
+        temperature = LEAST_TEMPERATURE  # as vLLM does
     top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not 0 <= seed < 2**64:

@@ -84,7 +84,13 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            verifier.plan_step, verifier.execute, verifier.finish_step, verifier.fail_step, wake, verifier.next_deadline
+            verifier.plan_step,
+            verifier.execute,
+            verifier.finish_step,
+            verifier.fail_step,
+            wake,
+            verifier.next_deadline,
+            settings.step_timeout,
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

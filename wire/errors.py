@@ -31,6 +31,10 @@ class Unavailable(ServiceError):
     status, http_code, kind = grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"
 
 
+class DeadlineExceeded(ServiceError):
+    status, http_code, kind = grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"
+
+
 _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()}
 
 

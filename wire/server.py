@@ -25,7 +25,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # grpc.keepalive_timeout_ms does nothing
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -91,21 +91,28 @@ async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None
     await context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
 
 
+async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, ServiceError):
+        await _abort(context, error)
+    log.error("a call failed", exc_info=error)
+    await _abort(context, ServiceError(f"{type(error).__name__}: {error}"))
+
+
 async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> Any:
-    """Await a unary call's work; a ServiceError becomes its status."""
+    """Await a call's work; a ServiceError becomes its status, any other error INTERNAL and a log entry."""
     try:
         return await work
-    except ServiceError as error:
-        await _abort(context, error)
+    except Exception as error:
+        await _fail(context, error)
 
 
 async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The same for a server stream."""
+    """Yield what a server stream's work yields, with the same errors."""
     try:
         async for item in work:
             yield item
-    except ServiceError as error:
-        await _abort(context, error)
+    except Exception as error:
+        await _fail(context, error)
 
 
 async def serve_until_signal(name: str, run: Callable[[Callable[[RunningServer], None]], Awaitable[None]]) -> None:

@@ -43,7 +43,7 @@ class Loop:
 
     def run(self) -> None:
         async def until_idle() -> None:
-            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None)
+            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None, 60)
             await asyncio.wait_for(loop, 0.2)
 
         try:

@@ -405,6 +405,7 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
         fail_step=verifier.fail_step,
         wake=wake,
         next_deadline=verifier.next_deadline,
+        step_timeout=60,
     )
     if ends:
         with pytest.raises(RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"):
