@@ -4,6 +4,8 @@ import logging
 import time
 from collections import Counter
 
+import numpy as np
+
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.sessions import DraftSession, TargetPeer
@@ -107,7 +109,10 @@ class Drafter:
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave and send it."""
         for session, output in zip(step.drafting, result.rounds, strict=True):
-            take_round(session, output, self._plan, result.seconds, self.counters)
+            if output.probs is not None and not np.isfinite(output.probs).all():
+                self.admission.fail(session, "the draft's logits are NaN or infinite")
+            else:
+                take_round(session, output, self._plan, result.seconds, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 

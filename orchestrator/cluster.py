@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,12 +24,21 @@ from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
 
+# Of the processes of a Ray that was started here: without them it cannot go on.
+_NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
+
 
 class ServiceActor:
-    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
+    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it.
+
+    Only where it fails before it ever served, `info` says why instead. If the raylet that started the process dies, the
+    process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
+    """
 
     def __init__(self, settings: DraftSettings | TargetSettings) -> None:
         self._address: Future[str] = Future()
+        self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
+        threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
@@ -42,13 +52,22 @@ class ServiceActor:
             asyncio.run(run)
         except BaseException as error:
             log.exception("the %s service failed", settings.side)
-            if self._address.done():  # it served already: let Ray start it anew
+            if self._address.done() or self._served_before:  # let Ray start it anew
                 os._exit(1)
             self._address.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
         return self._address.result(), os.getpid()
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    log.error("the raylet of this service is gone, so the service ends")
+    os._exit(1)
 
 
 def connect_ray(settings: ClusterSettings) -> bool:
@@ -88,27 +107,69 @@ def _keep_ray_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
+class RayPlacement:
+    """Owns the actors that host the services, and our part of Ray. Ports stay the same over all restarts.
+
+    services: address and process id of each by side, as they were when they were placed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._settings = placed_settings(config)
+        self._actors: dict[str, Any] = {}
+        self.services: dict[str, tuple[str, int]] = {}
+
+    def start(self) -> None:
+        """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
+        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0))
+        # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
+        options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
+        actor = ray.remote(ServiceActor)
+        for settings, count in zip(self._settings, gpus, strict=True):
+            named = actor.options(name=settings.side, num_gpus=count, **options)
+            self._actors[settings.side] = named.remote(settings)
+        infos = _wait_for([started.info.remote() for started in self._actors.values()])
+        self.services = dict(zip(self._actors, infos, strict=True))
+
+    def stop(self) -> None:
+        """Stop the services, and Ray itself if this process started it."""
+        for started in reversed(self._actors.values()):
+            ray.kill(started, no_restart=True)
+        self._actors.clear()
+        ray.shutdown()
+
+    def replace(self, side: str) -> None:
+        """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
+        ray.kill(self._actors[side], no_restart=False)
+
+    def is_alive(self) -> bool:
+        """Return whether Ray watches this node: without its raylet, services that die here stay dead."""
+        node = ray._private.worker._global_node  # knows what this process started, at once; the GCS takes 15 s
+        if node is not None and {kind for kind, _ in node.dead_processes()} & _NEEDED:
+            return False
+        ours = ray.get_runtime_context().get_node_id()
+        return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == ours)
+
+    def restart(self) -> None:
+        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then."""
+        self._actors.clear()
+        ray.shutdown()
+        connect_ray(self._config.cluster)
+        self.start()
+
+
 @contextlib.contextmanager
-def services_on_ray(config: Config) -> Iterator[dict[str, tuple[str, int]]]:
+def services_on_ray(config: Config) -> Iterator[RayPlacement]:
     """Start target and draft, wait until both listen, and stop them and our part of Ray at the end.
 
-    Yields address and process id by side. Raises ClusterError with a service's own words.
+    Raises ClusterError with a service's own words.
     """
-    gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
-    # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
-    options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
-    actor = ray.remote(ServiceActor)
-    actors = {
-        settings.side: actor.options(name=settings.side, num_gpus=count, **options).remote(settings)
-        for settings, count in zip(placed_settings(config), gpus, strict=True)
-    }
+    placement = RayPlacement(config)
     try:
-        infos = _wait_for([started.info.remote() for started in actors.values()])
-        yield dict(zip(actors, infos, strict=True))
+        placement.start()
+        yield placement
     finally:
-        for started in reversed(actors.values()):
-            ray.kill(started, no_restart=True)
-        ray.shutdown()  # ends Ray itself only if this process started it
+        placement.stop()
 
 
 def _wait_for(answers: list[Any]) -> list[Any]:

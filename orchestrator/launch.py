@@ -8,9 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
-
-import grpc
+from typing import NoReturn
 
 from config import Config, SettingsError, resolve_launch
 from engine.loading.shape import load_shape
@@ -21,18 +19,19 @@ from orchestrator.http_gateway import StatusReader, make_app, start_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
-from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from orchestrator.service_status import AskStatus, read_statuses, services_at
+from orchestrator.supervision import Placement, supervise
+from protos import inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
-from wire.convert import status_from_pb
 from wire.errors import ClusterError
 from wire.messages import ServiceStatus
-from wire.server import OPTIONS, start_server
+from wire.server import start_server
+from wire.streams import run_together
 
 log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 30.0
-_STATUS_SECONDS = 1.0
 
 
 def resolve_context(config: Config) -> Config:
@@ -49,8 +48,12 @@ def resolve_context(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
-    """The client endpoints over services at the given addresses (gRPC, HTTP); drained and closed at the end.
+async def serve_clients(
+    config: Config, target: str, services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str]]:
+    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+
+    target: the target's address. services: how each is asked for its status, by side.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
@@ -66,15 +69,9 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
     router = Router(target, clients.resume_timeout, clients.request_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
     async with contextlib.AsyncExitStack() as started:
-        stubs: dict[str, Any] = {"target": None, "draft": None}
-        kinds = control_pb2_grpc.TargetControlStub, control_pb2_grpc.DraftControlStub
-        for name, address, kind in zip(stubs, (target, draft), kinds, strict=True):
-            if address:
-                channel = grpc.aio.insecure_channel(address, options=OPTIONS)
-                stubs[name] = kind(await started.enter_async_context(channel))
 
         async def read_status() -> Mapping[str, ServiceStatus | None]:
-            return {name: await _status(stub) for name, stub in stubs.items()}
+            return await read_statuses(services)
 
         await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
@@ -85,21 +82,11 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
         started.push_async_callback(http.cleanup)
         await server.set_serving(True)
         try:
-            await _wait_until_connected(router, read_status, bool(draft))
+            await _wait_until_connected(router, read_status, "draft" in services)
             yield server.address, http_address
         finally:
             await server.set_serving(False)
             await frontend.drain(clients.shutdown_grace)
-
-
-async def _status(stub: Any) -> ServiceStatus | None:
-    """What a service says of itself; None if there is none or it does not answer."""
-    if stub is None:
-        return None
-    try:
-        return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=_STATUS_SECONDS))
-    except grpc.aio.AioRpcError:
-        return None
 
 
 async def _wait_until_connected(router: Router, read_status: StatusReader, with_draft: bool) -> None:
@@ -118,34 +105,46 @@ async def _wait_until_connected(router: Router, read_status: StatusReader, with_
         await asyncio.sleep(0.05)
 
 
-async def run(config: Config, target: str, draft: str) -> None:
-    """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
+async def run(config: Config, target: str, draft: str, placement: Placement | None = None) -> None:
+    """Serve clients over the services at these addresses until SIGINT or SIGTERM.
+
+    placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
+    lost for good, beside what `serve_clients` raises.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(config, target, draft) as (grpc_address, http_address):
+    async with (
+        services_at({"target": target, "draft": draft}) as services,
+        serve_clients(config, target, services) as (grpc_address, http_address),
+    ):
         print(f"gRPC endpoint: {grpc_address}")
         print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
-        await stop.wait()
+        watching = [] if placement is None else [supervise(services, placement)]
+        await run_together(_wait_for(stop), *watching)
         print("stopping: requests in flight are given time to finish", flush=True)
 
 
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()
+
+
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[str, str]]:
-    """Addresses of target and draft: those that run already, or new ones on Ray, stopped at the end."""
+def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None]]:
+    """Addresses of target and draft, and what keeps them: those that run already, or new ones on Ray."""
     if config.cluster.target_address:
-        yield config.cluster.target_address, config.cluster.draft_address
+        yield config.cluster.target_address, config.cluster.draft_address, None
         return
     from orchestrator.cluster import connect_ray, services_on_ray  # a launch over running services needs no Ray
 
     started = connect_ray(config.cluster)
     print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-    with services_on_ray(config) as services:
-        for name, (address, pid) in services.items():
+    with services_on_ray(config) as placement:
+        for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
-        yield services["target"][0], services["draft"][0]
+        yield placement.services["target"][0], placement.services["draft"][0], placement
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -163,8 +162,8 @@ def main() -> None:
     except (ValueError, OSError, NotImplementedError) as error:
         _fail(error)
     try:
-        with placed_services(config) as (target, draft):
-            asyncio.run(run(config, target, draft))
+        with placed_services(config) as placed:
+            asyncio.run(run(config, *placed))
     except (ClusterError, PlanError, OSError) as error:
         _fail(error)
 

@@ -30,8 +30,8 @@ _MAX_RESUMPTIONS = 2
 class Router:
     """Owns the ledger and the Serve stream to one target.
 
-    resume_timeout: seconds that requests wait for a lost target. request_timeout: seconds that one may take in all; 0: no
-    limit.
+    resume_timeout: seconds that requests wait for a lost target. request_timeout: seconds that a request may take in
+    all; 0: as long as it takes.
     """
 
     def __init__(self, target: str, resume_timeout: float, request_timeout: float = 0.0) -> None:

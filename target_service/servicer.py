@@ -55,7 +55,7 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             self._wake.set()
 
     def _receive(self, peer: DraftPeer, pb: speculation_pb2.DraftEvent) -> None:
-        """Apply an event; a wrong one ends the drafting of its session. Raises InvalidArgument if it names no session."""
+        """Apply an event; a wrong one ends the drafting of its session. Raises InvalidArgument if it names none."""
         try:
             event = convert.draft_event_from_pb(pb)
             if isinstance(event, Beat):

@@ -38,7 +38,7 @@ class Outbox(Generic[Event]):
         """Run until more has gathered than may, then raise ResourceExhausted."""
         await self._overflown.wait()
         raise ResourceExhausted(
-            f"the peer does not read what it is sent: {MOST_EVENTS} events of {self._most_tokens} tokens may wait for it"
+            f"the peer does not read: at most {self._most_tokens} tokens in {MOST_EVENTS} events may wait for it"
         )
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:

@@ -39,10 +39,22 @@ async def exchange(
 
     async def send() -> None:
         async for events in outbox:
-            await write(events)
+            await _complete(write(events))
 
     beats = send_beats(outbox.put)
     await run_together(read(), send(), beats, listener.until_silent(), outbox.until_overflown())
+
+
+async def _complete(writing: Awaitable[None]) -> None:
+    """Await a write; if it is cancelled, give it a second: gRPC can end no call properly in the middle of a write."""
+    task = asyncio.ensure_future(writing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=1.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
 
 
 async def read_frames(call: grpc.aio.StreamStreamCall) -> AsyncIterator[Any]:

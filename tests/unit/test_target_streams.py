@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from engine.sampling import Sampling
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
 from target_service.admission import Admission
 from target_service.service import serve
-from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
+from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
 from wire import convert
 from wire import messages as m
 
@@ -32,9 +33,9 @@ class SlowRunner(FakeRunner):
 
 
 @contextlib.asynccontextmanager
-async def target(**settings: Any) -> AsyncIterator[grpc.aio.Channel]:
+async def target(logits: Logits | None = None, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a target in this process; ends the target at the end."""
-    runner = SlowRunner(FakeModel().target, False, LAYERS, 1, 400)
+    runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
     service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
@@ -101,6 +102,11 @@ class Draft:
                 if isinstance(event, kind) and session == name:
                     return event
             self._come += map(convert.target_event_from_pb, (await self.call.read()).batch.events)
+
+
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_only_who_opened_a_session_may_abort_it() -> None:
@@ -182,10 +188,26 @@ async def test_a_peer_that_falls_silent_is_let_go(
         else:
             await peer.send(opening("a"))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await peer.call.read() is not grpc.aio.EOF:
-                pass
+            await read_all(peer.call)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "has said nothing for 0.4 s" in (ended.value.details() or "")
         status = await control_pb2_grpc.TargetControlStub(channel).Status(control_pb2.StatusRequest())
         assert not status.attached
         assert status.gauges["sessions"] == 0
+
+
+async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> None:
+    def logits(tokens: list[int]) -> Any:
+        return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
+
+    async with target(logits=logits) as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("good", 40))
+        await ours.send(replace(opening("bad", 40), tokens=[30, *PROMPT[1:]]))
+        outcome = await ours.outcome("bad")
+        assert isinstance(outcome, m.Closed)
+        assert outcome.code == grpc.StatusCode.INTERNAL.value[0]
+        assert "NaN" in outcome.message
+        good = await ours.outcome("good")
+        assert isinstance(good, m.Commit)
+        assert good.finish_reason is m.FinishReason.LENGTH
