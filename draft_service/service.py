@@ -18,7 +18,7 @@ from sparsity.plan import Plan, PlanError
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, start_server
+from wire.server import RunningServer, check_free, start_server
 
 WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 
@@ -29,6 +29,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     Raises PlanError if the plan is for another draft, OSError or what transformers raises for a model that cannot be
     loaded.
     """
+    check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     opened = open_model(settings)
     planned = plan.draft_layers, plan.draft_heads

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -70,8 +71,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def connect_ray(settings: ClusterSettings) -> bool:
-    """Join a running Ray, or start one on loopback; True if it was started here."""
+def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
+    """Join a running Ray, or start one on loopback; returns the folder of one that was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
@@ -80,9 +81,11 @@ def connect_ray(settings: ClusterSettings) -> bool:
     if address is not None:
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
-        return False
-    ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **options)
-    return True
+        return None
+    folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
+    options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
+    ray.init(address="local", **options)
+    return folder
 
 
 def _running_ray() -> str | None:
@@ -110,6 +113,8 @@ def _keep_ray_on_loopback() -> None:
 class RayPlacement:
     """Owns the actors that host the services, and our part of Ray. Ports stay the same over all restarts.
 
+    Made, it has joined or started Ray; `start` starts the services.
+
     services: address and process id of each by side, as they were when they were placed.
     """
 
@@ -118,6 +123,12 @@ class RayPlacement:
         self._settings = placed_settings(config)
         self._actors: dict[str, Any] = {}
         self.services: dict[str, tuple[str, int]] = {}
+        self._folder = connect_ray(config.cluster)
+
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here."""
+        return self._folder is not None
 
     def start(self) -> None:
         """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
@@ -133,10 +144,16 @@ class RayPlacement:
 
     def stop(self) -> None:
         """Stop the services, and Ray itself if this process started it."""
-        for started in reversed(self._actors.values()):
-            ray.kill(started, no_restart=True)
+        if ray.is_initialized():
+            for started in reversed(self._actors.values()):
+                ray.kill(started, no_restart=True)
+        self._leave()
+
+    def _leave(self) -> None:
         self._actors.clear()
         ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def replace(self, side: str) -> None:
         """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
@@ -152,21 +169,16 @@ class RayPlacement:
 
     def restart(self) -> None:
         """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then."""
-        self._actors.clear()
-        ray.shutdown()
-        connect_ray(self._config.cluster)
+        self._leave()
+        self._folder = connect_ray(self._config.cluster)
         self.start()
 
 
 @contextlib.contextmanager
-def services_on_ray(config: Config) -> Iterator[RayPlacement]:
-    """Start target and draft, wait until both listen, and stop them and our part of Ray at the end.
-
-    Raises ClusterError with a service's own words.
-    """
+def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
+    """Join or start Ray; stop the services and our part of Ray at the end."""
     placement = RayPlacement(config)
     try:
-        placement.start()
         yield placement
     finally:
         placement.stop()

@@ -26,7 +26,7 @@ from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
 from wire.errors import ClusterError
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import check_free, start_server
 from wire.streams import run_together
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,15 @@ async def run(config: Config, target: str, draft: str, placement: Placement | No
         print("stopping: requests in flight are given time to finish", flush=True)
 
 
+def check_addresses(config: Config) -> None:
+    """Raise OSError for an address of this launch that something else listens on."""
+    listening = [(config.clients.host, config.clients.grpc_port), (config.clients.host, config.clients.http_port)]
+    if not config.cluster.target_address:
+        listening += [(side.host, side.port) for side in (config.target, config.draft)]
+    for host, port in listening:
+        check_free(host, port)
+
+
 async def _wait_for(event: asyncio.Event) -> None:
     await event.wait()
 
@@ -137,11 +146,12 @@ def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None
     if config.cluster.target_address:
         yield config.cluster.target_address, config.cluster.draft_address, None
         return
-    from orchestrator.cluster import connect_ray, services_on_ray  # a launch over running services needs no Ray
+    from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray
 
-    started = connect_ray(config.cluster)
-    print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-    with services_on_ray(config) as placement:
+    with placement_on_ray(config) as placement:
+        own = placement.owns_ray
+        print("no running Ray was found: started one on 127.0.0.1" if own else "joined the running Ray", flush=True)
+        placement.start()
         for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
         yield placement.services["target"][0], placement.services["draft"][0], placement
@@ -162,6 +172,7 @@ def main() -> None:
     except (ValueError, OSError, NotImplementedError) as error:
         _fail(error)
     try:
+        check_addresses(config)
         with placed_services(config) as placed:
             asyncio.run(run(config, *placed))
     except (ClusterError, PlanError, OSError) as error:

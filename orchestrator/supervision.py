@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 RAY_PATIENCE = 10.0  # seconds that Ray may take to say how its nodes are
 RAY_ATTEMPTS = 3
+PAUSE_BEATS = 5  # between attempts
 
 
 class Placement(Protocol):
@@ -100,4 +101,5 @@ async def _restart(placement: Placement) -> None:
         except Exception as error:
             log.error("attempt %d of %d to place the services anew failed: %s", attempt, RAY_ATTEMPTS, error)
             last = error
+        await asyncio.sleep(PAUSE_BEATS * BEAT_SECONDS)
     raise ClusterError(f"Ray was lost, and the services could not be placed again: {last}")

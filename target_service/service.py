@@ -17,7 +17,7 @@ from target_service.verifier import OnRound, Verifier
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, start_server
+from wire.server import RunningServer, check_free, start_server
 
 
 async def run(
@@ -26,8 +26,9 @@ async def run(
     """Load the model, then serve until cancelled.
 
     Raises PlanError if the plan is for another target, OSError or what transformers raises for a model that cannot be
-    loaded, and what `serve` raises.
+    loaded, OSError for an address that is taken, and what `serve` raises.
     """
+    check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     dense = tuple(sorted(set(plan.dense_layers)))
     opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))

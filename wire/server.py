@@ -65,24 +65,27 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = [name for _, _, name in services] + [health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
+    check_free(host, port)  # gRPC prints what is wrong instead of raising it
     try:
-        _try_bind(host, port)  # gRPC prints what is wrong instead of raising it
         bound = server.add_insecure_port(f"{host}:{port}")
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     await server.start()
     running = RunningServer(server, health_servicer, f"{host}:{bound}")
     await running.set_serving(False)
     return running
 
 
-def _try_bind(host: str, port: int) -> None:
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, _, _, address = found[0]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
+def check_free(host: str, port: int) -> None:
+    """Raise OSError naming the address if nothing can listen on it now. Asked first, since models take long to load."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:

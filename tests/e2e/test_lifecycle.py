@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,7 +46,8 @@ def _listening(pid: int) -> dict[str, str]:
 
 def test_everything_binds_to_loopback_and_stops_cleanly() -> None:
     """No Ray runs: launch starts one. At SIGTERM a short request finishes, a long one is told why it ends."""
-    environment = {"RAY_ADDRESS": ""}
+    folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets lie in it
+    environment = {"RAY_ADDRESS": "", "TMPDIR": str(folder)}
     stack: Stack = start_stack("--ray-address", "auto", "--shutdown-grace", "6", environment=environment)
     assert "started one" in stack.output.read_text()
     processes = _children(stack.process.pid)
@@ -84,6 +86,8 @@ def test_everything_binds_to_loopback_and_stops_cleanly() -> None:
     while left := [pid for pid in processes if Path(f"/proc/{pid}/cmdline").exists() and _alive(pid)]:
         assert time.monotonic() < deadline, f"processes {left} outlive the launch"
         time.sleep(0.2)
+    assert not list(folder.iterdir()), "nothing is left in the temporary folder"
+    folder.rmdir()
 
 
 def _alive(pid: int) -> bool:

@@ -466,6 +466,30 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
 
 
+def test_who_has_many_sessions_keeps_nobody_out() -> None:
+    """A full queue makes room for who has fewer sessions in it, and the next place is theirs who have fewer running."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=3, max_context=600))
+    many: list[m.ServedEvent] = []
+    few: list[m.ServedEvent] = []
+    for i in range(5):
+        verifier.admission.open(exact(f"m{i}"), many.append)
+    verifier.admission.admit()
+    with pytest.raises(ResourceExhausted):
+        verifier.admission.open(exact("m5"), many.append)
+    verifier.admission.open(exact("f0"), few.append)
+    assert [session.id for session in verifier.admission.queue] == ["m2", "m3", "f0"]
+    (closed,) = many
+    assert isinstance(closed, m.Closed)
+    assert (closed.session, closed.code) == ("m4", ResourceExhausted.status.value[0])
+    verifier.abort("m0")
+    verifier.admission.release_closed()
+    assert [session.id for session in verifier.admission.admit()] == ["f0"]
+    verifier.abort("m1")
+    verifier.admission.release_closed()
+    assert [session.id for session in verifier.admission.admit()] == ["m2"]
+
+
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
     """Also before the step that takes it up, and as soon as one that ran has ended."""
     verifier = Verifier(
