@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.metrics import Metrics
-from orchestrator.requests import GenerationRequest, Limits, encode_text, to_record
+from orchestrator.requests import GenerationRequest, Limits, check_tokens, encode_text, to_record
 from orchestrator.router import Router
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -30,7 +30,7 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on. Long prompts are tokenized in a thread."""
+    """What both gateways stand on."""
 
     def __init__(self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str) -> None:
         self.router = router
@@ -40,17 +40,20 @@ class Frontend:
         self.draft_name = draft_name
         self.accepting = True
 
-    async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
-        return await asyncio.to_thread(encode_text, text, self.tokenizer, self.limits, special_tokens)
+    async def encode(self, prompt: str | list[int], special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument."""
+        if not isinstance(prompt, str):
+            return check_tokens(prompt, self.limits)
+        encode = partial(encode_text, prompt, self.tokenizer, self.limits, special_tokens)
+        return await asyncio.to_thread(encode) if len(prompt) > 4096 else encode()
 
-    async def prepare(self, request: GenerationRequest) -> Record:
-        """Check a request; raises ServiceError before anything is started."""
+    def prepare(self, request: GenerationRequest, tokens: list[int]) -> Record:
+        """Return the record of a request with a prompt of these tokens. Raises ServiceError; nothing is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        check = partial(to_record, request, self.tokenizer, self.limits)
-        record = await asyncio.to_thread(check) if len(request.prompt) > 4096 else check()
+        record = to_record(request, tokens, self.limits)
         if self.router.is_open(record.session):
-            raise InvalidArgument(f"request_id {record.session!r} is in use")
+            raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
         return record
 
     async def generate(self, record: Record, stop: list[str]) -> AsyncGenerator[Chunk]:

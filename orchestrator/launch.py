@@ -17,7 +17,7 @@ from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import StatusReader, make_app, start_http
+from orchestrator.http_gateway import StatusReader, make_app, serve_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
@@ -81,8 +81,8 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
         started.push_async_callback(server.stop, 1.0)
-        http, http_address = await start_http(make_app(frontend, read_status), clients.host, clients.http_port)
-        started.push_async_callback(http.cleanup)
+        http = serve_http(make_app(frontend, read_status), clients.host, clients.http_port)
+        http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
             await _wait_until_connected(router, read_status, bool(draft))
