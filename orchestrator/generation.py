@@ -1,4 +1,4 @@
-"""One client request from its check to its last piece of text. Both gateways stream what `Frontend.generate` yields."""
+"""One client request from its check to its last piece of text. Both gateways stream what `Frontend` yields."""
 
 import asyncio
 import time
@@ -10,7 +10,9 @@ from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.metrics import Metrics
-from orchestrator.requests import GenerationRequest, Limits, encode_text, to_record
+from orchestrator.records import Limits, check_tokens, encode_text, to_records
+from orchestrator.replies import ReplyFormat
+from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
@@ -19,43 +21,91 @@ from wire.messages import FinishReason
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds. The last one has a finish reason, and the totals."""
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
+    choice: int = 0
 
 
 class Frontend:
-    """What both gateways stand on. Long prompts are tokenized in a thread."""
+    """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""
 
-    def __init__(self, router: Router, tokenizer: Any, limits: Limits, metrics: Metrics, draft_name: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        tokenizer: Any,
+        limits: Limits,
+        metrics: Metrics,
+        draft_name: str,
+        reply_format: ReplyFormat | None = None,
+    ) -> None:
         self.router = router
         self.tokenizer = tokenizer
         self.limits = limits
         self.metrics = metrics
         self.draft_name = draft_name
+        self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
 
-    async def tokenize(self, text: str, special_tokens: bool = True) -> list[int]:
-        return await asyncio.to_thread(encode_text, text, self.tokenizer, self.limits, special_tokens)
+    async def encode(self, prompt: str | list[int], special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument."""
+        if not isinstance(prompt, str):
+            return check_tokens(prompt, self.limits)
+        encode = partial(encode_text, prompt, self.tokenizer, self.limits, special_tokens)
+        return await asyncio.to_thread(encode) if len(prompt) > 4096 else encode()
 
-    async def prepare(self, request: GenerationRequest) -> Record:
-        """Check a request; raises ServiceError before anything is started."""
+    def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:
+        """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        check = partial(to_record, request, self.tokenizer, self.limits)
-        record = await asyncio.to_thread(check) if len(request.prompt) > 4096 else check()
-        if self.router.is_open(record.session):
-            raise InvalidArgument(f"request_id {record.session!r} is in use")
-        return record
+        records = to_records(request, prompts, self.limits)
+        for record in records:
+            if self.router.is_open(record.session):
+                raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
+        return records
 
-    async def generate(self, record: Record, stop: list[str]) -> AsyncGenerator[Chunk]:
-        """Run a prepared request. Closing the iterator early aborts it; so does `abort`."""
-        detokenizer, finder = Detokenizer(self.tokenizer), StopFinder(stop)
+    async def generate(
+        self, records: list[Record], request: GenerationRequest, skip_special_tokens: bool = True
+    ) -> AsyncGenerator[Chunk]:
+        """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
+
+        Raises ServiceError as soon as one of them fails.
+        """
+        arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+
+        async def run(record: Record, choice: int) -> None:
+            try:
+                async with aclosing(self._generate(record, request, choice, skip_special_tokens)) as chunks:
+                    async for chunk in chunks:
+                        arrived.put_nowait(chunk)
+            except Exception as error:  # raised below, where someone listens
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(run(record, choice)) for choice, record in enumerate(records)]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                unfinished -= item.finish_reason is not FinishReason.NONE
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(
+        self, record: Record, request: GenerationRequest, choice: int, skip_special_tokens: bool
+    ) -> AsyncGenerator[Chunk]:
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens)
+        finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
         started = time.perf_counter()
         self.metrics.started(record)
         outcome = "error"
@@ -64,19 +114,22 @@ class Frontend:
                 async for item in rounds:
                     if item.finish_reason is FinishReason.ABORT:
                         outcome = "abort"
-                        yield self._last(record, "", [], FinishReason.ABORT)
+                        yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
                     self.metrics.committed(record, len(item.tokens), time.perf_counter() - started)
-                    text = detokenizer.push(item.tokens)
+                    shown = item.tokens
+                    if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
+                        shown = shown[:-1]  # the token that ends the text is not in it
+                    text = detokenizer.push(shown)
                     if item.finish_reason is not FinishReason.NONE:
                         text += detokenizer.finish()
-                    shown, stopped = finder.push(text)
+                    text, stopped = finder.push(text)
                     if stopped or item.finish_reason is not FinishReason.NONE:
                         reason = FinishReason.STOP if stopped else item.finish_reason
                         outcome = reason.name.lower()
-                        yield self._last(record, shown + finder.finish(), item.tokens, reason)
+                        yield _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
                         return
-                    yield Chunk(shown, item.tokens)
+                    yield Chunk(text, item.tokens, choice=choice)
         except ServiceError as error:
             outcome = error.status.name.lower()
             raise
@@ -86,12 +139,10 @@ class Frontend:
         finally:
             self.metrics.finished(record, outcome, time.perf_counter() - started)
 
-    def _last(self, record: Record, text: str, tokens: list[int], reason: FinishReason) -> Chunk:
-        return Chunk(text, tokens, reason, record.prompt_tokens, len(record.generated), record.totals)
-
     def abort(self, request_id: str) -> bool:
-        """End a running request; False if there is none of that id."""
-        return self.router.abort(request_id)
+        """End a running request, all of its choices; False if there is none of that id."""
+        sessions = [name for name in self.router.ledger.records if name == request_id or _choice_of(name, request_id)]
+        return sum(map(self.router.abort, sessions)) > 0
 
     async def drain(self, grace: float) -> None:
         """Take no more requests, let the running ones finish for `grace` seconds, then fail the rest."""
@@ -100,3 +151,22 @@ class Frontend:
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.router.fail_all(Unavailable("the server is shutting down"))
+
+
+def _choice_of(session: str, request_id: str) -> bool:
+    """Return whether a session is one of several choices of a request."""
+    name, _, number = session.rpartition("-")
+    return name == request_id and number.isdigit()
+
+
+def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:
+    return Chunk(
+        text,
+        tokens,
+        reason,
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=record.cached_tokens,
+        completion_tokens=len(record.generated),
+        totals=record.totals,
+        choice=choice,
+    )

@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import NoReturn
 
 from config import Config, SettingsError, resolve_launch
+from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
-from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
+from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import StatusReader, make_app, start_http
+from orchestrator.http_gateway import StatusReader, make_app, serve_http
 from orchestrator.metrics import Metrics
-from orchestrator.requests import Limits
+from orchestrator.records import Limits
+from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
 from orchestrator.supervision import Placement, supervise
@@ -59,15 +61,20 @@ async def serve_clients(
     """
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
+    generation = load_generation_config(model)
+    defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
         config.model_name,
         min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         config.target.max_context,
-        stop_token_ids(model, tokenizer),
+        stop_token_ids(generation, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
+        **{name: float(defaults[name]) for name in ("temperature", "top_p") if defaults.get(name)},
     )
     router = Router(target, clients.resume_timeout, clients.request_timeout)
-    frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
+    metrics = Metrics(limits.model_name)
+    reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
+    frontend = Frontend(router, tokenizer, limits, metrics, config.draft.model, reply_format)
     async with contextlib.AsyncExitStack() as started:
 
         async def read_status() -> Mapping[str, ServiceStatus | None]:
@@ -78,25 +85,30 @@ async def serve_clients(
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
         started.push_async_callback(server.stop, 1.0)
-        http, http_address = await start_http(make_app(frontend, read_status), clients.host, clients.http_port)
-        started.push_async_callback(http.cleanup)
+        http = serve_http(make_app(frontend, read_status), clients.host, clients.http_port)
+        http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
-            await _wait_until_connected(router, read_status, "draft" in services)
+            status = await _wait_until_connected(router, read_status, "draft" in services)
+            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
+            frontend.limits = replace(limits, kv_tokens=max(room, 0))
             yield server.address, http_address
         finally:
             await server.set_serving(False)
             await frontend.drain(clients.shutdown_grace)
 
 
-async def _wait_until_connected(router: Router, read_status: StatusReader, with_draft: bool) -> None:
-    """Until the target serves and, if asked for, a draft is attached; raises ClusterError if it is refused."""
+async def _wait_until_connected(router: Router, read_status: StatusReader, with_draft: bool) -> ServiceStatus:
+    """Wait until the target serves and, if asked for, a draft is attached, and return the target's status.
+
+    Raises ClusterError if the draft is refused.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ATTACH_SECONDS
     while True:
         status = (await read_status())["target"]
         if status and router.connected and (status.attached or not with_draft):
-            return
+            return status
         if status and with_draft and status.refusal and not status.attached:
             raise ClusterError(status.refusal)
         if loop.time() > deadline:

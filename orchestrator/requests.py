@@ -1,149 +1,277 @@
-"""What a client may ask for, checked in one place for both transports."""
+"""What clients may ask for: the one model of a request, for HTTP and gRPC alike."""
 
-import secrets
-from dataclasses import dataclass, field
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from engine.sampling import LEAST_TEMPERATURE, Sampling
-from orchestrator.ledger import Record
-from wire.errors import InvalidArgument, NotFound
-from wire.messages import Exactness
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
+from wire.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+# Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
+    **dict.fromkeys(("functions", "bad_words", "documents", "include"), ([],)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+}
+MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
+_ignored: set[str] = set()  # fields that were logged already
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the served models allow."""
+class StreamOptions(BaseModel):
+    """include_usage: whether a last event tells the tokens of the whole request."""
 
-    model_name: str
-    vocab_size: int
-    max_context: int
-    stop_token_ids: list[int]
-    methods: tuple[str, ...] = ()  # of sparsity, that the plan allows
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A request as a transport hands it over: typed, not yet checked. None: the client left it out."""
+class GenerationRequest(BaseModel):
+    """The fields of every request that generates. None stands for a field that was left out.
 
-    prompt: str | list[int]
-    request_id: str = ""
+    Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
+    vLLM's, and all others OpenAI's. Fields that are not declared are accepted, unless they ask for what is not built.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    default_max_tokens: ClassVar[int | None] = None  # None: what is left of the context
+
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    exactness: str | None = None  # "exact" or "approximate"
-    sparsity: str | None = None  # method of an approximate request
-    ignore_eos: bool = False
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    exactness: Literal["exact", "approximate"] | None = None
+    sparsity: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_NAME)
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the tokens of the whole request."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.request_id or "").isprintable():
+            raise InvalidArgument(f"request_id: expected at most {MAX_NAME} printable characters", "request_id")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument("stream_options: only with stream", "stream_options")
+        if self.sparsity and self.exactness != "approximate":
+            reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
+            raise InvalidArgument(reason, "sparsity")
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOT_BUILT:
+                _check_neutral(name, value)
+            elif name not in _ignored and len(_ignored) < 1000:
+                _ignored.add(name)
+                log.info("requests carry the field %r, which is ignored", name[:80])
+        return self
 
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
+def _check_neutral(name: str, value: Any) -> None:
+    """Raise InvalidArgument if a field that is not built asks for something."""
+    # A truth value is no number: `logprobs: 0` asks for something, false does not.
+    same = (value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NOT_BUILT[name])
+    if value is not None and not any(same):
+        message = f"{name}: this field is not supported (value {str(value)[:80]!r})"
+        raise InvalidArgument(message, name, "unsupported_parameter")
 
 
-def check_model(name: str | None, limits: Limits) -> None:
-    if name and name != limits.model_name:
-        raise NotFound(f"model {name!r} is not served here; the model is {limits.model_name!r}")
+class CompletionRequest(GenerationRequest):
+    """A request for the continuation of one prompt or several, each a text or token ids."""
+
+    default_max_tokens = 16  # OpenAI's
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
 
 
-def check_text(text: str, what: str) -> str:
-    """JSON can carry lone surrogates, which are no text."""
+class ContentPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    """The function that a tool call names, and its arguments as JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that an earlier answer made."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of a conversation. Fields that are not declared, such as `refusal`, say nothing to a template."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} must have content")
+        return self
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """What the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChatRequest(GenerationRequest):
+    """A request for the next message of a conversation."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as they were given."""
+        offered = self.tools if self.tool_choice != "none" else None
+        return [tool.model_dump(exclude_unset=True) for tool in offered or []]
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.tool_choice not in (None, "none", "auto"):
+            message = f"tool_choice: 'auto' and 'none' are supported, got {str(self.tool_choice)[:80]!r}"
+            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidArgument(message, "continue_final_message")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
+
+
+class TokenizeRequest(BaseModel):
+    """A text or a conversation to be made into tokens; other fields are those of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens to be made into text."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def read_request(model: type[R], values: Mapping[str, Any]) -> R:
+    """Return the request that has these values. Raises InvalidArgument for values that it cannot have."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{what} is not valid Unicode: {error.reason} at character {error.start}") from None
-    return text
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise invalid_argument(error.errors()) from None
 
 
-def encode_text(text: str, tokenizer: Any, limits: Limits, special_tokens: bool = True) -> list[int]:
-    """Token ids of a text that may be a prompt. Raises InvalidArgument."""
-    check_text(text, "prompt")
-    if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
-        raise InvalidArgument(f"prompt of {len(text)} characters; the context is {limits.max_context} tokens")
-    return tokenizer.encode(text, add_special_tokens=special_tokens)
-
-
-def encode_prompt(prompt: str | list[int], tokenizer: Any, limits: Limits) -> list[int]:
-    """Token ids of a prompt, checked. Raises InvalidArgument."""
-    if isinstance(prompt, str):
-        tokens = encode_text(prompt, tokenizer, limits)
-    else:
-        tokens = prompt
-        outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
-        if outside is not None:
-            raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}")
-    if not tokens:
-        raise InvalidArgument("the prompt is empty")
-    return tokens
-
-
-def to_record(request: GenerationRequest, tokenizer: Any, limits: Limits) -> Record:
-    """Check everything about a request and make the ledger's record of it. Raises ServiceError."""
-    check_model(request.model, limits)
-    if len(request.request_id) > 128 or not request.request_id.isprintable():
-        raise InvalidArgument("request_id must be at most 128 printable characters")
-    tokens = encode_prompt(request.prompt, tokenizer, limits)
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if max_tokens < 1:
-        raise InvalidArgument(f"max_tokens must be at least 1, got {max_tokens}")
-    if len(tokens) + max_tokens > limits.max_context:
-        raise InvalidArgument(
-            f"the prompt has {len(tokens)} tokens; with max_tokens {max_tokens} that exceeds the context of "
-            f"{limits.max_context} tokens"
-        )
-    exactness = _exactness(request.exactness)
-    return Record(
-        session=request.request_id or secrets.token_hex(12),
-        tokens=list(tokens),
-        prompt_tokens=len(tokens),
-        max_tokens=max_tokens,
-        stop_token_ids=[] if request.ignore_eos else list(limits.stop_token_ids),
-        sampling=_sampling(request),
-        exactness=exactness,
-        sparsity=_sparsity(request.sparsity, exactness, limits),
-    )
-
-
-def _sampling(request: GenerationRequest) -> Sampling:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    if not 0 <= temperature <= 2:  # nor is NaN
-        raise InvalidArgument(f"temperature must lie in [0, 2], got {temperature}")
-    if not 0 < top_p <= 1:
-        raise InvalidArgument(f"top_p must lie in (0, 1], got {top_p}")
-    if 0 < temperature < LEAST_TEMPERATURE:
-        temperature = LEAST_TEMPERATURE  # as vLLM does
-    top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
-    seed = secrets.randbits(63) if request.seed is None else request.seed
-    if not 0 <= seed < 2**64:
-        raise InvalidArgument(f"seed must lie in [0, 2^64), got {seed}")
-    check_stop(request.stop)
-    return Sampling(temperature, top_p, seed)
-
-
-def _exactness(name: str | None) -> Exactness:
-    try:
-        return Exactness[(name or "exact").upper()]
-    except KeyError:
-        raise InvalidArgument(f"exactness must be 'exact' or 'approximate', got {name!r}") from None
-
-
-def _sparsity(name: str | None, exactness: Exactness, limits: Limits) -> str:
-    if not name:
-        return ""
-    if exactness is not Exactness.APPROXIMATE:
-        raise InvalidArgument(f"sparsity {name!r} is for requests with exactness 'approximate'")
-    if name not in limits.methods:
-        raise InvalidArgument(f"sparsity must be one of {', '.join(limits.methods)}; got {name!r}")
-    return name
-
-
-def check_stop(stop: list[str]) -> None:
-    if len(stop) > MAX_STOP_STRINGS or any(not s or len(s) > MAX_STOP_LENGTH for s in stop):
-        raise InvalidArgument(
-            f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters, got {stop!r}"
-        )
-    for text in stop:
-        check_text(text, "stop")
+def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
+    """Return the refusal for what pydantic found wrong: of the first field, with all that it might have been."""
+    first = errors[0]["loc"][:1]
+    of_field = [error for error in errors if error["loc"][:1] == first]
+    # Below a field that may have several types, the places name the types.
+    steps = zip(*(error["loc"] for error in of_field), strict=False)
+    place = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+    reasons = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
+    given = "" if errors[0]["type"] == "missing" else f", got {str(errors[0]['input'])[:80]!r}"
+    return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None)

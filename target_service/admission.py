@@ -171,6 +171,7 @@ class Admission:
             self.running[session.id] = session
             session.epoch = self._first_epoch
             self._kv.reuse_prefix(session.kv, session.tokens[:-1])
+            session.stats.cached_tokens = session.kv.length
             self._counters["opened_sessions"] += 1
             admitted.append(session)
         return admitted

@@ -4,35 +4,50 @@ import grpc
 
 
 class ServiceError(Exception):
-    """Raised anywhere on a request's way; the servicer or gateway turns it into a status."""
+    """Raised anywhere on a request's way; the servicer or gateway turns it into a status.
+
+    kind, param and code: OpenAI's error.type, the field that is wrong, and the name of what is wrong with it.
+    """
 
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_code: int = 500
-    kind: str = "internal_error"  # OpenAI's error.type
+    kind: str = "internal_error"
+    code: str = "internal_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str = "") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or type(self).code
 
 
 class InvalidArgument(ServiceError):
     status, http_code, kind = grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"
+    code = "invalid_value"
 
 
 class NotFound(ServiceError):
     status, http_code, kind = grpc.StatusCode.NOT_FOUND, 404, "not_found_error"
+    code = "not_found"
 
 
 class FailedPrecondition(ServiceError):
     status, http_code, kind = grpc.StatusCode.FAILED_PRECONDITION, 400, "failed_precondition_error"
+    code = "failed_precondition"
 
 
 class ResourceExhausted(ServiceError):
     status, http_code, kind = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(ServiceError):
     status, http_code, kind = grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"
+    code = "service_unavailable"
 
 
 class DeadlineExceeded(ServiceError):
     status, http_code, kind = grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"
+    code = "deadline_exceeded"
 
 
 _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()}
