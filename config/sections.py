@@ -181,6 +181,9 @@ class ClientSettings(Section):
     resume_timeout: float = setting(
         60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
     )
+    max_connections: int = setting(
+        1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
+    )
     request_timeout: float = setting(
         3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
     )

@@ -14,11 +14,12 @@ from config import Config, SettingsError, resolve_launch
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
+from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import StatusReader, make_app, serve_http
 from orchestrator.metrics import Metrics
-from orchestrator.records import Limits
+from orchestrator.records import Limits, max_body
 from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
@@ -83,9 +84,16 @@ async def serve_clients(
         await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
-        server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
+        server = await start_server(
+            clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")], max_body(limits)
+        )
         started.push_async_callback(server.stop, 1.0)
-        http = serve_http(make_app(frontend, read_status), clients.host, clients.http_port)
+        http = serve_http(
+            make_app(frontend, read_status),
+            clients.host,
+            clients.http_port,
+            Connections.within_open_files(clients.max_connections),
+        )
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:

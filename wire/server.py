@@ -19,10 +19,11 @@ from wire.malformed import RefuseMalformed
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 64 << 20
 # A Begin or Open carries a whole prompt: 4 bytes a token and more, beyond gRPC's default of 4 MiB.
 OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", MOST_BYTES),
+    ("grpc.max_send_message_length", MOST_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # grpc.keepalive_timeout_ms does nothing
@@ -52,13 +53,15 @@ class RunningServer:
 
 
 async def start_server(
-    host: str, port: int, services: list[tuple[Callable[[Any, Any], None], Any, str]]
+    host: str, port: int, services: list[tuple[Callable[[Any, Any], None], Any, str]], most_bytes: int = MOST_BYTES
 ) -> RunningServer:
-    """Listen on host:port (0: any free one). `services`: (add_…_to_server, servicer, full name) each.
+    """Listen on host:port (0: any free one). `services`: (add_…_to_server, servicer, full name) each. most_bytes: of a
+    message that is received; longer ones are refused with RESOURCE_EXHAUSTED before they are parsed.
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
-    server = grpc.aio.server(options=OPTIONS, interceptors=[RefuseMalformed()])
+    options = [*OPTIONS, ("grpc.max_receive_message_length", most_bytes)]
+    server = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()

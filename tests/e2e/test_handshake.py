@@ -59,6 +59,8 @@ async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or ""
         await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
         return await call.code(), await call.details()
 
 

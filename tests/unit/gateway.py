@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
@@ -76,7 +77,10 @@ class ScriptedRouter:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    router: Any, limits: Limits = LIMITS, reply_format: ReplyFormat | None = None
+    router: Any,
+    limits: Limits = LIMITS,
+    reply_format: ReplyFormat | None = None,
+    connections: Connections | None = None,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -84,5 +88,5 @@ async def running_gateway(
         return {"target": None, "draft": None}
 
     frontend = Frontend(router, router.tokenizer, limits, Metrics(MODEL), "tiny-draft", reply_format)
-    async with serve_http(make_app(frontend, read_status), "127.0.0.1", 0) as address:
+    async with serve_http(make_app(frontend, read_status), "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address
