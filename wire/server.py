@@ -60,8 +60,8 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
-    options = [*OPTIONS, ("grpc.max_receive_message_length", most_bytes)]
-    server = grpc.aio.server(options=options, interceptors=[RefuseMalformed()])
+    options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
+    server = grpc.aio.server(options=list(options.items()), interceptors=[RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()

@@ -33,3 +33,16 @@ async def test_a_taken_port_is_reported_before_a_model_loads(service: Any, kind:
         settings = kind(port=port, model="no/such/model", plan="no/such/plan.json")
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             await service.run(settings, lambda server: None)
+
+
+async def test_a_message_that_is_too_long_is_refused() -> None:
+    server = await start_server("127.0.0.1", 0, [], most_bytes=1000)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await check(health_pb2.HealthCheckRequest(service="x" * 1100))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await check(health_pb2.HealthCheckRequest(service="x" * 900))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    await server.stop(0)
