@@ -44,13 +44,15 @@ class Rows:
     """The sequences of a pass, as attention takes them.
 
     starts: [sequences + 1] int32, the first query row of each. lengths: [sequences] int32, tokens with KV, those of
-    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most.
+    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most. visible: [rows, 3]
+    int32, what each query sees, where it is not all before it (`kernels.paged_attention.Batch`).
     """
 
     starts: Tensor
     lengths: Tensor
     tables: Tensor
     most: int
+    visible: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,15 @@ class ReadWeights:
 
 @dataclass
 class Evidence:
-    """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
+    """Adds `share` of the last `queries` queries' mean weights on blocks to `sums`, in place.
+
+    sums: [sequences, layers, heads, blocks] float32.
+    """
 
     sums: Tensor
     share: float
     block_size: int
+    queries: int = 1
 
 
 @dataclass
@@ -129,7 +135,8 @@ class LayerAttention:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
         keys, values = self.pages(layer)
-        return Batch(queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale, rows.most)
+        of_rows = tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
+        return Batch(queries, keys, values, *of_rows)
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
@@ -142,8 +149,9 @@ class LayerAttention:
             return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
-            out, given = paged_attention_with_block_weights(batch, weights.block_size, 1, width=width, **how)
-            weights.sums[:, layer].add_(given[:, 0], alpha=weights.share)
+            emitting = weights.queries
+            out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
+            weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
         if self.prompt is not None:
             return run(self.prompt, batch.queries, batch.k_pages, batch.v_pages)
@@ -159,7 +167,8 @@ class LayerAttention:
         means = None if self.listed.means is None else self.listed.means[layer]
         how: dict[str, Any] = {"backend": self.backend, "work": work}
         if isinstance(weights, Evidence):
-            return add_listed_weights(batch, blocks, weights.sums[:, layer], weights.share, **how)
+            sums = weights.sums[:, layer]
+            return add_listed_weights(batch, blocks, sums, weights.share, emitting=weights.queries, **how)
         if isinstance(weights, ReadWeights):
             out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights.out[at], **how)
             return out

@@ -118,18 +118,25 @@ def paged_attention_with_block_weights(
 
 
 def add_listed_weights(
-    batch: Batch, blocks: BlockLists, sums: Tensor, share: float, backend: str = "torch", work: Work | None = None
+    batch: Batch,
+    blocks: BlockLists,
+    sums: Tensor,
+    share: float,
+    backend: str = "torch",
+    work: Work | None = None,
+    emitting: int = 1,
 ) -> Tensor:
-    """Attend over lists, and add `share` of the last query's weight on each listed block to `sums`, in place.
+    """Attend over lists, and add `share` of a mean weight on each listed block to `sums`, in place.
 
-    sums: [sequences, heads, n] float32, its last dimension contiguous. Returns the output [tokens, heads, head_dim].
+    The mean is that of each sequence's last `emitting` queries. sums: [sequences, heads, n] float32, its last dimension
+    contiguous. Returns the output [tokens, heads, head_dim].
     The other arguments and what is raised: as for `paged_attention`.
     """
     check_backend("add_listed_weights", backend)
     check_batch(batch, blocks)
     if backend == "triton":
         out, block_sums = attend_emitting(batch, blocks, None, work, blocks.block_size)
-        add_weights_of_listed(batch, block_sums, blocks, sums, share)
+        add_weights_of_listed(batch, block_sums, blocks, sums, share, emitting)
         return out
-    add_weights_of_listed_in_torch(batch, blocks, sums, share)
+    add_weights_of_listed_in_torch(batch, blocks, sums, share, emitting)
     return attend_in_torch(batch, blocks)[0]

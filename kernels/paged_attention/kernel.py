@@ -99,6 +99,7 @@ def partial_attention_kernel(
     partial_max_ptr,
     partial_sum_ptr,
     block_sums_ptr,
+    visible_ptr,
     scale_log2,
     items,
     table_stride,
@@ -122,6 +123,7 @@ def partial_attention_kernel(
     MEANS: tl.constexpr,
     EMIT: tl.constexpr,
     SPREAD: tl.constexpr,
+    BRANCHED: tl.constexpr,
     PDL: tl.constexpr,
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -174,7 +176,13 @@ def partial_attention_kernel(
         head = kv_head * GROUP + offs_row % GROUP
         q_at = ((start + query) * HEADS + head).to(tl.int64) * DIM
         q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
-        limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
+        if BRANCHED:
+            visible_at = visible_ptr + (start + query) * 3
+            limit = tl.load(visible_at, mask=real, other=0) - 1
+            own_first = tl.load(visible_at + 1, mask=real, other=0)
+            own_last = tl.load(visible_at + 2, mask=real, other=0)
+        else:
+            limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -190,8 +198,11 @@ def partial_attention_kernel(
             )
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            # `limit` lies below `length`: what is not there is not seen either.
-            scores = tl.where(position[None, :] <= limit[:, None], scores, -float("inf"))
+            # `limit` and `own_last` lie below `length`: what is not there is not seen either.
+            seen = position[None, :] <= limit[:, None]
+            if BRANCHED:
+                seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
             higher = tl.maximum(maximum, tl.max(scores, 1))
             base = tl.where(higher == -float("inf"), 0.0, higher)
             p = tl.exp2(scores - base[:, None])

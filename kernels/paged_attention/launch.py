@@ -62,6 +62,8 @@ def _check(batch: Batch) -> None:
         raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
     if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):
         raise ValueError("paged_attention: the Triton backend needs contiguous queries and pages")
+    if batch.visible is not None and not batch.visible.is_contiguous():
+        raise ValueError("paged_attention: the Triton backend needs a contiguous `visible`")
 
 
 def _attend(
@@ -114,6 +116,7 @@ def _attend_in_parts(
         *(*listed, nothing if work.pieces is None else work.pieces, work.tile_starts, work.first_items),
         *(*stand_ins, nothing if work.unread is None else work.unread),
         *(partial, partial_max, partial_sum, partial_max if sums is None else sums.blocks),
+        nothing if batch.visible is None else batch.visible,
         *(batch.scale * LOG2_E, items, batch.block_tables.shape[1]),
         0 if blocks is None else blocks.lists.shape[2],
         0 if means is None else max(1, means.tables.shape[1]),
@@ -132,6 +135,7 @@ def _attend_in_parts(
         MEANS=means is not None,
         EMIT=sums is not None,
         SPREAD=sums is not None and 8 <= block_size <= tuning.tile // 4,
+        BRANCHED=batch.visible is not None,
         MAX_VARIANCE=MAX_VARIANCE_TERM,
         PRECISION="ieee" if batch.queries.dtype == torch.float32 else "tf32",
         num_warps=tuning.warps,

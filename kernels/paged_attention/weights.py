@@ -40,13 +40,16 @@ def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights
     return weights
 
 
-def add_weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float) -> None:
-    """Add `share` of the last query's weight on each listed block to `out` [sequences, heads, n] float32, in place."""
+def add_weights_of_listed(
+    batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float, emitting: int = 1
+) -> None:
+    """Add `share` of the last queries' mean weight on each listed block to `out` [sequences, heads, n], in place."""
     width = blocks.lists.shape[2]
     _add_listed_weights_kernel[(len(batch.kv_lengths) * batch.heads, -(-width // 1024) or 1)](
         *(sums.blocks, sums.total, blocks.lists, blocks.counts, batch.query_starts, out),
-        *(width, sums.blocks.shape[1], out.stride(0), share, out.shape[2]),
+        *(width, sums.blocks.shape[1], out.stride(0), share / emitting, out.shape[2]),
         **sums.layout,
+        EMITTING=emitting,
         CHUNK=1024,
     )
 
@@ -102,23 +105,27 @@ def _add_listed_weights_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
+    EMITTING: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`share` of the last query's weights on listed blocks to out [sequences, heads, n], one sequence's head a row."""
+    """`share` of each last query's weights on listed blocks to out [sequences, heads, n], a sequence's head a row."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0) % HEADS
     sequence = tl.program_id(0) // HEADS
     list_row = sequence * KV_HEADS + head // GROUP
-    query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - 1
-    query = tl.maximum(query, 0)
-    at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
+    first = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - EMITTING
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = place < tl.load(counts_ptr + list_row)
-    sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
+    weights = tl.zeros([CHUNK], tl.float32)
+    for i in tl.static_range(EMITTING):
+        query = tl.maximum(first + i, 0)
+        at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
+        sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
+        weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
     block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
     target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
     before = tl.load(target, mask=inside, other=0.0)
-    tl.store(target, before + share * tl.exp2(sums - tl.load(log_sums_ptr + at)), mask=inside)
+    tl.store(target, before + share * weights, mask=inside)
 
 
 @jit
