@@ -16,7 +16,7 @@ from draft_service import service as draft_service
 from engine.inputs import SequenceInput, SequenceOutput, SharedBudget
 from engine.judging import Drafted
 from engine.kv.paged import PagedKV
-from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import AnnouncementRequest, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
@@ -44,7 +44,7 @@ class ScriptedRunner(Runner):
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
-        self._gamma = self._block_size = 0  # until rounds are prepared
+        self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs = []
@@ -73,15 +73,26 @@ class ScriptedRunner(Runner):
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         self._gamma, self._block_size = settings.gamma, settings.block_size
+        self._alternatives = settings.alternatives
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)
-            self.kv.grow(item.kv, base + self._gamma)
-            bitmap = None if item.announce is None else self._announce(item.announce, base)
-            outputs.append(RoundOutput(self._tokens_from(base, self._gamma + 1), None, None, bitmap))
+            own = len(item.branches) * (self._gamma + 1)
+            self.kv.grow(item.kv, max(base + self._gamma, item.kv.length + own))
+            bases = [branch.length + 1 for branch in item.branches] or [base]
+            bitmap = None if item.announce is None else self._announce(item.announce, min(bases))
+            outputs.append(RoundOutput([self._drafted(at) for at in bases], bitmap))
         return outputs
+
+    def _drafted(self, base: int) -> DraftedTokens:
+        """Return the draft's tokens from `base` on; where it errs, the right token is its second choice."""
+        tokens = self._tokens_from(base, self._gamma + 1)
+        right = (np.arange(base - 1, base + self._gamma) % _PERIOD + 1).astype(np.int32)
+        others = np.broadcast_to(np.arange(VOCAB - self._alternatives, VOCAB), (len(tokens), self._alternatives))
+        likeliest = np.concatenate((np.array(tokens)[:, None], right[:, None], others), 1)[:, : self._alternatives]
+        return DraftedTokens(tokens, alternatives=likeliest if self._alternatives else None)
 
     def _announce(self, request: AnnouncementRequest, base: int) -> np.ndarray:
         """The blocks of highest weight over all rows: uint64 [rows, words]."""

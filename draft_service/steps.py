@@ -88,9 +88,9 @@ def take_round(session: DraftSession, output: RoundOutput, plan: Plan, seconds: 
     session.tokens += output.tokens[:count]
     session.kv.length = session.base + count
     session.guess = output.tokens[count]
-    supports = []
-    if output.ids is not None and output.probs is not None:
-        for ids, probs in zip(output.ids[:count], output.probs[:count], strict=True):
+    supports, drafted = [], output.branches[0]
+    if drafted.ids is not None and drafted.probs is not None:
+        for ids, probs in zip(drafted.ids[:count], drafted.probs[:count], strict=True):
             held = probs > 0
             supports.append(Support(ids[held], probs[held]))
     if output.bitmap is not None:

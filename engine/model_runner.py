@@ -203,11 +203,13 @@ class ModelRunner(Runner):
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
-        behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
-        if behind and self._captures:  # they catch up first, so that one graph serves all rounds
+        # One graph serves all rounds, and a token of each branch is all that runs beside branches: the rest is read first.
+        branched = any(item.branches or item.moved for item in requests)
+        most = 1 if branched else ROUND_QUERIES if self._captures else max(len(item.tokens) for item in requests)
+        behind = [item for item in requests if len(item.tokens) > most]
+        if behind:
             self.forward([SequenceInput(item.kv, item.tokens[:-1]) for item in behind])
             requests = [
-                replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > ROUND_QUERIES else item
-                for item in requests
+                replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)

@@ -46,9 +46,10 @@ class RoundRunner:
             return
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
-        kinds = list(itertools.product((False, True), ("", *methods), sizes))
-        for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
-            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method))
+        branches = sorted({1, self._settings.branches}, reverse=True)
+        kinds = list(itertools.product((False, True), ("", *methods), sizes, branches))
+        for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
+            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""
@@ -61,20 +62,27 @@ class RoundRunner:
 
     def _draft(self, requests: list[RoundRequest], method: str) -> list[RoundOutput]:
         for item in requests:
-            self._kv.grow(item.kv, item.kv.length + len(item.tokens) + self._settings.gamma)
-        sampled = any(item.temperature > 0 for item in requests)
-        if self._pool is None:
-            pages = max(len(item.kv.pages) for item in requests)
-            queries = max(len(item.tokens) for item in requests)
-            shape = RoundShape(len(requests), queries, pages, sampled, method)
-        else:
-            shape = RoundShape(power_of_two(len(requests)), ROUND_QUERIES, self._max_pages, sampled, method)
+            own = max(1, len(item.branches)) * (self._settings.gamma + 1)
+            self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
+        shape = self._shape_of(requests, method)
         round_ = self._round_of(shape)
-        lay_out_round(round_.buffers, requests)
+        lay_out_round(round_.buffers, shape, requests)
         bring_kept(round_.buffers, requests)
         round_.run()
         take_kept(round_.buffers, self._settings, requests)
-        return read_round(round_.buffers, requests)
+        return read_round(round_.buffers, shape, requests)
+
+    def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
+        sampled = any(item.temperature > 0 for item in requests)
+        # KV is moved by rounds with branches; those of one branch need not know how.
+        branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
+        if self._pool is None:
+            pages = max(len(item.kv.pages) for item in requests)
+            queries = max(1, *(len(item.tokens) for item in requests), 1)
+            branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
+            return RoundShape(len(requests), queries, pages, sampled, method, branches)
+        branches = self._settings.branches if branched else 1
+        return RoundShape(power_of_two(len(requests)), ROUND_QUERIES, self._max_pages, sampled, method, branches)
 
     def _round_of(self, shape: RoundShape) -> Captured:
         if shape in self._rounds:
