@@ -203,7 +203,7 @@ class ModelRunner(Runner):
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
-        # One graph serves all rounds, and a token of each branch is all that runs beside branches: the rest is read first.
+        # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
         branched = any(item.branches or item.moved for item in requests)
         most = 1 if branched else ROUND_QUERIES if self._captures else max(len(item.tokens) for item in requests)
         behind = [item for item in requests if len(item.tokens) > most]

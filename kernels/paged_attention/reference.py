@@ -172,7 +172,8 @@ def _probabilities(
 ) -> Tensor:
     """Return the softmax weights of keys and stand-ins, float32 [kv_heads, group * rows, n + groups].
 
-    packed: queries as `pack_heads` gives them, group * rows; the others as for `_attend`. A row that sees nothing has zeros.
+    packed: queries as `pack_heads` gives them, group * rows; the others as for `_attend`. A row that sees nothing has
+    zeros.
     """
     mask = visible.repeat(1, packed.shape[1] // visible.shape[1], 1).expand(len(keys), -1, -1)
     scores = (packed @ keys.mT).float() * scale

@@ -109,9 +109,11 @@ class FakeRunner(Runner):
         self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
         self._rounds: RoundSettings | None = None
 
-    def tokens_in(self, kv: SequenceKV) -> list[int]:
-        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[: kv.length]
-        assert (content[:, 0] == np.arange(kv.length)).all()
+    def tokens_in(self, kv: SequenceKV, length: int | None = None) -> list[int]:
+        """The tokens of the first `length` positions, of all if that is None."""
+        length = kv.length if length is None else length
+        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[:length]
+        assert (content[:, 0] == np.arange(length)).all()
         return content[:, 1].tolist()
 
     def block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:

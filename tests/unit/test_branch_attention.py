@@ -1,4 +1,4 @@
-"""Queries on different branches of one sequence: each sees the shared tokens before it and the tokens of its own branch.
+"""Queries on different branches of one sequence: each sees the shared tokens before it and those of its own branch.
 
 Both backends against a float64 softmax over exactly these tokens; Triton on a GPU, or interpreted.
 """
