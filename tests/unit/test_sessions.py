@@ -185,20 +185,6 @@ def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
     assert foreseen[2] > 0.6
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
-def test_verdicts_that_are_imposed_meet_outcomes_at_the_rate_asked_for(clock: Clock, rate: float) -> None:
-    world = World(clock, 3, FakeModel(agreement=0), branches=16, synthetic_acceptance=0.6, synthetic_foresight=rate)
-    world.attach()
-    for i in range(4):
-        world.open([i] * 20, 200)
-    world.run()
-    counted = world.drafter.counters
-    # Not every number of accepted tokens has a branch.
-    assert counted["verdicts_ahead"] > 30
-    assert 0.6 * rate <= counted["verdicts_met"] / counted["verdicts_ahead"] <= rate + 0.1
-    world.check_nothing_left()
-
-
 def test_without_a_draft_the_target_decodes_plainly(clock: Clock) -> None:
     world = World(clock, 3)
     names = [world.open(prompt, 12) for prompt in prompts(world.rng, 3)]
