@@ -106,12 +106,8 @@ def _probes_of(wanted, state, turn):
 def _is_open(wanted, state, NUCLEUS: tl.constexpr):
     """Whether the search has to go on: where nothing is wanted, or no entry has weight, it need not begin."""
     lo, hi, at_lo, _at_hi, many_lo, many_hi = state
-    is_open = (hi - lo > 1) & (many_lo - many_hi > 1)
-    if NUCLEUS:
-        is_open = is_open & (at_lo > 0)
-    else:
-        is_open = is_open & (at_lo != wanted) & (wanted > 0)
-    return is_open
+    unmet = (at_lo > 0) if NUCLEUS else (at_lo != wanted) & (wanted > 0)
+    return (hi - lo > 1) & (many_lo - many_hi > 1) & unmet
 
 
 @jit
