@@ -20,8 +20,8 @@ def _store_sums(edges_ptr, sums_ptr, at, split, depth, edges, CHUNK: tl.constexp
         above = tl.where(depth < edges[k], weights, 0.0)
         # Over eight neighbours, which one thread holds; then all eight by one reduction across threads.
         parts = parts + (tl.sum(tl.reshape(above, [CHUNK // 8, 8]), 1),)  # type: ignore[assignment]
-    evens = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
-    odds = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+    evens = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))  # type: ignore[misc]
+    odds = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))  # type: ignore[misc]
     sums = tl.reshape(tl.sum(tl.join(evens, odds), 0), [8])
     tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), sums)
 
