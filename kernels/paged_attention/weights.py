@@ -24,9 +24,9 @@ def add_weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, out
 def _weights_of_queries(
     batch: Batch, sums: BlockSums, blocks: BlockLists | None, out: Tensor, width: int, emitting: int, share: float
 ) -> None:
-    nothing = batch.kv_lengths  # not used where it stands
-    listed = (nothing, batch.kv_lengths) if blocks is None else (blocks.lists, blocks.counts)
-    _query_weights_kernel[(len(batch.kv_lengths) * emitting * batch.heads, -(-width // 1024) or 1)](
+    lengths = batch.kv_lengths  # for lists, which a dense batch has none of, just so that something is given
+    listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
+    _query_weights_kernel[(len(lengths) * emitting * batch.heads, -(-width // 1024) or 1)](
         *(sums.blocks, sums.total, *listed, batch.query_starts, out),
         *(width, sums.blocks.shape[1], emitting, out.stride(0), share, out.shape[-1]),
         **sums.layout,
@@ -96,10 +96,7 @@ def _query_weights_kernel(
     list_row = sequence * KV_HEADS + head // GROUP
     at = _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    if LISTED:
-        inside = place < tl.load(counts_ptr + list_row)
-    else:
-        inside = place < tl.cdiv(tl.load(counts_ptr + sequence), UNIT)
+    inside = place < (tl.load(counts_ptr + list_row) if LISTED else tl.cdiv(tl.load(counts_ptr + sequence), UNIT))
     sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
     weights = tl.exp2(sums - tl.load(log_sums_ptr + at))
     if LISTED:

@@ -32,17 +32,12 @@ class ResidencyTables:
                 f"ResidencyTables: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and "
                 "[rows, lines], with one of each at least"
             )
-        rows, lines = self.page_in.shape
-        for name, shape, dtype in (
-            ("line_of", (rows, self.line_of.shape[1]), torch.int32),
-            ("page_in", (rows, lines), torch.int32),
-            ("referenced", (rows, lines), torch.uint8),
-            ("stamps", (rows, lines), torch.int32),
-            ("dirty", (rows, lines), torch.uint8),
-            ("hand", (rows,), torch.int32),
-        ):
-            check_tensor("ResidencyTables", name, getattr(self, name), shape, dtype, self.page_in.device)
-            if not getattr(self, name).is_contiguous():
+        by_name = {"line_of": (self.rows, self.pages), "hand": (self.rows,)}
+        for name, tensor in vars(self).items():
+            shape = by_name.get(name, (self.rows, self.lines))
+            dtype = torch.uint8 if name in ("referenced", "dirty") else torch.int32
+            check_tensor("ResidencyTables", name, tensor, shape, dtype, self.page_in.device)
+            if not tensor.is_contiguous():
                 raise ValueError(f"ResidencyTables: {name} must be contiguous")
 
     @property
@@ -74,6 +69,13 @@ class Transfers:
     lines: Tensor
     counts: Tensor
     overflow: Tensor
+
+
+def empty_transfers(rows: int, width: int, device: torch.device) -> Transfers:
+    """Transfers of these sizes, in which nothing is said yet."""
+    pages, lines = torch.empty(2, rows, width, dtype=torch.int32, device=device)
+    counts, overflow = torch.empty(2, rows, dtype=torch.int32, device=device)
+    return Transfers(pages, lines, counts, overflow)
 
 
 def empty_tables(rows: int, pages: int, lines: int, device: torch.device | str = "cpu") -> ResidencyTables:
