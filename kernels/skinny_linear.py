@@ -55,7 +55,10 @@ def skinny_linear(
     if gated and (bias is not None or residual is not None or scale != 1.0):
         raise NotImplementedError("skinny_linear: a gated layer with a bias, a residual or a scale")
     if backend == "torch":
-        return _linear_in_torch(x, weight, bias, norm, epsilon, residual, gated, scale)
+        out = F.linear(x if norm is None else add_rms_norm(x, None, norm, epsilon)[0], weight, bias)
+        out = silu_and_multiply(out) if gated else out
+        out = out if scale == 1.0 else scale * out
+        return out if residual is None else residual + out
     if not is_skinny(x) or not x.is_contiguous():
         raise ValueError(
             f"skinny_linear: Triton takes up to {MAX_ROWS} contiguous rows of 16-bit numbers, got {list(x.shape)} of "
@@ -81,25 +84,6 @@ def skinny_linear(
         **overlapping_launch(x.device),
     )
     return out
-
-
-def _linear_in_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    epsilon: float,
-    residual: Tensor | None,
-    gated: bool,
-    scale: float,
-) -> Tensor:
-    if norm is not None:
-        x, _ = add_rms_norm(x, None, norm, epsilon)
-    out = F.linear(x, weight, bias)
-    if gated:
-        out = silu_and_multiply(out)
-    out = out if scale == 1.0 else scale * out
-    return out if residual is None else residual + out
 
 
 def is_skinny(x: Tensor) -> bool:
