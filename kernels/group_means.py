@@ -48,10 +48,9 @@ def make_group_means(
 
 
 @jit
-def _page_tile(ptr, page, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """One head's tokens of one page, float32 [PAGE, COLUMNS], 0 beyond DIM."""
+def _page_tile(ptr, page, kv_head, column, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """One head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM."""
     at = (page * KV_HEADS + kv_head) * (PAGE * DIM)
-    column = tl.arange(0, COLUMNS)
     inside = (tl.arange(0, PAGE) * DIM)[:, None] + column[None, :]
     return tl.load(ptr + at + inside, mask=(column < DIM)[None, :], other=0.0).to(tl.float32)
 
@@ -73,7 +72,11 @@ def _group_means_kernel(
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One group of one layer's head; anchor: pages, by which the dtype of those at the addresses is known. Keys are read twice: variances come from differences to the mean."""
+    """One group of one layer's head. Keys are read twice: variances come from differences to the mean.
+
+    anchor: pages, by which the type of what lies at the addresses is known.
+    """
+    column = tl.arange(0, COLUMNS)
     group, layer, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keys = tl.load(addresses_ptr + layer).to(anchor_ptr.dtype)
     values = tl.load(addresses_ptr + layers + layer).to(anchor_ptr.dtype)
@@ -81,17 +84,16 @@ def _group_means_kernel(
     v_sums = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        k_sums += _page_tile(keys, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS)
-        v_sums += _page_tile(values, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS)
+        k_sums += _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM)
+        v_sums += _page_tile(values, page, kv_head, column, KV_HEADS, PAGE, DIM)
     tokens = per_group * PAGE
     k_mean = tl.sum(k_sums, 0) / tokens
     squares = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        off = _page_tile(keys, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS) - k_mean[None, :]
+        off = _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM) - k_mean[None, :]
         squares += off * off
     slot = tl.load(slots_ptr + group)
-    column = tl.arange(0, COLUMNS)
     at = ((layer * mean_slots + slot) * KV_HEADS + kv_head) * DIM + column
     tl.store(k_ptr + at, k_mean, mask=column < DIM)
     tl.store(v_ptr + at, tl.sum(v_sums, 0) / tokens, mask=column < DIM)

@@ -9,6 +9,7 @@ n · exp(q·k̄ + ½ Σ q_d² var_d).
 device; `weights` turns what the kernel leaves into the softmax weights of blocks.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from kernels.paged_attention.reference import (
     pool_blocks,
     weights_of_last_queries_in_torch,
 )
-from kernels.paged_attention.weights import add_weights_of_listed, weights_of_last_queries, weights_of_listed
+from kernels.paged_attention.weights import weigh_last_queries, weights_of_listed
 from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -111,7 +112,10 @@ def paged_attention_with_block_weights(
         if width is None:
             raise ValueError("paged_attention_with_block_weights: the Triton backend needs width and max_queries")
         out, sums = attend_in_triton(batch, None, None, work, block_size)
-        return out, weights_of_last_queries(batch, sums, emitting, width)
+        shape = len(batch.kv_lengths), emitting, batch.heads, width
+        weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
+        weigh_last_queries(batch, sums, weights, emitting)
+        return out, weights
     weights = weights_of_last_queries_in_torch(batch, block_size, emitting)
     padded = weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))
     return attend_in_torch(batch)[0], padded
@@ -129,7 +133,7 @@ def add_listed_weights(
     check_batch(batch, blocks)
     if backend == "triton":
         out, block_sums = attend_in_triton(batch, blocks, None, work, blocks.block_size)
-        add_weights_of_listed(batch, block_sums, blocks, sums, share)
+        weigh_last_queries(batch, block_sums, sums, 1, blocks, share)
         return out
     add_weights_of_listed_in_torch(batch, blocks, sums, share)
     return attend_in_torch(batch, blocks)[0]

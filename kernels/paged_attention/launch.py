@@ -89,7 +89,6 @@ def _attend_in_parts(
     slots = (programs + items) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
-    block_size = sums.block_size or (1 if blocks is None else blocks.block_size)
     listed = (nothing, nothing) if blocks is None else (blocks.lists, blocks.counts)
     stand_ins = (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
@@ -106,8 +105,7 @@ def _attend_in_parts(
         ROWS=max(16, power_of_two(rows)),
         DIM=batch.dim,
         PAGE=batch.page_size,
-        BLOCK=block_size,
-        PIECE=min(block_size, batch.page_size),
+        BLOCK=sums.block_size or (1 if blocks is None else blocks.block_size),
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
         MIN_TILES=tuning.least_tiles,
@@ -115,7 +113,6 @@ def _attend_in_parts(
         SPARSE=blocks is not None,
         MEANS=means is not None,
         EMIT=sums.block_size > 0,
-        SPREAD=8 <= sums.block_size <= tuning.tile // 4,
         MAX_VARIANCE=MAX_VARIANCE_TERM,
         PRECISION="ieee" if batch.queries.dtype == torch.float32 else "tf32",
         num_warps=tuning.warps,

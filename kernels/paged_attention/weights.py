@@ -8,24 +8,17 @@ from kernels.paged_attention.inputs import Batch, BlockLists
 from kernels.paged_attention.launch import BlockSums
 
 
-def weights_of_last_queries(batch: Batch, sums: BlockSums, emitting: int, width: int) -> Tensor:
-    """Return the weights of each sequence's last queries on all blocks: [sequences, emitting, heads, width] float32."""
-    shape = (len(batch.kv_lengths), emitting, batch.heads, width)
-    weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
-    _weights_of_queries(batch, sums, None, weights, width, emitting, 1.0)
-    return weights
-
-
-def add_weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float) -> None:
-    """Add `share` of the last query's weight on each listed block to `out` [sequences, heads, n] float32, in place."""
-    _weights_of_queries(batch, sums, blocks, out, blocks.lists.shape[2], 1, share)
-
-
-def _weights_of_queries(
-    batch: Batch, sums: BlockSums, blocks: BlockLists | None, out: Tensor, width: int, emitting: int, share: float
+def weigh_last_queries(
+    batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1, blocks: BlockLists | None = None, share: float = 1.0
 ) -> None:
-    lengths = batch.kv_lengths  # for lists, which a dense batch has none of, just so that something is given
+    """Write the weights of each sequence's last queries on all blocks to `out` [sequences, emitting, heads, width].
+
+    With lists: add `share` of the last query's weight on each listed block to `out` [sequences, heads, n]. `out` is
+    float32, its last dimension contiguous.
+    """
+    lengths = batch.kv_lengths  # also for lists, where there are none, just so that something is given
     listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
+    width = out.shape[-1] if blocks is None else blocks.lists.shape[2]
     _query_weights_kernel[(len(lengths) * emitting * batch.heads, -(-width // 1024) or 1)](
         *(sums.blocks, sums.total, *listed, batch.query_starts, out),
         *(width, sums.blocks.shape[1], emitting, out.stride(0), share, out.shape[-1]),
