@@ -37,7 +37,7 @@ def request_blocks(
     if backend == "triton":
         return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
     pages = pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block).flatten(1)
-    transfers = empty_transfers(*pages.shape, pages.device)
+    transfers = empty_transfers(tables.rows, pages.shape[1], pages.device)
     for row in range(tables.rows):
         _request_row(tables, row, pages[row][pages[row] >= 0], int(round), transfers)
     return transfers

@@ -44,9 +44,9 @@ def by_hand(given: dict[str, torch.Tensor], per_block: int) -> list[int]:
 def test_missing_blocks(per_block: int, backend: str) -> None:
     given = case(per_block, 40, per_block, DEVICE)
     before = {name: value.clone() for name, value in given.items()}
-    line_of, *listed = given.values()
+    line_of, lists, counts, page_tables = given.values()
     tables = replace(empty_tables(LAYERS, line_of.shape[1], 1, DEVICE), line_of=line_of)
-    missing = count_missing_blocks(tables, *listed, KV_HEADS, per_block, backend)
+    missing = count_missing_blocks(tables, lists, counts, page_tables, KV_HEADS, per_block, backend)
     totals = by_hand({name: value.cpu() for name, value in given.items()}, per_block)
     assert missing.tolist() == totals
     assert 0 < sum(totals) < int(given["counts"].sum())

@@ -695,6 +695,7 @@ def test_tables_that_do_not_fit(changes: dict[str, Tensor], match: str) -> None:
 def test_arguments_that_do_not_fit(backend: str) -> None:
     tables, one = empty_tables(2, 8, 5, DEVICE), ints([1])
     lists, counts, page_tables = ints([[[[1]] * 2]] * 2), ints([[[1] * 2]] * 2), ints([[3, 1]])
+    operation: Any
     for operation, name, rest in (
         (request_blocks, "request_blocks", (one,)),
         (find_block_lines, "find_block_lines", ()),
