@@ -67,10 +67,10 @@ def fetch_listed(
     Launches only: works inside a CUDA graph.
     """
     listed = lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE
-    missed = count_missing_blocks(memory.tables.line_of, *listed, memory.backend)
+    missed = count_missing_blocks(memory.tables, *listed, memory.backend)
     transfers = request_blocks(memory.tables, *listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
-    lines, _ = find_block_lines(memory.tables, *listed, memory.backend, absent=0)
+    lines = find_block_lines(memory.tables, *listed, memory.backend, absent=0)
     overflow = transfers.overflow.sum(dtype=torch.int32)
     done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
     found = lines, overflow, missed, transfers, done
