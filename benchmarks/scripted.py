@@ -18,7 +18,8 @@ from engine.judging import Drafted
 from engine.kv.paged import PagedKV
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from sparsity.plan import Plan, uniform_plan
+from evaluation.plans import uniform_plan
+from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello

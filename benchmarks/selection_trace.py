@@ -31,11 +31,10 @@ from tqdm import tqdm
 import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading.model import model_hash
-from engine.loading.runner import load_runner
 from engine.loading.tokenizer import load_tokenizer
 from engine.runner import Runner
-from sparsity.choice import choose_over_all
+from evaluation.choice import choose_over_all
+from evaluation.models import load_runner, model_hash
 from sparsity.plan import Plan, load_plan
 from sparsity.selection import BlockSelection
 

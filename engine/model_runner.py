@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
-from engine.decoder import Attend, Decoder
+from engine.decoder import Decoder
 from engine.graphs import GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
@@ -86,17 +86,6 @@ class ModelRunner(Runner):
         for members in groups.values():
             outputs.update(zip(members, self._run([inputs[i] for i in members]), strict=True))
         return [outputs[i] for i in range(len(inputs))]
-
-    @torch.inference_mode()
-    def forward_attending(self, item: SequenceInput, attend: Attend) -> SequenceOutput:
-        """Run one sequence whose layers attend by a function of the caller's, over what lies in the KV's own pages.
-
-        For comparisons: methods that look at a layer's queries before they choose. item.read must be None.
-        """
-        item.check()
-        self.kv.begin_pass([(item.kv, len(item.tokens))])
-        shape = exact_shape([item], self.kv, self._limits)
-        return self._passes.run_exact([item], shape, attend=attend)[0]
 
     def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run inputs of one kind."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoder import Attend, Decoder
+from engine.decoder import Decoder
 from engine.graphs import Captured, GraphPool
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
@@ -85,12 +85,10 @@ class PassRunner:
         shape: PassShape,
         tables: list[np.ndarray] | None = None,
         layer_pages: LayerPages | None = None,
-        attend: Attend | None = None,
     ) -> list[SequenceOutput]:
         """Run a pass without a graph.
 
         tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
-        attend: how the layers attend, if not as the shape says.
         """
         wanted = sum({"none": 0, "last": 1}.get(item.logits, len(item.tokens)) for item in inputs)
         buffers = self._make_buffers(shape, wanted)
@@ -100,8 +98,7 @@ class PassRunner:
         if prompt is not None:
             names = "block_tables", "lengths", "query_starts"
             self._plan_prompt(prompt, *(torch.from_numpy(buffers.inputs.host[name]) for name in names))
-        of_model = self._decoder, self._kv
-        run_pass(*of_model, shape, buffers, self._attention, layer_pages, prompt, attend=attend)
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompt)
         return read_outputs(buffers, shape, inputs, self._kv, buffers.results.fetch())
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:

@@ -17,6 +17,7 @@ from engine.kv.pages import SequenceKV
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
 from engine.runner import Runner
 from evaluation.cases import Case
+from evaluation.forks import fork
 from evaluation.rounds import prefill
 from sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
 from sparsity.choice import mandatory
@@ -99,7 +100,7 @@ class Continuation:
 
     def run(self, draft_prompt: SequenceKV, target_prompt: SequenceKV, generated: int) -> DraftSums:
         end = len(self.case.tokens) if self.case.asked else len(self.tokens) + generated
-        draft_kv, target_kv = self.draft.kv.fork(draft_prompt), self.target.kv.fork(target_prompt)
+        draft_kv, target_kv = fork(self.draft.kv, draft_prompt), fork(self.target.kv, target_prompt)
         try:
             while len(self.tokens) < end:
                 self._round(draft_kv, target_kv)

@@ -14,7 +14,9 @@ from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
 from engine.runner import Runner
+from evaluation.attending import forward_attending
 from evaluation.cases import Case
+from evaluation.forks import fork
 from evaluation.methods import Rival, compared_method
 from evaluation.readers import LayerReader, make_reader
 from evaluation.sharing import announce_shared
@@ -138,7 +140,7 @@ class _Run:
         self.variant = variant
         self.method = compared_method(variant.method)
         self.reader = make_reader(self.method, variant.plan)
-        self.kv = target.kv.fork(prompt)
+        self.kv = fork(target.kv, prompt)
         self.sums = VariantSums()
         self.right = True
         self.last_announced: BlockSelection | None = None
@@ -202,7 +204,7 @@ def _forward(target: ModelRunner, runs: list[_Run], inputs: list[SequenceInput])
     together = []
     for i, (run, item) in enumerate(zip(runs, inputs, strict=True)):
         if isinstance(run.reader, LayerReader):
-            outputs[i] = target.forward_attending(item, run.reader.attend(target, item))
+            outputs[i] = forward_attending(target, item, run.reader.attend(target, item))
             run.reader.finish()
         else:
             together.append(i)

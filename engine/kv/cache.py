@@ -94,11 +94,11 @@ class KVCache:
         return 0
 
     def fetch_plan(
-        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
         """Start to fetch what a step lists; None if everything always lies on the GPU. Launches only.
 
-        The arguments are those of engine.kv.fetch.fetch_listed.
+        The arguments are those of engine.kv.fetch.request_listed.
         """
         return None
 
@@ -193,20 +193,6 @@ class KVCache:
         sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
         if self.means is not None:
             self.means.truncate(sequence)
-
-    def fork(self, sequence: SequenceKV) -> SequenceKV:
-        """Return another sequence with the same KV: full pages are shared, a partial last page is copied.
-
-        Raises OutOfPages if there is no page for the copy, NotImplementedError for KV that may leave the GPU.
-        """
-        shared = sequence.pages[: sequence.length // PAGE_SIZE]
-        twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
-        if sequence.length % PAGE_SIZE:
-            self.grow(twin, sequence.length)
-            for pages in (*self.k_pages, *self.v_pages):
-                pages[twin.pages[-1]] = pages[sequence.pages[len(shared)]]
-        self.pool.share(shared)
-        return twin
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""

@@ -70,13 +70,6 @@ class PagePool:
                 else:
                     self._give_back(page)
 
-    def share(self, pages: list[int]) -> None:
-        """Let one more sequence refer to held pages."""
-        for page in pages:
-            if self.references[page] < 1:
-                raise ValueError(f"page {page} is not held")
-            self.references[page] += 1
-
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""
         page = self._prefixes.page_of(prefix)

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.kv.backing_store import BackingStore
 from engine.kv.cache import KVCache
 from engine.kv.counters import TierCounters
-from engine.kv.fetch import FetchPlan, fetch_listed
+from engine.kv.fetch import FetchPlan, request_listed, start_copies
 from engine.kv.gpu_pages import GpuPages
 from engine.kv.group_means import GroupMeanPool, make_means
 from engine.kv.host_memory import host_zeros
@@ -63,13 +63,11 @@ class TieredKV(KVCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kept_layers: tuple[int, ...] = (),
-        stored: list[Pages] | None = None,
     ) -> None:
         """gpu_pages: pages that lie on the GPU at once; pages: in the backing store, in all.
 
         longest: tokens of a sequence, at most, which staged reads have room for. kept_layers: all of whose pages stay
-        on the GPU, at their numbers. stored: the store's memory of each layer in tiers, if it is there already (for a
-        GPU pinned; layers may share one if contents do not matter).
+        on the GPU, at their numbers.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -87,10 +85,7 @@ class TieredKV(KVCache):
         super().__init__(keys, values, kv_heads, PagePool(pages, self._freed), device)
         self.kept_layers = kept_layers
         layers = [layer for layer in range(num_layers) if layer not in kept_layers]
-        if stored is None:
-            stored = _make_store(len(layers), (pages, *of_page), dtype, device)
-        if any(part.shape != (pages, *of_page) for pair in stored for part in pair):
-            raise ValueError(f"a backing store that is there already must have pages of {(pages, *of_page)}")
+        stored = self._make_store(len(layers), (pages, *of_page), dtype)
         self.memory = self._make_memory(layers, stored, pages_for(longest), gpu_pages)
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
         self.resident = GpuPages(gpu_pages, pages)
@@ -99,6 +94,9 @@ class TieredKV(KVCache):
         self._round = 0  # of the residency tables
         self._away = 0  # pages that are in the store alone
         self._last_work: list[SequenceKV] = []
+
+    def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
+        return [(host_zeros(shape, dtype, self.device), host_zeros(shape, dtype, self.device)) for _ in range(layers)]
 
     def _make_memory(self, layers: list[int], stored: list[Pages], staged: int, gpu_pages: int) -> TierMemory:
         on_gpu = [self.layer_pages(layer) for layer in layers]
@@ -147,19 +145,6 @@ class TieredKV(KVCache):
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         return not self._away or self.resident.hold(sequence.table())
-
-    def adopt_stored(self, sequence: SequenceKV) -> None:
-        """Take it that the full pages of a sequence are stored, for who has put them there; they have no GPU pages yet.
-
-        For a new sequence: `grow` it, set its length, adopt, and `begin_pass`, which then makes the offload active.
-        Raises ValueError if a page has a GPU page.
-        """
-        self._forget_freed()
-        full = sequence.table()[: sequence.length // PAGE_SIZE]
-        if (self.resident.of[full] >= 0).any():
-            raise ValueError("adopt_stored is for pages that no GPU page was given for")
-        self._away += int((~self.store.holds[full]).sum())
-        self.store.holds[full] = True
 
     # Before a pass.
 
@@ -271,9 +256,9 @@ class TieredKV(KVCache):
         return self._round
 
     def fetch_plan(
-        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
-        return fetch_listed(self.memory, lists, counts, block_size, page_tables, round, overlap)
+        return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
 
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
@@ -353,16 +338,9 @@ class TieredKV(KVCache):
         self._offer(sequence, sequence.indexed)
         super().release(sequence)
 
-    def fork(self, sequence: SequenceKV) -> SequenceKV:
-        raise NotImplementedError("KV in tiers: sequences cannot be forked")
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every GPU page has one owner and what is stored is there, byte by byte."""
         self.pool.check_integrity()
         self.resident.check_integrity()
         assert self._away == (self.store.holds & (self.resident.of < 0)).sum()
         self.store.check_integrity(self.resident.of)
-
-
-def _make_store(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Pages]:
-    return [(host_zeros(shape, dtype, device), host_zeros(shape, dtype, device)) for _ in range(layers)]

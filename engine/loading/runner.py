@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from engine.decoder import Decoder
@@ -11,15 +10,9 @@ from engine.kv.cache import KVCache
 from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.kv.tiered import TieredKV
-from engine.loading.model import load_model
 from engine.loading.shape import read_shape
 from engine.model_runner import MAX_OVERHANG, ModelRunner
 from engine.modules import ModulesDecoder
-
-
-def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
-    """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs."""
-    return make_runner(load_model(model, dtype, device), kv_tokens, enforce_eager=True)
 
 
 def make_runner(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.decoder import Attend, Decoder
+from engine.decoder import Decoder
 from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
@@ -40,14 +40,11 @@ def run_pass(
     attention: Backend,
     layer_pages: LayerPages | None = None,
     prompt: Planned | None = None,
-    overlap: bool = True,
-    attend: Attend | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
     layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompt: FlashInfer's plan of the
-    dense layers. overlap: False fetches a layer's pages only when the layer wants them (to compare with).
-    attend: how the layers attend instead of what the shape says.
+    dense layers.
     """
     given = buffers.tensors
     if shape.decay is not None:
@@ -55,12 +52,9 @@ def run_pass(
     fetched = None
     if shape.fetches:
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
-        fetched = kv.fetch_plan(*listed, given["round"], overlap)
-    if attend is None:
-        attend = own = _attention_of(heads_of(decoder, kv), kv, shape, buffers, attention, fetched)
-        own.prompt = prompt
-        if layer_pages is not None:
-            own.pages = layer_pages
+        fetched = kv.fetch_plan(*listed, given["round"])
+    attend = _attention_of(heads_of(decoder, kv), kv, shape, buffers, attention, fetched)
+    attend.prompt, attend.pages = prompt, layer_pages or kv.layer_pages
     slots: Tensor | list[Tensor] = given["slots"]
     if shape.kept:
         slots = [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]

@@ -16,12 +16,12 @@ import torch
 import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation import cases, command, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
+from evaluation.models import load_runner
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from models import DEMO_TEXT

@@ -16,6 +16,7 @@ from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.sampling import Sampling
+from evaluation.forks import fork
 from orchestrator.ledger import Ledger, LedgerError, Record
 from wire.messages import At, Commit, Exactness, FinishReason
 
@@ -451,11 +452,11 @@ class Forks(RuleBasedStateMachine):
         partial = item.kv.length % PAGE_SIZE > 0
         if partial and not self.kv.pool.available:
             with pytest.raises(OutOfPages):
-                self.kv.fork(item.kv)
+                fork(self.kv, item.kv)
             assert self.kv.pool.references == references
             return
         available = self.kv.pool.available
-        twin = self.kv.fork(item.kv)
+        twin = fork(self.kv, item.kv)
         assert self.kv.pool.available == available - partial
         assert (twin.length, twin.groups, item.kv.groups) == (item.kv.length, [], groups)
         self.live.append(Forked(twin, item.written))
@@ -550,7 +551,7 @@ def test_a_fork_that_finds_no_page_changes_nothing() -> None:
     kv = PagedKV(1, 1, 1, 2)
     sequence = filled(kv, list(range(20)))
     with pytest.raises(OutOfPages):
-        kv.fork(sequence)
+        fork(kv, sequence)
     kv.release(sequence)
     assert kv.pool.held == 0
     kv.pool.check_integrity()
@@ -561,7 +562,7 @@ def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
     kv = small()
     tokens = list(range(40))
     sequence = filled(kv, tokens)
-    twin = kv.fork(sequence)
+    twin = fork(kv, sequence)
     assert (twin.indexed, twin.serial) == (sequence.indexed, sequence.serial)
     with pytest.raises(ValueError, match="2 pages are indexed"):
         kv.truncate(twin, 31)
@@ -580,19 +581,18 @@ def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
 def test_a_shared_page_is_held_until_all_let_go() -> None:
     pool = PagePool(2)
     (page,) = pool.allocate(1)
-    pool.share([page])
-    pool.share([page])
+    pool.index(page, (0, (1,)))
+    for _ in range(2):
+        assert pool.match((0, (1,))) is not None
     for _ in range(2):
         pool.release([page])
         assert (pool.held, pool.available) == (1, 1)
-    pool.index(page, (0, (1,)))
     pool.release([page])
     assert pool.held == 0
     with pytest.raises(ValueError, match=f"page {page} is not held"):  # it is only kept for its prefix
-        pool.share([page])
+        pool.index(page, (0, (1,)))
     pool.evict_one()
-    with pytest.raises(ValueError, match=f"page {page} is not held"):
-        pool.share([page])
+    assert pool.match((0, (1,))) is None
     pool.check_integrity()
 
 

@@ -28,6 +28,7 @@ from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.staged import StagedReads
 from engine.kv.tier_memory import PROGRAMS, head_rows
 from engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
+from evaluation.forks import fork
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -312,7 +313,8 @@ class Tiers(RuleBasedStateMachine):
             overflow += sum(int(tables.line_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        done = fetch_listed(kv.memory, lists, counts, size, pages, round, overlap=share < 1)
+        done = kv.fetch_plan(lists, counts, size, pages, round)
+        assert done is not None
         assert int(done.overflow) == overflow
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -599,7 +601,7 @@ def test_what_is_not_built_or_does_not_fit() -> None:
     kv = make(gpu_pages=6, longest=3 * PAGE_SIZE)
     sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
     with pytest.raises(NotImplementedError, match="cannot be forked"):
-        kv.fork(sequences[0])
+        fork(kv, sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
         stage(kv, sequences)
 
