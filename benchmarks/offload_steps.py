@@ -23,7 +23,6 @@ from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
 from engine.kv.host_memory import host_zeros
-from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
@@ -115,11 +114,11 @@ def link_rate(home: Home, device: torch.device) -> float:
     return source.nbytes / (time.perf_counter() - began)
 
 
-def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
+def resident_kv(case: Case, home: Home, device: torch.device) -> KVCache:
     """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    kv = PagedKV(*of_model, case.pages, case.dtype, device)
+    kv = KVCache(*of_model, case.pages, case.dtype, device)
     full = case.context // PAGE_SIZE
     begin, end = case.first * full, (case.first + case.batch) * full
     for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
@@ -202,7 +201,7 @@ class Step:
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, kv.offloads)
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
-        self.buffers = make_buffers(shape, kv, device, memory)
+        self.buffers = make_buffers(shape, kv, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.fetches else None

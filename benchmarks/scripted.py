@@ -15,7 +15,7 @@ from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.inputs import SequenceInput, SequenceOutput, SharedBudget
 from engine.judging import Drafted
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from evaluation.plans import uniform_plan
@@ -41,7 +41,7 @@ class ScriptedRunner(Runner):
 
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB
-        self.kv = PagedKV(LAYERS, KV_HEADS, 1, 20_000)
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, 20_000)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]

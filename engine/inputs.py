@@ -88,6 +88,11 @@ class SequenceInput:
     emitting: int = 0
     drafted: Drafted | None = None
 
+    @property
+    def logits_rows(self) -> int:
+        """How many of the tokens, the last ones, give logits."""
+        return {"none": 0, "last": 1, "all": len(self.tokens)}[self.logits]
+
     def check(self) -> None:
         """Raise ValueError for an input that no pass can run."""
         if not self.tokens:

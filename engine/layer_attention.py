@@ -88,13 +88,6 @@ class BlockWeights:
 
 
 @dataclass
-class ReadWeights:
-    """Asks listed layers for the weight of each listed block: `out` [listed layers, sequences, kv_heads, width]."""
-
-    out: Tensor
-
-
-@dataclass
 class Evidence:
     """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
 
@@ -108,7 +101,8 @@ class LayerAttention:
     """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
 
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
-    weights: what the pass leaves of softmax weights, if anything. prompt: FlashInfer's plan, where it attends.
+    weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
+    each listed block, [listed layers, sequences, kv_heads, width]. prompt: FlashInfer's plan, where it attends.
     """
 
     heads: Heads
@@ -116,7 +110,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: BlockWeights | ReadWeights | Evidence | None = None
+    weights: BlockWeights | Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
     prompt: Planned | None = None
     dense_work: Work | None = None
@@ -160,8 +154,8 @@ class LayerAttention:
         how: dict[str, Any] = {"backend": self.backend, "work": work}
         if isinstance(weights, Evidence):
             return add_listed_weights(batch, blocks, weights.sums[:, layer], weights.share, **how)
-        if isinstance(weights, ReadWeights):
-            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights.out[at], **how)
+        if isinstance(weights, Tensor):
+            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out
         return paged_attention(batch, blocks, means, **how)
 

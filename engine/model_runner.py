@@ -141,10 +141,9 @@ class ModelRunner(Runner):
                 half = len(inputs) // 2
                 return self._run(inputs[:half]) + self._run(inputs[half:])
         outputs = []
-        for indices in self.kv.staging_parts([item.kv for item in inputs]):
-            part = [inputs[i] for i in indices]
-            staged = self.kv.stage([item.kv for item in part])
-            assert staged is not None
+        left = iter(inputs)
+        for staged in self.kv.stage([item.kv for item in inputs]):
+            part = list(itertools.islice(left, len(staged.tables)))
             brought = self._passes.run_exact(part, shape_of(part), staged.tables, staged.layer)
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens

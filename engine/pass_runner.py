@@ -90,8 +90,7 @@ class PassRunner:
 
         tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
         """
-        wanted = sum({"none": 0, "last": 1}.get(item.logits, len(item.tokens)) for item in inputs)
-        buffers = self._make_buffers(shape, wanted)
+        buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
         is_dense_prompt = shape.queries > self._limits.queries and not shape.width and not shape.emitting
         prompt = self.prompt_plan if is_dense_prompt else None
@@ -107,7 +106,7 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        return make_buffers(shape, self._kv, self._kv.device, memory, logits_rows)
+        return make_buffers(shape, self._kv, memory, logits_rows)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -167,8 +167,3 @@ def load_plan(path: str | Path) -> Plan:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def overridden(plan: Plan, budget: float | None = None, method: str | None = None) -> Plan:
-    """The plan with another budget or default method, where one is given."""
-    return replace(plan, budget=budget or plan.budget, method=method or plan.method)

@@ -16,7 +16,7 @@ goes by the tables: sparse steps fetch what they list (engine.kv.fetch), others 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -30,9 +30,7 @@ from engine.kv.gpu_pages import GpuPages
 from engine.kv.group_means import GroupMeanPool, make_means
 from engine.kv.host_memory import host_zeros
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.kv.pool import PagePool
 from engine.kv.staged import StagedReads
-from engine.kv.tensors import kv_zeros
 from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, cache_lines_of, head_rows, rows_of
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
@@ -78,14 +76,13 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        of_page = (kv_heads, PAGE_SIZE, head_dim)
         sizes = [pages if layer in kept_layers else gpu_pages for layer in range(num_layers)]
-        keys, values = ([kv_zeros((size, *of_page), dtype, device) for size in sizes] for _ in range(2))
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, sizes)
         self._freed: list[int] = []
-        super().__init__(keys, values, kv_heads, PagePool(pages, self._freed), device)
+        self.pool.freed = self._freed
         self.kept_layers = kept_layers
         layers = [layer for layer in range(num_layers) if layer not in kept_layers]
-        stored = self._make_store(len(layers), (pages, *of_page), dtype)
+        stored = self._make_store(len(layers), (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
         self.memory = self._make_memory(layers, stored, pages_for(longest), gpu_pages)
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
         self.resident = GpuPages(gpu_pages, pages)
@@ -248,9 +245,6 @@ class TieredKV(KVCache):
 
     # Reading what is not resident.
 
-    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        return width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
-
     def next_round(self) -> int:
         self._round += 1
         return self._round
@@ -270,20 +264,18 @@ class TieredKV(KVCache):
         self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
         return True
 
-    def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
+    def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
         kept = {layer: self.layer_pages(layer) for layer in self.kept_layers}
-        return StagedReads(self.memory, kept, sequences, self.counters)
-
-    def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:
-        parts: list[range] = []
+        parts: list[list[SequenceKV]] = []
         room = 0
-        for i, sequence in enumerate(sequences):
+        for sequence in sequences:
             if len(sequence.pages) > room:
-                parts.append(range(i, i))
+                parts.append([])
                 room = self.memory.staged_pages
-            parts[-1] = range(parts[-1].start, i + 1)
+            parts[-1].append(sequence)
             room -= len(sequence.pages)
-        return parts
+        for part in parts:
+            yield StagedReads(self.memory, kept, part, self.counters)
 
     # Group means.
 
@@ -319,12 +311,6 @@ class TieredKV(KVCache):
         self.counters.staged_pages += int(missed)
 
     # Checks, and sequences.
-
-    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
-        if not set(self.kept_layers) <= set(dense_layers):
-            raise ValueError(
-                f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
-            )
 
     def check_writable(self, pages: int, why: str) -> None:
         if self.resident.count < pages:

@@ -7,16 +7,7 @@ from engine.decoder import Decoder
 from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.layer_attention import (
-    BlockWeights,
-    Heads,
-    LayerAttention,
-    LayerPages,
-    ListedReads,
-    ReadWeights,
-    Rows,
-    plan_reads,
-)
+from engine.layer_attention import BlockWeights, Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
@@ -91,8 +82,8 @@ def _attention_of(
     if shape.width:
         attend.listed = _listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
     if shape.read_weights:
-        given["read_weights"] = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
-        attend.weights = ReadWeights(given["read_weights"])
+        attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
+        given["read_weights"] = attend.weights
     return attend
 
 

@@ -45,7 +45,7 @@ def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[Se
     """Logits stand in rows of their own where only some rows give them, else in the rows of all tokens."""
     row, of_all = 0, "logits_rows" not in buffers.tensors
     for item, output in zip(inputs, outputs, strict=True):
-        count = {"none": 0, "last": 1}.get(item.logits, len(item.tokens))
+        count = item.logits_rows
         row += len(item.tokens) if of_all else count
         if count:
             logits = buffers.tensors["logits"][row - count : row]

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import Drafted, judge, lay_out_verdicts, support_of, verdict_layout
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
@@ -93,7 +93,7 @@ class FakeRunner(Runner):
     """
 
     def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT) -> None:
-        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
+        self.kv = KVCache(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
         self.pages_read: list[int] = []  # by each input that wants all its logits

@@ -16,7 +16,7 @@ from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
@@ -51,7 +51,7 @@ def runner() -> ModelRunner:
 def reference(runner: ModelRunner) -> ModelRunner:
     decoder = modules_decoder(load_model(str(models.DRAFT), torch.float32, DEVICE))
     sizes = runner.kv.num_layers, runner.kv.kv_heads, runner.kv.k_pages[0].shape[3]
-    kv = PagedKV(*sizes, pages_for(1024), device=DEVICE)
+    kv = KVCache(*sizes, pages_for(1024), device=DEVICE)
     return ModelRunner(decoder, kv, VOCAB, 1000, attention_backend="torch")
 
 

@@ -14,7 +14,7 @@ import transformers
 from engine.families import read_decoder
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
@@ -72,7 +72,7 @@ class Pair:
         self.graphs = make_runner(load_model(folder, torch.float32, DEVICE), 4096, max_context=400)
         modules, kv = modules_decoder(load_model(folder, torch.float32, DEVICE)), self.graphs.kv
         of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
-        self.plain = ModelRunner(modules, PagedKV(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch")
+        self.plain = ModelRunner(modules, KVCache(*of_model, 256, device=DEVICE), VOCAB, 400, attention_backend="torch")
         self.runners = (self.plain, self.graphs)
         self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]
 

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.kv.cache import KVCache
 from engine.kv.group_means import GroupMeanPool
-from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.sampling import Sampling
@@ -54,7 +54,7 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = PagedKV(LAYERS, HEADS, 1, PAGES, torch.float64)
+        self.kv = KVCache(LAYERS, HEADS, 1, PAGES, torch.float64)
         self.ledger = Ledger()
         self.live: dict[str, Session] = {}
         self.opened = 0
@@ -278,7 +278,7 @@ TestSessions.settings = settings(max_examples=120, stateful_step_count=50)
 # What the machine reaches only now and then
 
 
-def filled(kv: PagedKV, tokens: list[int]) -> SequenceKV:
+def filled(kv: KVCache, tokens: list[int]) -> SequenceKV:
     """A sequence that has read `tokens` and offers them."""
     sequence = SequenceKV()
     kv.grow(sequence, len(tokens))
@@ -287,8 +287,8 @@ def filled(kv: PagedKV, tokens: list[int]) -> SequenceKV:
     return sequence
 
 
-def small() -> PagedKV:
-    return PagedKV(1, 1, 1, 8)
+def small() -> KVCache:
+    return KVCache(1, 1, 1, 8)
 
 
 def test_a_prefix_is_reused_while_it_is_held_and_after() -> None:
@@ -401,7 +401,7 @@ class Forks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = PagedKV(LAYERS, HEADS, 1, PAGES)
+        self.kv = KVCache(LAYERS, HEADS, 1, PAGES)
         self.kv.keep_group_means(GROUP, SLOTS)
         self.live: list[Forked] = []
         self.next = 1
@@ -548,7 +548,7 @@ TestForks.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_fork_that_finds_no_page_changes_nothing() -> None:
-    kv = PagedKV(1, 1, 1, 2)
+    kv = KVCache(1, 1, 1, 2)
     sequence = filled(kv, list(range(20)))
     with pytest.raises(OutOfPages):
         fork(kv, sequence)
@@ -603,7 +603,7 @@ def test_groups_are_whole_pages(group_size: int) -> None:
 
 
 def test_there_are_as_many_slots_as_groups_fit_the_pages() -> None:
-    kv = PagedKV(1, 1, 1, 9)
+    kv = KVCache(1, 1, 1, 9)
     kv.keep_group_means(32)
     assert kv.means is not None
     assert len(kv.means.free) == 4

@@ -23,7 +23,6 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.kv.fetch import fetch_listed
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.staged import StagedReads
 from engine.kv.tier_memory import PROGRAMS, head_rows
@@ -91,8 +90,7 @@ def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: in
 
 
 def stage(kv: TieredKV, sequences: list[SequenceKV]) -> StagedReads:
-    staged = kv.stage(sequences)
-    assert staged is not None
+    (staged,) = kv.stage(sequences)
     return staged
 
 
@@ -603,7 +601,7 @@ def test_what_is_not_built_or_does_not_fit() -> None:
     with pytest.raises(NotImplementedError, match="cannot be forked"):
         fork(kv, sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
-        stage(kv, sequences)
+        StagedReads(kv.memory, {}, sequences, kv.counters)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
@@ -636,7 +634,8 @@ def test_layers_wait_for_the_link() -> None:
     lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()
     counts = torch.full((LAYERS, 1, HEADS), 4, dtype=torch.int32, device=DEVICE)
     tables = torch.from_numpy(sequence.table().copy())[None].to(DEVICE)
-    done = fetch_listed(kv.memory, lists, counts, PAGE_SIZE, tables, next_round(kv))
+    done = kv.fetch_plan(lists, counts, PAGE_SIZE, tables, next_round(kv))
+    assert done is not None
     for layer in range(LAYERS):
         done.wait(layer)
     assert done.done.tolist() == [PROGRAMS] * LAYERS
