@@ -4,7 +4,7 @@ A pass makes one `LayerAttention` and calls it once a layer. What all layers sha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -75,19 +75,6 @@ class ListedReads:
 
 
 @dataclass
-class BlockWeights:
-    """Asks dense layers for the weights of the last `emitting` queries on blocks.
-
-    by_layer: filled by the pass, [sequences, emitting, heads, width] float32 a layer.
-    """
-
-    block_size: int
-    emitting: int
-    width: int
-    by_layer: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
 class Evidence:
     """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
 
@@ -110,7 +97,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: BlockWeights | Tensor | Evidence | None = None
+    weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
     prompt: Planned | None = None
     dense_work: Work | None = None
@@ -128,12 +115,6 @@ class LayerAttention:
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
-        if isinstance(weights, BlockWeights):
-            out, given = paged_attention_with_block_weights(
-                batch, weights.block_size, weights.emitting, width=weights.width, **how
-            )
-            weights.by_layer.append(given)
-            return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
             out, given = paged_attention_with_block_weights(batch, weights.block_size, 1, width=width, **how)

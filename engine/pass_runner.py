@@ -92,7 +92,7 @@ class PassRunner:
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        is_dense_prompt = shape.queries > self._limits.queries and not shape.width and not shape.emitting
+        is_dense_prompt = shape.queries > self._limits.queries and not shape.width
         prompt = self.prompt_plan if is_dense_prompt else None
         if prompt is not None:
             names = "block_tables", "lengths", "query_starts"

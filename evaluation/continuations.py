@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
+from engine.model_runner import ModelRunner
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
-from engine.runner import Runner
+from evaluation.attending import forward_weighing
 from evaluation.cases import Case
 from evaluation.forks import fork
 from evaluation.rounds import prefill
@@ -67,7 +67,13 @@ def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
 
 
 def measure_case(
-    draft: Runner, target: Runner, plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int = GAMMA
+    draft: ModelRunner,
+    target: ModelRunner,
+    plan: Plan,
+    case: Case,
+    readings: list[Reading],
+    generated: int,
+    gamma: int = GAMMA,
 ) -> list[DraftSums]:
     """Continue the case from its start, once for each reading: by `generated` tokens or more, or to its answer."""
     prompts = SequenceKV(), SequenceKV()
@@ -90,7 +96,9 @@ class Continuation:
     memory: what the draft keeps of its last dense first pass. last: what its last round announced.
     """
 
-    def __init__(self, draft: Runner, target: Runner, plan: Plan, case: Case, reading: Reading, gamma: int) -> None:
+    def __init__(
+        self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, reading: Reading, gamma: int
+    ) -> None:
         self.draft, self.target, self.plan = draft, target, plan
         self.reading, self.gamma, self.case = reading, gamma, case
         self.tokens = case.tokens[: case.start]
@@ -127,10 +135,8 @@ class Continuation:
     def _verify(self, kv: SequenceKV, drafted: list[int]) -> tuple[list[int], Tensor]:
         """Return the target's likeliest tokens [γ + 1] and its weights on blocks [layers, γ + 1, heads, blocks]."""
         tokens, size = [self.tokens[-1], *drafted], self.plan.block_size
-        item = SequenceInput(kv, tokens, "all", block_size=size, emitting=len(tokens))
-        (output,) = self.target.forward([item])
-        assert output.logits is not None and output.block_weights is not None
-        return output.logits.argmax(-1).tolist(), output.block_weights
+        logits, weights = forward_weighing(self.target, kv, tokens, size, len(tokens))
+        return logits.argmax(-1).tolist(), weights
 
     def _count(self, base: int, accepted: int, compared: int, weights: Tensor) -> None:
         """Add a round to the sums; of an answer's rounds only tokens that stood on right ones count."""

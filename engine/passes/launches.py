@@ -7,7 +7,7 @@ from engine.decoder import Decoder
 from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.layer_attention import BlockWeights, Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
+from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
@@ -44,7 +44,7 @@ def run_pass(
     if shape.fetches:
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
         fetched = kv.fetch_plan(*listed, given["round"])
-    attend = _attention_of(heads_of(decoder, kv), kv, shape, buffers, attention, fetched)
+    attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompt, attend.pages = prompt, layer_pages or kv.layer_pages
     slots: Tensor | list[Tensor] = given["slots"]
     if shape.kept:
@@ -65,10 +65,9 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
 
 
 def _attention_of(
-    heads: Heads, kv: KVCache, shape: PassShape, buffers: Buffers, attention: Backend, fetched: FetchPlan | None
+    heads: Heads, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend, fetched: FetchPlan | None
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
-    given = buffers.tensors
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.queries)
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
@@ -76,9 +75,6 @@ def _attention_of(
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.kept:
         attend.tables_of = lambda layer: given["kept_tables"] if layer in kv.kept_layers else rows.tables
-    if shape.emitting:
-        attend.weights = weights = BlockWeights(shape.block_size, shape.emitting, shape.blocks)
-        buffers.block_weights = weights.by_layer
     if shape.width:
         attend.listed = _listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
     if shape.read_weights:

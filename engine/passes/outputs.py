@@ -31,8 +31,6 @@ def read_outputs(
         _give_logits(buffers, inputs, outputs)
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
-        if shape.emitting:
-            output.block_weights = torch.stack([weights[i, :, :, :blocks] for weights in buffers.block_weights])
         if item.read is not None and item.read.emit_weights and shape.decay is None:
             output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
         if item.read is not None and item.read.report_blocks:

@@ -17,7 +17,7 @@ from engine.inputs import SequenceOutput
 from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
 from evaluation.plans import save_plan, uniform_plan
 from models import PLAN
-from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
+from sparsity.announce import BY_DRAFT_HEAD, announce
 from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError, load_plan
 from sparsity.reader import Reader
@@ -236,6 +236,11 @@ def read_by(plan: Plan, base: int, length: int, selection: BlockSelection) -> np
     reader.finish(SequenceOutput())
     assert reader.chosen is not None
     return reader.chosen.numpy()
+
+
+def draft_heads(plan: Plan) -> list[tuple[int, int]]:
+    """The draft heads that sparse layers listen to, in the order of an announcement's rows."""
+    return sorted({pair for layer in plan.sparse_layers for pair in plan.head_map[layer]})
 
 
 @settings(max_examples=60)

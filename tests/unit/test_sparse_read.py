@@ -13,7 +13,7 @@ from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudge
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.model_runner import ModelRunner
-from evaluation.attending import forward_attending
+from evaluation.attending import forward_attending, forward_weighing
 from evaluation.forks import fork
 from evaluation.just_in_time import SequenceKeys
 from evaluation.methods import RIVALS
@@ -96,16 +96,15 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
     reader.read([], PREFIX, len(TOKENS))
-    output = forward_attending(runner, item, reader.attend(runner, item))
+    logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     reader.finish()
     runner.kv.release(twin)
     assert twin.length == 0
     assert reader.chosen is not None
-    assert output.logits is not None
     for read, mask in zip(reader.chosen, selector.chosen, strict=True):
         wanted = torch.ones_like(read) if mask is None else mask.any(0) if mask.dim() == 3 else mask
         assert torch.equal(read, wanted)
-    return output.logits
+    return logits
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])
@@ -163,7 +162,7 @@ def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: Mode
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:])
     reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1), selector)
-    forward_attending(runner, item, reader.attend(runner, item))
+    forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     heads = runner.decoder.heads
     assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
     for layer, queries, keys, scale in selector.seen:
@@ -189,12 +188,10 @@ def test_read_weights_of_everything_are_the_dense_weights(
         listed(everything, block_size, emit_weights=True),
         listed(everything, block_size, emit_weights=True, group_means=True),
     ]
-    dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
     sparse = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)]
-    emitted, *others = runner.forward([dense, *sparse])
-    assert emitted.block_weights is not None
-    wanted = emitted.block_weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
-    for output in others:
+    _, weights = forward_weighing(runner, forks[0], TOKENS[PREFIX:], block_size, rows)
+    wanted = weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
+    for output in runner.forward(sparse):
         assert output.read_weights is not None
         torch.testing.assert_close(output.read_weights, wanted, atol=1e-5, rtol=1e-4)
     for kv in forks:
@@ -303,13 +300,11 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (199, 4, {"logits": "all", "read": budget(199, 4, 1)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 16)}),
         (32, 5, {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)}),  # no groups yet
-        (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
         (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit_weights=True)}),
         (16, 1, {"logits": "last"}),
-        (199, 4, {"logits": "all", "block_size": 32, "emitting": 2}),
         (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
         (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
-        (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
+        (160, 1, {"logits": "all"}),
         (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit_weights=True)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
         (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
@@ -320,7 +315,6 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (alone,) = forward([item])
         rows = {"all": count, "last": 1, "none": None}[options["logits"]]
         assert (None if together.logits is None else len(together.logits)) == rows
-        assert (together.block_weights is not None) == ("emitting" in options)
         read: SparseRead | None = options.get("read")
         emits = read is not None and read.emit_weights and read.budget is None
         assert (together.read_weights is not None) == emits
@@ -330,9 +324,6 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
                 assert got is None
             else:
                 torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
-        if together.block_weights is not None:
-            blocks = -(-(prefix + count) // options["block_size"])
-            assert together.block_weights.shape[1::2] == (options["emitting"], blocks)
         if together.read_weights is not None:
             assert read is not None
             assert together.read_weights.shape[2] == -(-(prefix + count) // read.block_size)
