@@ -192,7 +192,7 @@ def _to_roaring(selection: BlockSelection) -> BitMap:
 
 
 def _from_roaring(bits: BitMap, shape: BlockSelection) -> BlockSelection:
-    return BlockSelection(shape.num_heads, shape.num_blocks, np.asarray(bits.to_array()))
+    return BlockSelection.from_keys(shape.num_heads, shape.num_blocks, np.asarray(bits.to_array()))
 
 
 def _encode_roaring(selection: BlockSelection, held: Held) -> bytes:

@@ -91,13 +91,13 @@ class ScriptedRunner(Runner):
         highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
         rows, columns = np.divmod(highest, weights.shape[1])
         blocks = -(-base // self._block_size)
-        return BlockSelection(len(weights), blocks, rows * blocks + columns + request.first).words
+        return BlockSelection.from_keys(len(weights), blocks, rows * blocks + columns + request.first).words
 
 
 def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:
     """Count what a pass over `length` tokens reads: all that is read in any case, and all that there is room for."""
     blocks, rows = -(-length // block_size), len(budget.bitmap)
-    announced = BlockSelection.from_words(rows, blocks, budget.bitmap)
+    announced = BlockSelection(rows, blocks, budget.bitmap)
     middle = budget.last - budget.first
     chosen = announced.count(budget.first, budget.last) + max(0, budget.room)
     return rows * (blocks - middle) + min(chosen, rows * middle)

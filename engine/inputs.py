@@ -90,11 +90,6 @@ class SequenceInput:
         """How many of the tokens, the last ones, give logits."""
         return {"none": 0, "last": 1, "all": len(self.tokens)}[self.logits]
 
-    def check(self) -> None:
-        """Raise ValueError for an input that no pass can run."""
-        if not self.tokens:
-            raise ValueError("every sequence of a batch needs at least one token")
-
 
 @dataclass
 class SequenceOutput:

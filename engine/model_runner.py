@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
-from engine.graphs import GraphPool
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -70,14 +69,14 @@ class ModelRunner(Runner):
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
-        pool = GraphPool() if self._captures else None
-        self._passes = PassRunner(decoder, kv, self._limits, ReadMemories(MEMORIES), pool, attention_backend)
+        memories = ReadMemories(MEMORIES)
+        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend)
         self._rounds: RoundRunner | None = None
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        for item in inputs:
-            item.check()
+        if not all(item.tokens for item in inputs):
+            raise ValueError("every sequence of a batch needs at least one token")
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
@@ -177,10 +176,8 @@ class ModelRunner(Runner):
     # Rounds of a draft.
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
-        # A pool of its own: one whose last graph is gone cannot be used again.
-        pool = GraphPool() if self._captures else None
         of_model = self.decoder, self.kv, settings, self.vocab_size
-        self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), pool)
+        self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), self._captures)
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:

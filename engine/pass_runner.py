@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder
-from engine.graphs import Captured, GraphPool
+from engine.graphs import Captured, Graphs
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
@@ -39,12 +39,12 @@ class PassRunner:
         kv: KVCache,
         limits: StepLimits,
         memories: ReadMemories,
-        pool: GraphPool | None,
+        captures: bool,
         attention: AttentionBackend | None,
     ) -> None:
-        self._decoder, self._kv, self._limits, self._pool = decoder, kv, limits, pool
+        self._decoder, self._kv, self._limits = decoder, kv, limits
         self.memories = memories
-        self.steps: dict[PassShape, Captured] = {}
+        self.graphs = Graphs(captures)
         self.prompt_plan: Planned | None = None  # FlashInfer's, if it attends in prompts
         self._attention: Backend = default_backend(kv.device)
         if attention == "flashinfer":
@@ -54,17 +54,11 @@ class PassRunner:
 
     def step_of(self, shape: PassShape) -> Captured:
         """Return the captured step of a shape; without graphs, one for this time."""
-        if shape in self.steps:
-            return self.steps[shape]
-        buffers = self._make_buffers(shape, None)
 
-        def launch() -> None:
+        def launch(buffers: Buffers) -> None:
             run_pass(self._decoder, self._kv, shape, buffers, self._attention)
 
-        if self._pool is None:
-            return Captured(buffers, launch)
-        self.steps[shape] = self._pool.capture(buffers, launch)
-        return self.steps[shape]
+        return self.graphs.of(shape, lambda: self._make_buffers(shape, None), launch)
 
     def run_step(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape. Return None if it fetches and the GPU has no room for all that is listed.

@@ -87,7 +87,7 @@ def announce(
     limits = torch.tensor(method.limits(plan, rule, base), dtype=torch.int32)[:, None]
     scores = predict_weights(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
     words = choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
-    return BlockSelection.from_words(len(words), blocks, words)
+    return BlockSelection(len(words), blocks, words)
 
 
 def _most_alike_heads(plan: Plan) -> list[Blend]:
@@ -106,7 +106,7 @@ def _most_alike_layers(plan: Plan) -> list[Blend]:
 def _weighty_heads(plan: Plan) -> list[Blend]:
     """`ahead`: a row is a target head, predicted by a blend of draft heads, times that head's importance."""
     return [
-        tuple((*pair, weight * importance) for *pair, weight in plan.blends[layer * plan.target_kv_heads + head])
+        tuple((i, j, weight * importance) for i, j, weight in plan.blends[layer * plan.target_kv_heads + head])
         for layer in plan.sparse_layers
         for head, importance in enumerate(plan.head_importance[layer])
     ]

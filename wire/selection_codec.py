@@ -127,7 +127,7 @@ def _checked(source: "_Bytes", heads: int, blocks: int, words: np.ndarray) -> Bl
     rows = words.reshape(heads, row_words(blocks))
     if rows.size and (rows[:, -1] & ~last_word_mask(blocks)).any():
         raise InvalidArgument("announcement: bits set beyond the last block")
-    return BlockSelection.from_words(heads, blocks, rows)
+    return BlockSelection(heads, blocks, rows)
 
 
 def _classes(held: Sequence[BlockSelection], blocks: int) -> list[np.ndarray]:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from engine.kv.fetch import FetchPlan
 from engine.kv.group_means import GroupMeanPool, make_means
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
 from engine.kv.pool import PagePool
 from engine.kv.prefix_index import next_prefix
 from engine.kv.staged import StagedReads
-from engine.kv.tensors import kv_zeros
 
 
 class KVCache:

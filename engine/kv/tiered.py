@@ -31,7 +31,7 @@ from engine.kv.group_means import GroupMeanPool, make_means
 from engine.kv.host_memory import host_zeros
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.staged import StagedReads
-from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, cache_lines_of, head_rows, rows_of
+from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
 from kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
@@ -302,7 +302,7 @@ class TieredKV(KVCache):
         rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
         missed = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, layer in enumerate(memory.layers):
-            lines = cache_lines_of(memory, index, rows)
+            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is in the store alone
             bring_hits(memory, index, 0, lines)
             bring_misses(memory, index, 0, rows, lines)
             missed += (lines < 0).sum()

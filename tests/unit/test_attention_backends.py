@@ -265,7 +265,7 @@ def test_the_engine_gives_what_triton_gives(folder: str) -> None:
     wanted = drive(runner_of(folder, torch.bfloat16, "cuda", None))
     runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer")
     compare(drive(runner), wanted, 0.1)
-    assert all(captured.graph is not None for captured in runner._passes.steps.values())
+    assert all(captured.graph is not None for captured in runner._passes.graphs.by_shape.values())
 
 
 @pytest.mark.gpu

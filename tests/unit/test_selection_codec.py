@@ -56,7 +56,7 @@ def same(a: BlockSelection, b: BlockSelection) -> bool:
 
 
 def is_valid(selection: BlockSelection, heads: int) -> bool:
-    again = BlockSelection(selection.num_heads, selection.num_blocks, selection.keys)
+    again = BlockSelection.from_keys(selection.num_heads, selection.num_blocks, selection.keys)
     return selection.num_heads == heads and same(selection, again)
 
 
@@ -161,7 +161,7 @@ def test_the_format_is_as_described(wanted: set[int], one: set[int], two: set[in
         assume(not kind & GAPS or len(gaps(members)) <= size // 16 + size // 255 + 1)
         sets += one_set(kind, gaps(members) if kind & GAPS else bitmap(members, size))
     held = {
-        name: BlockSelection(3, 90, np.array(sorted(keys), dtype=np.int64))
+        name: BlockSelection.from_keys(3, 90, np.array(sorted(keys), dtype=np.int64))
         for name, keys in zip(NAMES, (one, two), strict=False)
     }
     decoded = decode_selection(packet(3, 90, sets, wanted, NAMES[:2]), held, 3)
@@ -382,7 +382,7 @@ def test_a_frame_that_states_much_allocates_nothing() -> None:
 
 def test_a_selection_that_no_one_would_accept_is_not_sent() -> None:
     with pytest.raises(InvalidArgument, match="at most"):
-        encode_selection(BlockSelection(2, MAX_PAIRS // 2 + 1, np.zeros(0, dtype=np.int64)))
+        encode_selection(BlockSelection.from_keys(2, MAX_PAIRS // 2 + 1, np.zeros(0, dtype=np.int64)))
 
 
 # BlockSelection, which the codec's bits are
@@ -398,7 +398,7 @@ def test_selections_are_what_their_matrices_are(heads: int, blocks: int, other: 
     assert selection.keys.dtype == np.int64
     assert selection.lists() == [np.flatnonzero(row).tolist() for row in a]
     assert same(BlockSelection.from_lists(selection.lists(), blocks), selection)
-    assert same(BlockSelection(heads, blocks, selection.keys[::-1]), selection)
+    assert same(BlockSelection.from_keys(heads, blocks, selection.keys[::-1]), selection)
     resized = np.zeros((heads, other), dtype=bool)
     resized[:, :blocks] = a[:, :other]
     assert np.array_equal(selection.resized(other).matrix(), resized)
