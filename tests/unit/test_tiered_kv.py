@@ -614,8 +614,9 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         sequence = fill(kv, text(kind, 1)[:-1])
         kv.begin_pass([])
         kv._copy_to_store()
-        kv.store._copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
+        event = SimpleNamespace(arrived=False)
         event.query = lambda event=event: event.arrived
+        kv.store._copies[-1] = kv.store._copies[-1][0], event  # type: ignore[assignment]
         copied.append((list(sequence.pages[:1]), event))
         if kind == 1:
             kv.release(sequence)
