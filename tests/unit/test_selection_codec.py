@@ -224,7 +224,7 @@ def test_selections_are_what_their_matrices_are(heads: int, blocks: int, other: 
     assert selection.keys.dtype == np.int64
     assert selection.lists() == [np.flatnonzero(row).tolist() for row in a]
     assert same(BlockSelection.from_lists(selection.lists(), blocks), selection)
-    assert same(BlockSelection(heads, blocks, selection.keys[::-1]), selection)
+    assert same(BlockSelection.from_keys(heads, blocks, selection.keys[::-1]), selection)
     resized = np.zeros((heads, other), dtype=bool)
     resized[:, :blocks] = a[:, :other]
     assert np.array_equal(selection.resized(other).matrix(), resized)
