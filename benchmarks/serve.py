@@ -25,8 +25,8 @@ import numpy as np
 import models
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
 from benchmarks.shapes import SHAPES
+from evaluation.plans import save_plan, uniform_plan
 from protos import inference_pb2, inference_pb2_grpc
-from sparsity.plan import save_plan, uniform_plan
 from wire.server import OPTIONS
 
 PREFILL_CHUNK = 4096  # prompt tokens a step, at most

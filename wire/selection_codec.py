@@ -68,7 +68,7 @@ def decode_selection(
         raise InvalidArgument("announcement: checksum mismatch")
     if words.size and (words[:, -1] & ~last_word_mask(blocks)).any():
         raise InvalidArgument("announcement: bits set beyond the last block")
-    return BlockSelection.from_words(heads, blocks, words)
+    return BlockSelection(heads, blocks, words)
 
 
 def _read_difference(body: bytes, heads: int, width: int) -> np.ndarray:

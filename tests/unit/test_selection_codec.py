@@ -49,7 +49,7 @@ def same(a: BlockSelection, b: BlockSelection) -> bool:
 
 
 def is_valid(selection: BlockSelection) -> bool:
-    return same(selection, BlockSelection(selection.num_heads, selection.num_blocks, selection.keys))
+    return same(selection, BlockSelection.from_matrix(selection.matrix()))
 
 
 # The format, written out once more from its description
@@ -94,7 +94,8 @@ def test_round_trip(session: tuple[BlockSelection, NamedSelection | None]) -> No
 
 @given(st.sets(st.integers(0, 3 * 90 - 1)), st.sets(st.integers(0, 3 * 90 - 1)))
 def test_the_format_is_as_described(wanted: set[int], before: set[int]) -> None:
-    selection, held = (BlockSelection(3, 90, np.array(sorted(keys), dtype=np.int64)) for keys in (wanted, before))
+    lists = ([[key % 90 for key in keys if key // 90 == head] for head in range(3)] for keys in (wanted, before))
+    selection, held = (BlockSelection.from_lists(rows, 90) for rows in lists)
     words, known = words_of(wanted, 3, 90), words_of(before, 3, 90)
     assert encode_selection(selection) == packet(3, 90, words)
     assert encode_selection(selection, (NAME, held)) == packet(3, 90, words, known, NAME)
@@ -223,7 +224,7 @@ def test_selections_are_what_their_matrices_are(heads: int, blocks: int, other: 
     assert selection.keys.dtype == np.int64
     assert selection.lists() == [np.flatnonzero(row).tolist() for row in a]
     assert same(BlockSelection.from_lists(selection.lists(), blocks), selection)
-    assert same(BlockSelection(heads, blocks, selection.keys[::-1]), selection)
+    assert same(BlockSelection.from_keys(heads, blocks, selection.keys[::-1]), selection)
     resized = np.zeros((heads, other), dtype=bool)
     resized[:, :blocks] = a[:, :other]
     assert np.array_equal(selection.resized(other).matrix(), resized)

@@ -15,7 +15,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.kv.tiered import TieredKV
 from engine.sampling import Sampling
 from engine.step_loop import run_step_loop
-from sparsity.announce import draft_heads
+from sparsity.announce import BY_DRAFT_HEAD
 from sparsity.methods import methods_of
 from sparsity.selection import BlockSelection
 from target_service.session import DraftPeer
@@ -55,7 +55,7 @@ class Stand:
         while self.step():
             pass
         self.session = self.verifier.admission.running["a"]
-        self.heads = len(draft_heads(PLAN))
+        self.heads = BY_DRAFT_HEAD.rows(PLAN)
 
     def opening(self, name: str, **changes: Any) -> m.Open:
         known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
