@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, nargs=2, metavar=("TARGET", "DRAFT"), help="device of each service; else as torch finds"
     )
+    parser.add_argument("--target-flags", default="", metavar="FLAGS", help="more flags of the target service, quoted")
+    parser.add_argument("--draft-flags", default="", metavar="FLAGS", help="more flags of the draft service, quoted")
     parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after so many seconds (0: none)")
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE", help="written after each row")
@@ -107,9 +109,16 @@ def run(flags: argparse.Namespace) -> None:
         "command": shlex.join(["specahead", *_command(flags)]),
     }
     pair = Pair(
-        flags.target_shape, flags.draft_shape, flags.gamma, flags.acceptance, flags.budget, flags.read_share,
-        tuple(flags.gpus) if flags.gpus else None,
-    )  # fmt: skip
+        flags.target_shape,
+        flags.draft_shape,
+        flags.gamma,
+        flags.acceptance,
+        flags.budget,
+        flags.read_share,
+        target_flags=tuple(shlex.split(flags.target_flags)),
+        draft_flags=tuple(shlex.split(flags.draft_flags)),
+        gpus=tuple(flags.gpus) if flags.gpus else None,
+    )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
     measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
     results = measured.results
@@ -131,7 +140,7 @@ def _command(flags: argparse.Namespace) -> list[str]:
     """The command line, as far as it says what was measured."""
     words = ["bench", "serve"]
     for name, value in vars(flags).items():
-        if value in (None, False, 0) or name in ("run", "command", "bench", "json", "plot"):
+        if value in (None, False, 0, "") or name in ("run", "command", "bench", "json", "plot"):
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]

@@ -23,7 +23,8 @@ PREFILL_CHUNK = 4096  # prompt tokens a step, at most
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    gpus: the device of target and draft; None: as torch finds."""
+    target_flags, draft_flags: further flags of the services. gpus: the device of target and draft; None: as torch
+    finds."""
 
     target_shape: str
     draft_shape: str
@@ -31,6 +32,8 @@ class Pair:
     acceptance: float
     budget: float
     read_share: float
+    target_flags: tuple[str, ...] = ()
+    draft_flags: tuple[str, ...] = ()
     gpus: tuple[int, int] | None = None
 
     @property
@@ -90,7 +93,8 @@ class Deployment:
         the target until controls say otherwise. Raises ChildProcessError for what does not start in time.
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
-        target = self._launch("target", *own, *(["--replay"] if self._replayed else []))
+        own += ["--replay"] if self._replayed else []
+        target = self._launch("target", *own, *self.pair.target_flags)
         apart = self.pair.gpus is not None and self.pair.gpus[0] != self.pair.gpus[1]
         draft = self._launch_draft() if with_draft and apart else None
         self._wait_for("target", target)
@@ -118,7 +122,7 @@ class Deployment:
 
     def _launch_draft(self) -> "subprocess.Popen[str]":
         own = ("--target", self._addresses["target"], "--read-share", str(self.pair.read_share))
-        return self._launch("draft", *own, "--controls", str(self._controls))
+        return self._launch("draft", *own, "--controls", str(self._controls), *self.pair.draft_flags)
 
     def _launch(self, side: str, *own: str) -> "subprocess.Popen[str]":
         command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]

@@ -138,8 +138,7 @@ class Results:
     def _write(self) -> None:
         if self.file is None:
             return
-        parts = {"prompts": self.prompts, "rows": self.rows}
-        content = {name: [asdict(row) for row in rows] for name, rows in parts.items()}
+        content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
         others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
         Path(self.file).write_text(json.dumps(self.head | content | others, indent=1) + "\n")
 

@@ -26,11 +26,12 @@ from benchmarks.serving.timeline import Recorder, RoundKey
 from config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from draft_service.drafter import Drafter
 from draft_service.link import keep_link
+from draft_service.sessions import DraftSession
 from draft_service.steps import DraftStep, DraftStepResult
 from engine.inputs import SharedBudget
 from engine.step_loop import run_step_loop
 from sparsity.reader import Reader
-from sparsity.selection import BlockSelection
+from sparsity.selection import BlockSelection, last_word_mask, row_words
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
 from target_service.verifier import Verifier
@@ -78,25 +79,30 @@ class ControlledDrafter(Drafter):
         result = super().execute(step)
         if self._replayed is None:
             return result
-        rounds = list(result.rounds)
-        for i, (session, output) in enumerate(zip(step.drafting, result.rounds, strict=True)):
+        rounds = []
+        for (session, number, base), output in zip(_drafted(step), result.rounds, strict=True):
             if output.bitmap is not None:
-                blocks = self._plan.num_blocks(session.base)
                 index = int(session.id.rpartition("/")[2]) % len(self._replayed)
-                words = replayed_words(self._replayed[index], session.round, blocks)
-                rounds[i] = replace(output, bitmap=words)
+                words = replayed_words(self._replayed[index], number, self._plan.num_blocks(base))
+                output = replace(output, bitmap=words)
+            rounds.append(output)
         return replace(result, rounds=rounds)
+
+
+def _drafted(step: DraftStep) -> list[tuple[DraftSession, int, int]]:
+    """Return of each round that a step drafts its session, its number, and the position at which it begins."""
+    return [(session, session.round, session.base) for session in step.drafting]
 
 
 def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
     """Return what a round reads, uint64 [rows, words] over `blocks` blocks. rounds: uint64 [rounds, rows, words].
 
-    Raises ValueError for a round that was not laid out.
+    A session that takes more rounds than were laid out, as one decoded plainly does, begins with the first again.
     """
-    if number >= len(rounds):
-        raise ValueError(f"round {number}: selections were laid out for {len(rounds)}; give fewer --tokens")
-    words = np.array(rounds[number])
-    return BlockSelection.from_words(len(words), words.shape[1] * 64, words).resized(blocks).words
+    words = np.array(rounds[number % len(rounds), :, : row_words(blocks)])
+    if words.shape[1] == row_words(blocks):
+        words[:, -1] &= last_word_mask(blocks)
+    return words
 
 
 def _announced_only(reader: Reader, announced: BlockSelection, base: int) -> SharedBudget:
@@ -166,14 +172,14 @@ def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
 
 
 def _rounds_drafted(step: DraftStep) -> tuple[list[RoundKey], int]:
-    return [(session.id, session.epoch, session.round) for session in step.drafting], len(step.reading)
+    return [(session.id, session.epoch, number) for session, number, _ in _drafted(step)], len(step.reading)
 
 
 def _time_service(
     patches: contextlib.ExitStack,
     service: ModuleType,
     receiver: type,
-    message: type,
+    message: type[Proposal] | type[Verdict],
     recorder_of: Callable[[Any], Recorder],
 ) -> None:
     """Have a service's steps timed, and the arrival of messages of a kind. receiver: the class that takes them.
