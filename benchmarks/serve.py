@@ -264,10 +264,15 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         if not all(rates):
             raise ValueError(f"at no moment did all {shape.sessions} sessions generate; give more --tokens")
         kept = sorted(runs, key=lambda figures: figures.tokens_a_second)[len(runs) // 2]
-        run.results.add(replace(_row(run, deployment, shape, way, rates, kept), drafted_after=drafted_after))
+        breakdown = None
+        if run.flags.breakdown:
+            with _noted_failure(run, f"{shape}, {way}, breakdown"):
+                breakdown = _breakdown(deployment, kept, with_draft=way.mode != "none")
+        row = _row(run, shape, way, rates, kept)
+        run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 
 
-def _row(run: _Run, deployment: Deployment, shape: Shape, way: Way, rates: list[float], kept: Figures) -> ServeRow:
+def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -> ServeRow:
     """The row of the run that is kept, beside the rows that it is compared with."""
     none = run.results.rate_of(shape, Way("none"))
     resident = run.results.rate_of(shape, Way(way.mode, way.waves, way.ahead, 0.0, way.replayed)) if way.hot else None
@@ -279,7 +284,6 @@ def _row(run: _Run, deployment: Deployment, shape: Shape, way: Way, rates: list[
         figures=kept,
         of_none=rate / none if none and way.mode != "none" else None,
         of_resident=rate / resident if resident else None,
-        breakdown=_breakdown(deployment, kept, with_draft=way.mode != "none") if run.flags.breakdown else None,
     )
 
 

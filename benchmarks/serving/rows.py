@@ -8,6 +8,8 @@ from pathlib import Path
 from benchmarks.serving.breakdown import Breakdown
 from benchmarks.serving.clients import Figures
 
+_WIDTH = 41  # of a row's name
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -91,7 +93,7 @@ class Results:
         for name, value in self.head.items():
             print(f"{name}: {value}")
         print(
-            f"\n{'':<27}{'sessions':>8}{'context':>9}{'tokens/s':>10}{'x none':>8}{'first p50':>11}{'p99':>8}"
+            f"\n{'':<{_WIDTH}}{'sessions':>8}{'context':>9}{'tokens/s':>10}{'x none':>8}{'first p50':>11}{'p99':>8}"
             f"{'gap p50':>9}{'p99':>8}{'token':>8}{'a round':>8}{'read':>7}{'fetched':>8}{'draft':>7}{'verify':>7}"
             f"{'wait':>7}",
             flush=True,
@@ -100,7 +102,7 @@ class Results:
     def add_prompts(self, row: PromptRow) -> None:
         self.prompts.append(row)
         print(
-            f"{'prompts':<27}{row.sessions:>8}{row.context:>9}   read in {row.seconds:.2f} s, "
+            f"{'prompts':<{_WIDTH}}{row.sessions:>8}{row.context:>9}   read in {row.seconds:.2f} s, "
             f"{row.sessions * row.context / row.seconds:.0f} tokens/s; first token p50 {row.first_token_p50:.0f} ms, "
             f"p99 {row.first_token_p99:.0f} ms",
             flush=True,
@@ -112,15 +114,15 @@ class Results:
         seen, shape = row.figures, row.shape
         ratio = f"{row.of_none:.2f}" if row.of_none else ""
         print(
-            f"{row.way!s:<27}{shape.sessions:>8}{shape.context:>9}{seen.tokens_a_second:>10.1f}{ratio:>8}"
+            f"{row.way!s:<{_WIDTH}}{shape.sessions:>8}{shape.context:>9}{seen.tokens_a_second:>10.1f}{ratio:>8}"
             f"{seen.first_token_p50:>11.1f}{seen.first_token_p99:>8.1f}{seen.gap_p50:>9.2f}{seen.gap_p99:>8.2f}"
             f"{seen.token_p50:>8.2f}{seen.tokens_a_round:>8.2f}{seen.kv_read:>7.3f}{seen.kv_fetched:>8.2%}"
             f"{seen.draft:>7.2f}{seen.verify:>7.2f}{seen.wait:>7.2f}"
         )
         if row.of_resident:
-            print(f"{'':<27}  {row.of_resident:.3f} of the tokens a second with all KV on the GPU")
+            print(f"{'':<{_WIDTH}}  {row.of_resident:.3f} of the tokens a second with all KV on the GPU")
         if row.breakdown:
-            print(f"{'':<27}  {describe_breakdown(row.breakdown)}")
+            print(f"{'':<{_WIDTH}}  {describe_breakdown(row.breakdown)}")
         print(end="", flush=True)
         self._write()
 

@@ -120,9 +120,9 @@ class GraphClock:
 
 
 def read_timeline(file: Path) -> Timeline:
-    """Return all that a service has written so far."""
+    """Return all that a service has written so far. The last line may be in the making; it is left out then."""
     timeline = Timeline()
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in file.read_text().split("\n")[:-1] if file.exists() else []:
         content = json.loads(line)
         for step in content["steps"]:
             step["rounds"] = [(name, epoch, round_) for name, epoch, round_ in step["rounds"]]

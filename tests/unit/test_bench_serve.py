@@ -1,6 +1,7 @@
 """What the serving benchmark computes and prints, and its smallest run. No claims about time."""
 
 import json
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from benchmarks.serving.deployment import kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
 from benchmarks.serving.rows import Shape
 from benchmarks.serving.service import replayed_words
-from benchmarks.serving.timeline import StepTimes, Timeline
+from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
 from sparsity.selection import BlockSelection
 
@@ -89,6 +90,15 @@ def test_without_a_draft_the_target_is_all_there_is() -> None:
     assert result.parts == RoundParts(*map(pytest.approx, (0, 0, 0, 0, 1, 3, 4)))
     assert result.draft_idle == 1
     assert result.target_idle == pytest.approx(1 - (7 * 6 / 7 + 4) / 20)
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    file = tmp_path / "timeline"
+    assert read_timeline(file) == Timeline()
+    timeline = Timeline([step(1, 2, 3, 4, 1, 0)], [(("s", 0, 0), 1.0)])
+    line = json.dumps(asdict(timeline)) + "\n"
+    file.write_text(line + line[:-9])
+    assert read_timeline(file) == timeline
 
 
 # Recorded selections.
