@@ -15,10 +15,11 @@ from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.inputs import SequenceInput, SequenceOutput, SharedBudget
 from engine.judging import Drafted
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from sparsity.plan import Plan, uniform_plan
+from evaluation.plans import uniform_plan
+from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello
@@ -40,7 +41,7 @@ class ScriptedRunner(Runner):
 
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB
-        self.kv = PagedKV(LAYERS, KV_HEADS, 1, 20_000)
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, 20_000)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
@@ -90,13 +91,13 @@ class ScriptedRunner(Runner):
         highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
         rows, columns = np.divmod(highest, weights.shape[1])
         blocks = -(-base // self._block_size)
-        return BlockSelection(len(weights), blocks, rows * blocks + columns + request.first).words
+        return BlockSelection.from_keys(len(weights), blocks, rows * blocks + columns + request.first).words
 
 
 def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:
     """Count what a pass over `length` tokens reads: all that is read in any case, and all that there is room for."""
     blocks, rows = -(-length // block_size), len(budget.bitmap)
-    announced = BlockSelection.from_words(rows, blocks, budget.bitmap)
+    announced = BlockSelection(rows, blocks, budget.bitmap)
     middle = budget.last - budget.first
     chosen = announced.count(budget.first, budget.last) + max(0, budget.room)
     return rows * (blocks - middle) + min(chosen, rows * middle)

@@ -24,12 +24,10 @@ _NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
 class TargetPeer:
     """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
 
-    near: whether it is on the same machine, where announcements need not be small. ended: the last sessions that are
-    over; late verdicts on them are of no interest.
+    ended: the last sessions that are over; late verdicts on them are of no interest.
     """
 
     send: Callable[[DraftEvent], None]
-    near: bool = False
     sessions: dict[str, "DraftSession"] = field(default_factory=dict)
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
 
@@ -97,18 +95,14 @@ class DraftSession:
         return At(self.id, self.epoch, self.round, self.base)
 
     @property
-    def known_selections(self) -> list[NamedSelection]:
-        """What the target holds or will have received before the next announcement, the newest first."""
-        known = [] if self.reference is None else [self.reference]
-        if self.judging is None or self.round == self.judged:
-            return known
-        return [((self.epoch, self.judged), self.judging), *known]
+    def newest_known(self) -> NamedSelection | None:
+        """The newest selection that the target holds or will have received before the next announcement."""
+        return self.reference if self.judging is None else ((self.epoch, self.judged), self.judging)
 
     @property
     def last_announced(self) -> BlockSelection | None:
         """What was announced for the round before, if it is known."""
-        known = self.known_selections
-        return known[0][1] if known else None
+        return self.newest_known[1] if self.newest_known is not None else None
 
     @property
     def pending(self) -> list[int]:

@@ -113,7 +113,7 @@ def send_round(session: DraftSession, counters: Counter[str]) -> None:
     there is nothing to send.
     """
     if session.selection is not None:
-        data = encode_selection(session.selection, session.known_selections, compact=not session.peer.near)
+        data = encode_selection(session.selection, session.newest_known)
         counters["announcements"] += 1
         counters["announced_bytes"] += len(data)
         session.peer.send(Announcement(session.at, session.tokens[session.base - 1], data))

@@ -4,7 +4,7 @@ A pass makes one `LayerAttention` and calls it once a layer. What all layers sha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -75,26 +75,6 @@ class ListedReads:
 
 
 @dataclass
-class BlockWeights:
-    """Asks dense layers for the weights of the last `emitting` queries on blocks.
-
-    by_layer: filled by the pass, [sequences, emitting, heads, width] float32 a layer.
-    """
-
-    block_size: int
-    emitting: int
-    width: int
-    by_layer: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
-class ReadWeights:
-    """Asks listed layers for the weight of each listed block: `out` [listed layers, sequences, kv_heads, width]."""
-
-    out: Tensor
-
-
-@dataclass
 class Evidence:
     """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
 
@@ -108,7 +88,8 @@ class LayerAttention:
     """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
 
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
-    weights: what the pass leaves of softmax weights, if anything. prompt: FlashInfer's plan, where it attends.
+    weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
+    each listed block, [listed layers, sequences, kv_heads, width]. prompt: FlashInfer's plan, where it attends.
     """
 
     heads: Heads
@@ -116,7 +97,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: BlockWeights | ReadWeights | Evidence | None = None
+    weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
     prompt: Planned | None = None
     dense_work: Work | None = None
@@ -134,12 +115,6 @@ class LayerAttention:
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
-        if isinstance(weights, BlockWeights):
-            out, given = paged_attention_with_block_weights(
-                batch, weights.block_size, weights.emitting, width=weights.width, **how
-            )
-            weights.by_layer.append(given)
-            return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
             out, given = paged_attention_with_block_weights(batch, weights.block_size, 1, width=width, **how)
@@ -160,8 +135,8 @@ class LayerAttention:
         how: dict[str, Any] = {"backend": self.backend, "work": work}
         if isinstance(weights, Evidence):
             return add_listed_weights(batch, blocks, weights.sums[:, layer], weights.share, **how)
-        if isinstance(weights, ReadWeights):
-            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights.out[at], **how)
+        if isinstance(weights, Tensor):
+            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out
         return paged_attention(batch, blocks, means, **how)
 

@@ -10,7 +10,6 @@ from sparsity.selection import BlockSelection
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
 from wire.messages import At, Begin, Closed, Proposal, ServedEvent, TargetEvent, Verdict
-from wire.selection_codec import MAX_REFERENCES
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -49,8 +48,8 @@ class TargetSession:
 
     tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
     its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
-    proposals. held: the selections of the rounds judged last; a draft that goes ahead may not know yet of the newest
-    verdict. last_judged: the round judged last, and its verdict.
+    proposals. held: what was announced for the round judged last, by its key. last_judged: the round judged last, and
+    its verdict.
     """
 
     id: str
@@ -136,9 +135,7 @@ class TargetSession:
         judged: the proposal that was verified, if the draft that made it still stands behind it.
         """
         if judged is not None and self.key in self.announced:
-            self.held[self.key] = self.announced[self.key].selection
-            for key in list(self.held)[:-MAX_REFERENCES]:
-                del self.held[key]
+            self.held = {self.key: self.announced[self.key].selection}
         self.tokens += tokens
         self.round += 1
         if not agreed:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class At(NamedTuple):

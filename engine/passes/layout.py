@@ -51,10 +51,7 @@ def lay_out_pass(
 def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
     """Return the rows of a pass that give logits, int64 [rows], in the order of the inputs."""
     ends = np.cumsum([len(item.tokens) for item in inputs])
-    counts = {"none": 0, "last": 1}
-    rows = [
-        np.arange(end - counts.get(item.logits, len(item.tokens)), end) for item, end in zip(inputs, ends, strict=True)
-    ]
+    rows = [np.arange(end - item.logits_rows, end) for item, end in zip(inputs, ends, strict=True)]
     return np.concatenate(rows).astype(np.int64)
 
 

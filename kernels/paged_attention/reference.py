@@ -63,25 +63,24 @@ def _listed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values [kv_heads, width * block_size, dim] of listed blocks; positions [kv_heads, the same].
 
-    listed: [kv_heads, width] bool, which entries of the lists count; the others' positions are `length`.
+    listed: [kv_heads, width] bool, which entries of the lists count; the others' positions are `length`. KV is copied
+    in pieces of a block or a page, whichever is smaller.
     """
-    page_size, block_size, dim = batch.page_size, blocks.block_size, batch.dim
-    table, pools = batch.block_tables[sequence].long(), (batch.k_pages, batch.v_pages)
+    page_size, block_size, kv_heads = batch.page_size, blocks.block_size, batch.kv_heads
+    piece, table = min(page_size, block_size), batch.block_tables[sequence].long()
     offsets = torch.arange(block_size, device=table.device)
     positions = blocks.lists[sequence].long().where(listed, 0)[..., None] * block_size + offsets
     if blocks.slots is not None:
-        there = listed.repeat_interleave(block_size // page_size, 1)
-        rows = blocks.slots[sequence].where(there, 0).flatten().long()
-        keys, values = (
-            pages.view(-1, page_size * dim).index_select(0, rows).view(len(listed), -1, dim) for pages in pools
-        )
-    elif block_size < page_size:
-        flat = positions.flatten(1)
-        keys, values = (gather_tokens(pages, table[flat // page_size], flat % page_size) for pages in pools)
+        rows = blocks.slots[sequence].where(listed.repeat_interleave(block_size // page_size, 1), 0).long()
     else:
-        pages_of = positions[..., ::page_size].flatten(1) // page_size
-        physical = table[pages_of.clamp(max=len(table) - 1)]  # a last block may reach beyond the table
-        keys, values = (gather_pages(pages, physical) for pages in pools)
+        begins = positions[..., ::piece].flatten(1)
+        pages = table[(begins // page_size).clamp(max=len(table) - 1)]  # a last block may reach beyond the table
+        rows = pages * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]
+        rows = rows * (page_size // piece) + begins % page_size // piece
+    keys, values = (
+        pool.view(-1, piece * batch.dim).index_select(0, rows.flatten()).view(kv_heads, -1, batch.dim)
+        for pool in (batch.k_pages, batch.v_pages)
+    )
     return keys, values, positions.where(listed[..., None], length).flatten(1)
 
 
@@ -118,13 +117,6 @@ def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
     rows = physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]
     # One row per (page, head): index_select copies each with one memcpy, several times faster than indexing.
     return pages.view(-1, page_size * dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
-
-
-def gather_tokens(pages: Tensor, physical: Tensor, offsets: Tensor) -> Tensor:
-    """Return single tokens [kv_heads, n, dim], of which `physical` and `offsets` [kv_heads, n] say page and place."""
-    kv_heads, page_size, dim = pages.shape[1:]
-    rows = (physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]) * page_size + offsets
-    return pages.view(-1, dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
 
 
 def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:

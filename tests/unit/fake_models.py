@@ -14,17 +14,17 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import Drafted, judge, lay_out_verdicts, support_of, verdict_layout
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
+from evaluation.plans import uniform_plan
 from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
-from sparsity.plan import uniform_plan
 from wire import messages as m
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
@@ -93,7 +93,7 @@ class FakeRunner(Runner):
     """
 
     def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT) -> None:
-        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
+        self.kv = KVCache(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
         self.pages_read: list[int] = []  # by each input that wants all its logits
@@ -119,7 +119,7 @@ class FakeRunner(Runner):
         self._fail()
         assert len({id(item.kv) for item in inputs}) == len(inputs)
         for item in inputs:
-            item.check()
+            assert item.tokens
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         for item in inputs:
             self._write(item.kv, item.kv.length, item.tokens)

@@ -15,13 +15,13 @@ import models
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.inputs import SequenceInput
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
 from engine.model_runner import ModelRunner
 from engine.sampling import USE_DRAFT, Sampling, uniforms
+from evaluation.attending import forward_weighing
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
 from sparsity.plan import load_plan
@@ -51,7 +51,7 @@ def runner() -> ModelRunner:
 def reference(runner: ModelRunner) -> ModelRunner:
     decoder = modules_decoder(load_model(str(models.DRAFT), torch.float32, DEVICE))
     sizes = runner.kv.num_layers, runner.kv.kv_heads, runner.kv.k_pages[0].shape[3]
-    kv = PagedKV(*sizes, pages_for(1024), device=DEVICE)
+    kv = KVCache(*sizes, pages_for(1024), device=DEVICE)
     return ModelRunner(decoder, kv, VOCAB, 1000, attention_backend="torch")
 
 
@@ -62,11 +62,9 @@ def run_all(reference: ModelRunner, text: list[int], drafted: list[int]) -> tupl
     their weights over blocks, [layers, heads, blocks].
     """
     kv, queries = SequenceKV(), len(drafted) + 1
-    item = SequenceInput(kv, [*text, *drafted], "all", block_size=PLAN.block_size, emitting=queries)
-    (output,) = reference.forward([item])
+    logits, weights = forward_weighing(reference, kv, [*text, *drafted], PLAN.block_size, queries)
     reference.kv.release(kv)
-    assert output.logits is not None and output.block_weights is not None
-    return output.logits[-queries:].cpu(), output.block_weights.mean(1).cpu()
+    return logits[-queries:].cpu(), weights.mean(1).cpu()
 
 
 class Side:
