@@ -24,7 +24,7 @@ import grpc
 from benchmarks.processes import children
 from benchmarks.read_trace import ReadTrace, load_reads
 from benchmarks.serving.breakdown import Breakdown, break_down
-from benchmarks.serving.clients import Figures, Load, run_clients
+from benchmarks.serving.clients import SETTLED, Figures, Load, run_clients
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
@@ -267,7 +267,7 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                breakdown = _breakdown(deployment, kept, with_draft=way.mode != "none")
+                breakdown = _breakdown(deployment, kept.name, with_draft=way.mode != "none")
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 
@@ -302,16 +302,17 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str)
     return seconds
 
 
-def _breakdown(deployment: Deployment, figures: Figures, with_draft: bool) -> Breakdown:
+def _breakdown(deployment: Deployment, name: str, with_draft: bool) -> Breakdown:
     """What the rounds of a run waited for. Raises ValueError if a service has not written when its steps ran."""
-    sides = ["target", "draft"] if with_draft else ["target"]
     limit = time.monotonic() + _TIMELINE_SECONDS
     while True:
-        timelines = {side: read_timeline(deployment.timeline(side)) for side in ("target", "draft")}
-        if all(timelines[side].steps and timelines[side].steps[-1].finished >= figures.began for side in sides):
-            return break_down(timelines["target"], timelines["draft"], figures.began, figures.ended)
-        if time.monotonic() > limit:
-            raise ValueError("a service has not written when its steps ran")
+        target = read_timeline(deployment.timeline("target"))
+        draft = read_timeline(deployment.timeline("draft")) if with_draft else None
+        try:
+            return break_down(target, draft, name, SETTLED)
+        except ValueError:
+            if time.monotonic() > limit:
+                raise
         time.sleep(0.1)
 
 

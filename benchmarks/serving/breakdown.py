@@ -40,8 +40,8 @@ class RoundParts:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of a row's window. rounds: how many the parts are the mean of. target_idle, draft_idle: the share of the window
-    in which the service's model did not run."""
+    """Of the time in which all sessions of a run had rounds. rounds: how many the parts are the mean of. target_idle,
+    draft_idle: the share of that time in which the service's model did not run."""
 
     rounds: int
     parts: RoundParts
@@ -49,24 +49,56 @@ class Breakdown:
     draft_idle: float
 
 
-def break_down(target: Timeline, draft: Timeline, began: float, ended: float) -> Breakdown:
-    """Return the parts of all rounds that lie between `began` and `ended`, in seconds on the services' clock."""
+def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
+    """Return the parts of the rounds of a run, whose sessions are named `run/…`, in the time in which all had rounds.
+
+    draft: None if the run had none. settled: rounds of each session that come before. Raises ValueError if there was no
+    such time, or the draft's timeline has no round of the run.
+    """
+    sessions = list(_rounds_by_session(target, run).values())
+    if not sessions or min(map(len, sessions)) <= settled:
+        raise ValueError(f"{run}: expected more than {settled} rounds of every session in the target's timeline")
+    if draft is not None and not _rounds_by_session(draft, run):
+        raise ValueError(f"{run}: expected its rounds in the draft's timeline")
+    draft = draft or Timeline()
+    began = max(steps[settled - 1][1].finished for steps in sessions)
+    ended = min(steps[-1][1].finished for steps in sessions)
+    pairs = (pair for steps in sessions for pair in pairwise(steps))
+    rounds = [
+        (before.finished, key, step)
+        for (_, before), (key, step) in pairs
+        if began <= before.finished and step.finished <= ended
+    ]
+    if not rounds:
+        raise ValueError(f"{run}: at no time did all sessions have rounds; give more --tokens")
+    parts = _mean_parts(rounds, target, draft)
+    return Breakdown(len(rounds), parts, _idle(target.steps, began, ended), _idle(draft.steps, began, ended))
+
+
+def _rounds_by_session(timeline: Timeline, run: str) -> dict[str, list[tuple[RoundKey, StepTimes]]]:
+    """Return of each session of a run its rounds in order, each with the step that had it."""
+    rounds = defaultdict(list)
+    for step in timeline.steps:
+        for key in step.rounds:
+            if key[0].startswith(f"{run}/"):
+                rounds[key[0]].append((key, step))
+    return rounds
+
+
+def _mean_parts(rounds: list[tuple[float, RoundKey, StepTimes]], target: Timeline, draft: Timeline) -> RoundParts:
+    """rounds: when each began, and the target's step that ended it."""
     proposals, verdicts = _by_round(target), _by_round(draft)
     drafted: dict[tuple[str, int], list[tuple[StepTimes, int]]] = defaultdict(list)
     for step in draft.steps:
         for session, epoch, round_ in step.rounds:
             drafted[session, round_].append((step, epoch))
     sums: dict[str, float] = defaultdict(float)
-    rounds = 0
-    for key, start, step in _rounds(target, began, ended):
-        rounds += 1
-        at = start
+    for at, key, step in rounds:
         for part, until in _way(key, step, proposals, verdicts, drafted[key[0], key[2]]):
             until = min(max(until, at), step.finished)
             sums[part] += until - at
             at = until
-    parts = RoundParts(**{part: 1e3 * seconds / rounds for part, seconds in sums.items()})
-    return Breakdown(rounds, parts, _idle(target.steps, began, ended), _idle(draft.steps, began, ended))
+    return RoundParts(**{part: 1e3 * seconds / len(rounds) for part, seconds in sums.items()})
 
 
 def _by_round(timeline: Timeline) -> dict[tuple[str, int], list[tuple[float, int]]]:
@@ -75,18 +107,6 @@ def _by_round(timeline: Timeline) -> dict[tuple[str, int], list[tuple[float, int
     for (session, epoch, round_), at in timeline.arrivals:
         arrivals[session, round_].append((at, epoch))
     return arrivals
-
-
-def _rounds(target: Timeline, began: float, ended: float) -> Iterator[tuple[RoundKey, float, StepTimes]]:
-    """Yield each round in the window, when it began, and the target's step that ended it."""
-    steps: dict[str, list[tuple[RoundKey, StepTimes]]] = defaultdict(list)
-    for step in target.steps:
-        for key in step.rounds:
-            steps[key[0]].append((key, step))
-    for of_session in steps.values():
-        for (_, before), (key, step) in pairwise(of_session):
-            if began <= before.finished and step.finished <= ended:
-                yield key, before.finished, step
 
 
 def _way(

@@ -35,16 +35,14 @@ class Load:
 class Figures:
     """What the clients of one run saw; times in milliseconds unless they are named seconds.
 
-    began, ended: when, in seconds on time.perf_counter's clock, the window began and ended in which all sessions
-    generated: from the SETTLED-th message of the last one to the end of the first. tokens_a_second: of all sessions
-    in that window, 0 if there was none. all_seconds: from the first request to the last answer. first_token: from the
-    request to the first message. gap: between two messages of a session. token: a session's mean time a token after
+    name: the load's. tokens_a_second: of all sessions in the window in which all generated, from the SETTLED-th message
+    of the last one to the end of the first; 0 if there was none. all_seconds: from the first request to the last
+    answer. first_token: from the request to the first message. gap: between two messages of a session. token: a session's mean time a token after
     its first message. plain_share: of rounds without a proposal. draft, verify, wait: means of a round, as the
     services count them.
     """
 
-    began: float
-    ended: float
+    name: str
     all_seconds: float
     tokens_a_second: float
     first_token_p50: float
@@ -78,7 +76,7 @@ def run_clients(address: str, load: Load) -> Figures:
     with ThreadPoolExecutor(load.sessions) as pool, grpc.insecure_channel(address, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         jobs = [pool.submit(_stream, stub, load, prompt_of(i, load.context), i) for i in range(load.sessions)]
-        return _figures([job.result() for job in jobs])
+        return _figures(load.name, [job.result() for job in jobs])
 
 
 def prompt_of(index: int, context: int) -> list[int]:
@@ -107,7 +105,7 @@ def _stream(stub: inference_pb2_grpc.InferenceStub, load: Load, prompt: list[int
     return _Stream(sent, times, counts, summary)
 
 
-def _figures(streams: list[_Stream]) -> Figures:
+def _figures(name: str, streams: list[_Stream]) -> Figures:
     began = max(stream.times[min(SETTLED, len(stream.times)) - 1] for stream in streams)
     ended = min(stream.times[-1] for stream in streams)
     messages = [message for stream in streams for message in zip(stream.times, stream.counts, strict=True)]
@@ -121,8 +119,7 @@ def _figures(streams: list[_Stream]) -> Figures:
     # Where nothing was drafted the services' times are of the plain rounds.
     timed = max(1, rounds or plain)
     return Figures(
-        began=began,
-        ended=ended,
+        name=name,
         all_seconds=max(stream.times[-1] for stream in streams) - min(stream.sent for stream in streams),
         tokens_a_second=counted / (ended - began) if ended > began else 0.0,
         first_token_p50=float(np.percentile(first, 50)),

@@ -19,6 +19,7 @@ from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
 from sparsity.selection import BlockSelection
 
+S = "run/0"  # a session of the run
 TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", "--read-share", "1"]
 
 
@@ -48,11 +49,11 @@ def step(
     planned: float, began: float, ended: float, finished: float, gpu: float, round_: int, epoch: int = 0
 ) -> StepTimes:
     times = (1 + 1e-3 * at for at in (planned, began, ended, finished))
-    return StepTimes(*times, gpu=1e-3 * gpu, rounds=[("s", epoch, round_)])
+    return StepTimes(*times, gpu=1e-3 * gpu, rounds=[(S, epoch, round_)])
 
 
 def parts_of(target: Timeline, draft: Timeline) -> RoundParts:
-    result = break_down(target, draft, 0.9, 1.1)
+    result = break_down(target, draft, "run", settled=1)
     assert result.rounds == 1
     return result.parts
 
@@ -63,16 +64,16 @@ def judged(planned: float, began: float, ended: float, finished: float, gpu: flo
 
 
 def test_a_round_after_its_verdict() -> None:
-    target = Timeline(judged(20, 21, 28, 30, 5), [(("s", 0, 1), 1.016)])
-    draft = Timeline([step(4, 5, 11, 13, 4, 1)], [(("s", 0, 1), 1.003)])
+    target = Timeline(judged(20, 21, 28, 30, 5), [((S, 0, 1), 1.016)])
+    draft = Timeline([step(4, 5, 11, 13, 4, 1)], [((S, 0, 1), 1.003)])
     parts = parts_of(target, draft)
     assert parts == RoundParts(*map(pytest.approx, (3 + 3, 1, 1 + 2 + 2, 4, 4, 1 + 2 + 2, 5)))
     assert parts.whole == pytest.approx(30)
 
 
 def test_what_was_drafted_ahead_counts_from_the_rounds_beginning() -> None:
-    target = Timeline(judged(12, 12, 18, 19, 6), [(("s", 0, 1), 1.006)])
-    draft = Timeline([step(-6, -5, 3, 4, 8, 1)], [(("s", 0, 1), 1.009)])
+    target = Timeline(judged(12, 12, 18, 19, 6), [((S, 0, 1), 1.006)])
+    draft = Timeline([step(-6, -5, 3, 4, 8, 1)], [((S, 0, 1), 1.009)])
     parts = parts_of(target, draft)
     assert parts == RoundParts(*map(pytest.approx, (2, 0, 1, 3, 6, 1, 6)))
     assert parts.whole == pytest.approx(19)
@@ -80,22 +81,31 @@ def test_what_was_drafted_ahead_counts_from_the_rounds_beginning() -> None:
 
 def test_a_round_said_again_waits_for_its_verdict() -> None:
     """Drafted in epoch 0, it held although epoch 1 had begun, and was said again when the verdict came."""
-    target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [(("s", 0, 1), 0.999), (("s", 1, 1), 1.004)])
-    draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [(("s", 1, 1), 1.002)])
+    target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [((S, 0, 1), 0.999), ((S, 1, 1), 1.004)])
+    draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [((S, 1, 1), 1.002)])
     assert parts_of(target, draft) == RoundParts(*map(pytest.approx, (4, 0, 0, 0, 1, 0, 4)))
 
 
 def test_without_a_draft_the_target_is_all_there_is() -> None:
-    result = break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), 0.992, 1.012)
+    result = break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "run", settled=1)
     assert result.parts == RoundParts(*map(pytest.approx, (0, 0, 0, 0, 1, 3, 4)))
     assert result.draft_idle == 1
-    assert result.target_idle == pytest.approx(1 - (7 * 6 / 7 + 4) / 20)
+    assert result.target_idle == pytest.approx(1 - 4 / 8)
+
+
+def test_a_run_without_rounds_of_all_sessions_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 2 rounds of every session"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=2)
+    with pytest.raises(ValueError, match="other: expected"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "other", settled=1)
+    with pytest.raises(ValueError, match="in the draft's timeline"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=1)
 
 
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
     file = tmp_path / "timeline"
     assert read_timeline(file) == Timeline()
-    timeline = Timeline([step(1, 2, 3, 4, 1, 0)], [(("s", 0, 0), 1.0)])
+    timeline = Timeline([step(1, 2, 3, 4, 1, 0)], [((S, 0, 0), 1.0)])
     line = json.dumps(asdict(timeline)) + "\n"
     file.write_text(line + line[:-9])
     assert read_timeline(file) == timeline
