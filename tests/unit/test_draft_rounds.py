@@ -144,7 +144,9 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
         if isinstance(event, Proposal):
             proposals.setdefault(event.at.session, []).append(event)
     passes = {
-        event.at: run_all(reference, side.peer.sessions[name].tokens[: event.at.base], event.tokens)
+        event.at: run_all(
+            reference, [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token], event.tokens
+        )
         for name, events in proposals.items()
         for event in events
     }
@@ -178,16 +180,15 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
         assert set(proposals) == set("abcde")
         events = []
         for name, session in side.peer.sessions.items():
-            is_ahead = session.round == session.judged + 1
+            is_ahead = session.ahead is not None
             assert is_ahead == ahead or turn > 0, "guesses that fail end drafting ahead"
-            proposed = session.tokens[session.committed :][:GAMMA]
-            guess = session.tokens[session.base - 1] if is_ahead else session.guess
-            assert guess is not None
+            assert session.drafted is not None
+            *proposed, guess = session.drafted.tokens
             # Everything, a part, nothing.
             accepted = GAMMA if turn % 2 == 0 else turn // 2
             extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % VOCAB
             epoch = session.epoch + (accepted < GAMMA or not is_ahead)
-            place = At(name, epoch, session.judged + 1, session.committed)
+            place = At(name, epoch, session.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
     assert announced == set("abde")
     side.close()
