@@ -34,18 +34,21 @@ class Shape:
 @dataclass(frozen=True)
 class Way:
     """How a row's sessions are served. mode: none (no draft), exact or approximate. hot: the share of the KV on the
-    GPU; 0: all. replayed: whether a recorded trace says what approximate reads."""
+    GPU; 0: all. replayed: whether a recorded trace says what approximate reads. branches: outcomes that are drafted
+    ahead."""
 
     mode: str
     waves: int = 0
     ahead: bool = False
     hot: float = 0.0
     replayed: bool = False
+    branches: int = 1
 
     def __str__(self) -> str:
         if self.mode == "none":
             return "no draft"
-        extras = ["" if self.ahead else ", not ahead", f", hot {self.hot:g}" if self.hot else ""]
+        ahead = f", {self.branches} ahead" if self.ahead else ", not ahead"
+        extras = [ahead, f", hot {self.hot:g}" if self.hot else ""]
         return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{''.join(extras)}"
 
 
