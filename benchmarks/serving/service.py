@@ -44,10 +44,12 @@ class Controls:
     """How a draft drafts from the next row on.
 
     attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
+    branches: at most as many as the service was started with.
     """
 
     micro_batches: int = 2
     ahead: bool = True
+    branches: int = 1
     replay: str = ""
     attached: bool = True
 
@@ -72,7 +74,8 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        self._settings = replace(self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead)
+        chosen = {"micro_batches": controls.micro_batches, "ahead": controls.ahead, "branches": controls.branches}
+        self._settings = replace(self._settings, **chosen)
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
@@ -91,7 +94,7 @@ class ControlledDrafter(Drafter):
 
 def _drafted(step: DraftStep) -> list[tuple[DraftSession, int, int]]:
     """Return of each round that a step drafts its session, its number, and the position at which it begins."""
-    return [(session, session.round, session.base) for session in step.drafting]
+    return [(item.session, item.session.round + item.ahead, item.base) for item in step.rounds]
 
 
 def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
