@@ -155,10 +155,8 @@ def _check(flags: argparse.Namespace) -> None:
     least = 8 * (flags.gamma + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with gamma {flags.gamma} it takes {least} for rounds to be timed")
-    if min(flags.waves) < 1 or min(flags.branches) < 1 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
-        raise ValueError(
-            "--waves, --branches, --repeat and --part-limit must be positive, --limit positive or 0 for none"
-        )
+    if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
+        raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
 
 
 def _trace(flags: argparse.Namespace) -> ReadTrace | None:

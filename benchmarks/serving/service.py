@@ -74,8 +74,9 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        chosen = {"micro_batches": controls.micro_batches, "ahead": controls.ahead, "branches": controls.branches}
-        self._settings = replace(self._settings, **chosen)
+        self._settings = replace(
+            self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead, branches=controls.branches
+        )
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
