@@ -41,12 +41,14 @@ class RoundParts:
 @dataclass(frozen=True)
 class Breakdown:
     """Of the time in which all sessions of a run had rounds. rounds: how many the parts are the mean of. target_idle,
-    draft_idle: the share of that time in which the service's model did not run."""
+    draft_idle: the share of that time in which the service's model did not run. met: the share of verdicts for which
+    the next round was drafted ahead."""
 
     rounds: int
     parts: RoundParts
     target_idle: float
     draft_idle: float
+    met: float
 
 
 def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
@@ -65,14 +67,19 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int)
     ended = min(steps[-1][1].finished for steps in sessions)
     pairs = (pair for steps in sessions for pair in pairwise(steps))
     rounds = [
-        (before.finished, key, step)
-        for (_, before), (key, step) in pairs
+        (before.finished, key, step, key[1] == last[1])
+        for (last, before), (key, step) in pairs
         if began <= before.finished and step.finished <= ended
     ]
     if not rounds:
         raise ValueError(f"{run}: at no time did all sessions have rounds; give more --tokens")
-    parts = _mean_parts(rounds, target, draft)
-    return Breakdown(len(rounds), parts, _idle(target.steps, began, ended), _idle(draft.steps, began, ended))
+    return Breakdown(
+        rounds=len(rounds),
+        parts=_mean_parts([(at, key, step) for at, key, step, _ in rounds], target, draft),
+        target_idle=_idle(target.steps, began, ended),
+        draft_idle=_idle(draft.steps, began, ended),
+        met=sum(same_epoch for *_, same_epoch in rounds) / len(rounds),
+    )
 
 
 def _rounds_by_session(timeline: Timeline, run: str) -> dict[str, list[tuple[RoundKey, StepTimes]]]:

@@ -44,6 +44,7 @@ class Controls:
     """How a draft drafts from the next row on.
 
     attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
+    branches: at most as many as the service was started with.
     """
 
     micro_batches: int = 2
@@ -73,8 +74,9 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        how = {"micro_batches": controls.micro_batches, "ahead": controls.ahead, "branches": controls.branches}
-        self._settings = replace(self._settings, **how)  # type: ignore[arg-type]
+        self._settings = replace(
+            self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead, branches=controls.branches
+        )
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
