@@ -13,6 +13,7 @@ LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
+MAX_BRANCHES = 16
 
 _models = partial(setting, group="models and plan")
 _rounds = partial(setting, group="rounds")
@@ -139,6 +140,14 @@ class DraftSettings(ServiceSettings):
         name="draft_waves",
         flag="waves",
         least=1,
+    )
+    branches: int = _rounds(
+        1,
+        "outcomes of a verdict that the next round is drafted for while the target verifies; 1: the likeliest alone",
+        name="draft_branches",
+        flag="branches",
+        least=1,
+        most=MAX_BRANCHES,
     )
     read_share: float = _rounds(
         1.0,

@@ -1,6 +1,7 @@
 """The loop of both services: between steps the event loop owns all state; during a step a thread runs the model."""
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -44,7 +45,9 @@ async def run_step_loop(
             wake.clear()
             work = plan_step()
             if work is None:
-                await _wait(wake, next_deadline())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(next_deadline()):
+                        await wake.wait()
                 continue
             alarm = loop.call_later(step_timeout, _end_hung, step_timeout)
             try:
@@ -70,15 +73,6 @@ def _end_hung(seconds: float) -> None:
     log.critical("a model step has taken more than %g s, so it hangs: the process ends", seconds)
     logging.shutdown()
     os._exit(HUNG)
-
-
-async def _wait(wake: asyncio.Event, seconds: float | None) -> None:
-    """Wait until `wake` is set or the time is over; None: however long it takes."""
-    try:
-        async with asyncio.timeout(seconds):
-            await wake.wait()
-    except TimeoutError:
-        pass
 
 
 def is_fatal(error: Exception) -> bool:
