@@ -4,37 +4,19 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.answers import Event, error_body
+from orchestrator.answers import Answer, Event
 from orchestrator.generation import Chunk
 from wire.errors import ServiceError
 
 _REFUSAL_SECONDS = 0.25  # the status line waits so long, so that a refusal still has its HTTP code
 KEEP_ALIVE_SECONDS = 5.0
 T = TypeVar("T")
-
-
-class Answer(Protocol):
-    """An answer in the making, as its protocol words it. final_event: the text that ends its stream."""
-
-    final_event: str
-
-    def opening(self) -> list[Event]:
-        """Return what a stream begins with."""
-
-    def add(self, chunk: Chunk) -> list[Event]:
-        """Take a chunk in, and return what a stream says of it."""
-
-    def closing(self) -> list[Event]:
-        """Return what a stream says when all choices have ended."""
-
-    def whole(self) -> Event:
-        """Return the answer in one piece."""
 
 
 class EventStream(StreamingResponse):
@@ -90,7 +72,7 @@ async def _events(
                     break
                 pending = asyncio.ensure_future(anext(chunks, None))
         except ServiceError as error:
-            yield _event_text(error_body(error))
+            yield _event_text(answer.failure(error))
         finally:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)

@@ -32,6 +32,11 @@ class Chunk:
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
 
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's word for the finish reason, None if the choice goes on."""
+        return None if self.finish_reason is FinishReason.NONE else self.finish_reason.name.lower()
+
 
 class Frontend:
     """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""

@@ -20,9 +20,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.answers import ChatAnswer, CompletionAnswer, Totals, error_body
+from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body
 from orchestrator.chat import render_chat
-from orchestrator.event_stream import Answer, open_stream, unless_left
+from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.records import check_model
 from orchestrator.requests import (
@@ -31,10 +31,12 @@ from orchestrator.requests import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    ResponsesRequest,
     TokenizeRequest,
     invalid_argument,
     read_request,
 )
+from orchestrator.responses import ResponsesAnswer, to_chat
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
 
@@ -103,7 +105,7 @@ def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
     app.add_middleware(_RequestId)
-    for kind in (ServiceError, RequestValidationError, HTTPException):
+    for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app
 
@@ -117,7 +119,8 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     else:
         if isinstance(error, RequestValidationError):  # places begin with "body"
             error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
-        assert isinstance(error, ServiceError)
+        elif not isinstance(error, ServiceError):  # uvicorn logs it
+            error = ServiceError("the server failed to answer this request")
         code = error.http_code
     if code in (429, 503):
         headers["Retry-After"] = "1"
@@ -150,8 +153,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
 async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
     name = _name(body, request, frontend)
-    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format)
-    tokens = await frontend.encode(prompt, special_tokens=False)
+    prompt, tokens = await _chat_prompt(body, frontend)
     n = body.n or 1
     parsers = [frontend.reply_format.parser(prompt, body.offered_tools) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
@@ -159,6 +161,23 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     # What opens and closes a tool call may be a special token.
     skip = parsers[0] is None and body.skip_special_tokens is not False
     return await _answer(request, frontend, body, [tokens], answer, skip)
+
+
+@router.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
+    """Give the response to a conversation, which is sent along as a whole."""
+    body_as_chat = to_chat(body)
+    name = _name(body_as_chat, request, frontend)
+    prompt, tokens = await _chat_prompt(body_as_chat, frontend)
+    parser = frontend.reply_format.parser(prompt, body_as_chat.offered_tools)
+    answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
+    return await _answer(request, frontend, body_as_chat, [tokens], answer, parser is None)
+
+
+async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
+    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format)
+    return prompt, await frontend.encode(prompt, special_tokens=False)
 
 
 def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
@@ -200,7 +219,7 @@ async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
-        text = render_chat(read_request(ChatRequest, fields), frontend.tokenizer, frontend.reply_format)
+        text, _ = await _chat_prompt(read_request(ChatRequest, fields), frontend)
         tokens = await frontend.encode(text, body.add_special_tokens is True)
     answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
     strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
-    **dict.fromkeys(("functions", "bad_words", "documents", "include"), ([],)),
+    **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
@@ -27,7 +27,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "top_k": (-1, 0),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -134,8 +134,13 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
+
+
+def join_text(content: str | list[ContentPart]) -> str:
+    """Return a content as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class CalledFunction(BaseModel):
@@ -172,8 +177,7 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         """The content as one text."""
-        content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return join_text(self.content or "")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -230,6 +234,77 @@ class ChatRequest(GenerationRequest):
             raise InvalidArgument(message, "continue_final_message")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
+
+
+class InputMessage(BaseModel):
+    """A message among the items of a response's input."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["message"] = "message"
+    role: str
+    content: str | list[ContentPart]
+
+
+class InputCall(BaseModel):
+    """A call that an earlier response made."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(BaseModel):
+    """What a call gave."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+
+
+class InputReasoning(BaseModel):
+    """What an earlier response reasoned."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["reasoning"]
+    content: list[ContentPart] | None = None
+
+
+class ResponseTool(FunctionDefinition):
+    """What the model may call, as Responses word it."""
+
+    type: Literal["function"]
+
+
+class Reasoning(BaseModel):
+    """effort: what the chat template gets as reasoning_effort."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+
+
+InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+
+
+class ResponsesRequest(GenerationRequest):
+    """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: dict[str, Any] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(BaseModel):

@@ -388,3 +388,62 @@ async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: Scripted
     for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
         async with raw.get(path) as response:
             assert response.status == status, path
+
+
+# Responses.
+
+
+async def test_a_response_and_its_items_sent_along(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """Reasoning, text and calls are items; sent back with the calls' results, they are one turn of the assistant."""
+    router.answer = f"<think>Where?</think>I will look.\n{CALL}"
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    first = await client.responses.create(model=MODEL, instructions="Be brief.", input="Is it sunny?", tools=[tool])
+    assert (first.status, first.object) == ("completed", "response")
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert first.output_text == "I will look."
+    call: Any = first.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+    assert first.usage is not None and first.usage.output_tokens == len(router.opened[0].generated)
+
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    history: Any = [{"role": "user", "content": "Is it sunny?"}, *first.output, result]
+    router.answer = "It is sunny."
+    second = await client.responses.create(model=MODEL, input=history, tools=[tool])
+    assert second.output_text == "It is sunny."
+    prompt = router.tokenizer.decode(router.opened[1].tokens)
+    assert f"user: Is it sunny?assistant: I will look.{CALL}tool: Sunny.assistant:" in prompt
+
+
+async def test_a_response_is_streamed_as_events(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """The package builds from them what it gets in one piece."""
+    router.answer = f"<think>Where?</think>I will look.\n{CALL}"
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    events, text = [], ""
+    async with client.responses.stream(model=MODEL, input="Is it sunny?", tools=[tool]) as stream:
+        async for event in stream:
+            events.append(event)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    assert text == final.output_text == "I will look."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.usage is not None and final.usage.total_tokens > 0
+
+
+async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None:
+    answer = await client.responses.create(model=MODEL, input="Tell me of the sea.", max_output_tokens=4)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"text": {"format": {"type": "json_object"}}},
+        {"input": [{"type": "item_reference"}]},
+    ],
+)
+async def test_what_a_response_cannot_do_is_refused(raw: aiohttp.ClientSession, fields: Any) -> None:
+    async with raw.post("/v1/responses", json={"input": "Hello"} | fields) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, next(iter(fields)))
