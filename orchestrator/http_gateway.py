@@ -146,7 +146,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     n = body.n or 1
     echoes = [echo for echo in echoes for _ in range(n)]
     answer = CompletionAnswer(name, frontend.limits.model_name, echoes, Totals(n), body.wants_usage)
-    return await _answer(request, frontend, body, tokens, answer, body.skip_special_tokens is not False)
+    return await _answer(request, frontend, body, tokens, answer)
 
 
 @router.post("/v1/chat/completions")
@@ -155,12 +155,10 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     name = _name(body, request, frontend)
     prompt, tokens = await _chat_prompt(body, frontend)
     n = body.n or 1
-    parsers = [frontend.reply_format.parser(prompt, body.offered_tools) for _ in range(n)]
+    parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
     answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, Totals(n), body.wants_usage)
-    # What opens and closes a tool call may be a special token.
-    skip = parsers[0] is None and body.skip_special_tokens is not False
-    return await _answer(request, frontend, body, [tokens], answer, skip)
+    return await _answer(request, frontend, body, [tokens], answer)
 
 
 @router.post("/v1/responses")
@@ -169,9 +167,9 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request, frontend)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
-    parser = frontend.reply_format.parser(prompt, body_as_chat.offered_tools)
+    parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
-    return await _answer(request, frontend, body_as_chat, [tokens], answer, parser is None)
+    return await _answer(request, frontend, body_as_chat, [tokens], answer)
 
 
 async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
@@ -189,15 +187,10 @@ def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
 
 
 async def _answer(
-    request: Request,
-    frontend: Frontend,
-    body: GenerationRequest,
-    prompts: list[list[int]],
-    answer: Answer,
-    skip_special_tokens: bool,
+    request: Request, frontend: Frontend, body: GenerationRequest, prompts: list[list[int]], answer: Answer
 ) -> Response:
     """Return the response of an answer, whole or as a stream. Raises ServiceError."""
-    chunks = frontend.generate(frontend.prepare(body, prompts), body, skip_special_tokens)
+    chunks = frontend.generate(frontend.prepare(body, prompts), body)
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):
