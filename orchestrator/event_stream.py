@@ -87,12 +87,12 @@ def _event_text(data: Event) -> str:
 async def unless_left(request: Request, work: Awaitable[T]) -> T | None:
     """Return the outcome of some work; None if the client left meanwhile, and the work is cancelled."""
     working: asyncio.Future[T] = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # what comes after the body: its leaving
+    tasks: list[asyncio.Future[Any]] = [working, leaving]
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        tasks: list[asyncio.Future[Any]] = [working, leaving]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
