@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from importlib.metadata import version
@@ -14,29 +14,25 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body
 from orchestrator.chat import render_chat
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
+from orchestrator.http_requests import JSONRoute, RequestId
 from orchestrator.records import check_model
 from orchestrator.requests import (
-    MAX_NAME,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    ResponsesRequest,
     TokenizeRequest,
     invalid_argument,
     read_request,
 )
-from orchestrator.responses import ResponsesAnswer, to_chat
+from orchestrator.responses_answer import ResponsesAnswer
+from orchestrator.responses_request import ResponsesRequest, to_chat
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
 
@@ -45,58 +41,7 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 MAX_BODY = 64 << 20
 
 
-class _JSONRequest(Request):
-    """A request whose body is JSON without lone surrogates and not nested too deeply, else it is refused with 400."""
-
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body())
-        except ValueError as error:
-            raise HTTPException(400, f"the body is not valid JSON: {error}") from None
-
-
-class _JSONRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            request = _JSONRequest(request.scope, request.receive)
-            if request.method == "POST":
-                kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding")
-                if kind.partition(";")[0].strip().lower() != "application/json":
-                    raise HTTPException(415, f"the body must be application/json; its headers say {kind[:80]!r}")
-                if encoding not in (None, "identity"):
-                    raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
-                if not await request.body():
-                    raise HTTPException(400, "the body is not valid JSON: it is empty")
-            return await handle(request)
-
-        return handle_json
-
-
-class _RequestId:
-    """Gives every request an id, its own header's or a new one, which its answer's headers repeat."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")[:MAX_NAME]
-        name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-router = APIRouter(route_class=_JSONRoute)
+router = APIRouter(route_class=JSONRoute)
 
 
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
@@ -104,7 +49,7 @@ def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=MAX_BODY)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
-    app.add_middleware(_RequestId)
+    app.add_middleware(RequestId)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app
@@ -298,7 +243,13 @@ async def serve_http(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     config = uvicorn.Config(
-        app, log_config=None, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        app,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
     )
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

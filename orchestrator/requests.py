@@ -36,8 +36,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
 
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # which are checked where the vocabulary is known
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -72,7 +71,7 @@ class GenerationRequest(BaseModel):
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -234,77 +233,6 @@ class ChatRequest(GenerationRequest):
             raise InvalidArgument(message, "continue_final_message")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
-
-
-class InputMessage(BaseModel):
-    """A message among the items of a response's input."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["message"] = "message"
-    role: str
-    content: str | list[ContentPart]
-
-
-class InputCall(BaseModel):
-    """A call that an earlier response made."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class InputCallOutput(BaseModel):
-    """What a call gave."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[ContentPart]
-
-
-class InputReasoning(BaseModel):
-    """What an earlier response reasoned."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["reasoning"]
-    content: list[ContentPart] | None = None
-
-
-class ResponseTool(FunctionDefinition):
-    """What the model may call, as Responses word it."""
-
-    type: Literal["function"]
-
-
-class Reasoning(BaseModel):
-    """effort: what the chat template gets as reasoning_effort."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    effort: str | None = None
-
-
-InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
-
-
-class ResponsesRequest(GenerationRequest):
-    """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
-
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    metadata: dict[str, Any] | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(BaseModel):

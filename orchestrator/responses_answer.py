@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a request as the chat that it stands for, and the chat's answer as items and events."""
+"""The answer to a request of OpenAI's Responses: items, or events that build them."""
 
 import secrets
 import time
@@ -8,66 +8,8 @@ from typing import Any
 from orchestrator.answers import Answer, Event, Totals
 from orchestrator.generation import Chunk
 from orchestrator.replies import CalledTool, Delta, ReplyParser
-from orchestrator.requests import (
-    CalledFunction,
-    ChatRequest,
-    FunctionDefinition,
-    GenerationRequest,
-    InputCall,
-    InputCallOutput,
-    InputMessage,
-    Message,
-    ResponsesRequest,
-    Tool,
-    ToolCall,
-    join_text,
-)
+from orchestrator.responses_request import ResponsesRequest
 from wire.errors import ServiceError
-
-
-def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request for a response stands for. Raises InvalidArgument as a chat does."""
-    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True)
-    functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
-    return ChatRequest(
-        **fields | {"max_tokens": request.max_output_tokens},
-        messages=_messages(request),
-        tools=[Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
-
-
-def _messages(request: ResponsesRequest) -> list[Message]:
-    """Return the input as messages: what belongs to one turn of the assistant in one."""
-    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
-    items = request.input
-    if isinstance(items, str):
-        return [*messages, Message(role="user", content=items)]
-    turn: Message | None = None  # the assistant's, as long as it may go on
-    for item in items:
-        if isinstance(item, InputMessage) and item.role != "assistant":
-            turn = None
-            messages.append(Message(role=item.role, content=item.content))
-            continue
-        if isinstance(item, InputCallOutput):
-            turn = None
-            messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
-            continue
-        if turn is None:
-            turn = Message(role="assistant")
-            messages.append(turn)
-        if isinstance(item, InputMessage):
-            turn.content = turn.text + join_text(item.content)
-        elif isinstance(item, InputCall):
-            function = CalledFunction(name=item.name, arguments=item.arguments)
-            turn.tool_calls = [*(turn.tool_calls or []), ToolCall(id=item.call_id, function=function)]
-        else:
-            turn.reasoning_content = (turn.reasoning_content or "") + join_text(item.content or [])
-    return messages
-
 
 # What a response repeats of its request.
 _REPEATED = {
