@@ -4,37 +4,19 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.answers import Event, error_body
+from orchestrator.answers import Answer, Event
 from orchestrator.generation import Chunk
 from wire.errors import ServiceError
 
 _REFUSAL_SECONDS = 0.25  # the status line waits so long, so that a refusal still has its HTTP code
 KEEP_ALIVE_SECONDS = 5.0
 T = TypeVar("T")
-
-
-class Answer(Protocol):
-    """An answer in the making, as its protocol words it. final_event: the text that ends its stream."""
-
-    final_event: str
-
-    def opening(self) -> list[Event]:
-        """Return what a stream begins with."""
-
-    def add(self, chunk: Chunk) -> list[Event]:
-        """Take a chunk in, and return what a stream says of it."""
-
-    def closing(self) -> list[Event]:
-        """Return what a stream says when all choices have ended."""
-
-    def whole(self) -> Event:
-        """Return the answer in one piece."""
 
 
 class EventStream(StreamingResponse):
@@ -90,7 +72,7 @@ async def _events(
                     break
                 pending = asyncio.ensure_future(anext(chunks, None))
         except ServiceError as error:
-            yield _event_text(error_body(error))
+            yield _event_text(answer.failure(error))
         finally:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
@@ -105,12 +87,12 @@ def _event_text(data: Event) -> str:
 async def unless_left(request: Request, work: Awaitable[T]) -> T | None:
     """Return the outcome of some work; None if the client left meanwhile, and the work is cancelled."""
     working: asyncio.Future[T] = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
+    leaving: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # what comes after the body: its leaving
+    tasks: list[asyncio.Future[Any]] = [working, leaving]
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        tasks: list[asyncio.Future[Any]] = [working, leaving]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -70,7 +70,8 @@ async def serve_clients(
         config.target.max_context,
         stop_token_ids(generation, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
-        **{name: float(defaults[name]) for name in ("temperature", "top_p") if defaults.get(name)},
+        temperature=defaults.get("temperature", 1.0),
+        top_p=defaults.get("top_p", 1.0),
     )
     router = Router(target, clients.resume_timeout, clients.request_timeout)
     metrics = Metrics(limits.model_name)

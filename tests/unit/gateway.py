@@ -34,6 +34,7 @@ class ScriptedRouter:
         self.answer: str | list[str] = "The sea was calm, and the old man was glad of it."
         self.refusal: ServiceError | None = None
         self.opened: list[Record] = []
+        self.aborted: list[str] = []
         self.ledger = Ledger()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -44,6 +45,10 @@ class ScriptedRouter:
 
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records
+
+    def abort(self, session: str) -> bool:
+        self.aborted.append(session)
+        return True
 
     def fail_all(self, error: ServiceError) -> None:
         """Nothing waits here."""
