@@ -19,7 +19,7 @@ from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import StatusReader, make_app, serve_http
 from orchestrator.metrics import Metrics
-from orchestrator.records import Limits, max_body
+from orchestrator.records import Limits, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
@@ -86,7 +86,7 @@ async def serve_clients(
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(
-            clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")], max_body(limits)
+            clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")], max_message(limits)
         )
         started.push_async_callback(server.stop, 1.0)
         http = serve_http(
