@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ OPTIONS = [
 ]
 
 _MAX_DETAILS = 500
+_SWITCH_SECONDS = 1e-4
 
 
 @dataclass
@@ -60,6 +62,8 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
+    # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
     server = grpc.aio.server(options=list(options.items()), interceptors=[RefuseMalformed()])
     for add, servicer, _ in services:
