@@ -355,6 +355,22 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_a_failure_after_the_status_line_is_told_in_the_stream(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, path: str
+) -> None:
+    router.gate.clear()
+    router.refusal = Unavailable("the target was lost")
+    body = {"messages": MESSAGES} if path == CHAT else {"input": "Hello"}
+    async with raw.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200
+        router.gate.set()
+        *_, told = [line for line in (await response.text()).split("\n") if line.startswith("data: {")]
+    event = json.loads(told.removeprefix("data: "))
+    assert event.get("error", event)["code"] == "service_unavailable"
+    assert event.get("error", event)["message"] == "the target was lost"
+
+
 async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
     router.gate.clear()
     for stream in (False, True):
