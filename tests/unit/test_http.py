@@ -4,7 +4,7 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from orchestrator import event_stream
+from orchestrator.answers import CompletionAnswer, Totals
+from orchestrator.generation import Chunk
 from orchestrator.replies import ReplyFormat, find_format
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 from wire.errors import ResourceExhausted, Unavailable
@@ -380,6 +382,27 @@ async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession,
         async with asyncio.timeout(5):
             while router.running:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_before_the_first_event_ends_its_request() -> None:
+    ended = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[Chunk]:
+        try:
+            await asyncio.sleep(60)
+            yield Chunk("never")
+        finally:
+            ended.set()
+
+    async def leave() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)  # nobody takes it
+
+    stream = await event_stream.open_stream(CompletionAnswer("x", MODEL, [""], Totals(1), False), chunks())
+    await stream({"type": "http", "asgi": {}}, leave, send)
+    assert ended.is_set()
 
 
 # The rest.
