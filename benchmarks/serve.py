@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=1, help="runs of a row, of which the median one is kept")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--acceptance", type=float, default=0.8, help="imposed, a token")
+    parser.add_argument(
+        "--foresight",
+        type=float,
+        default=0.85,
+        help="share of positions at which the draft's next choice is the target's",
+    )
     parser.add_argument("--budget", type=float, default=0.1, help="share of the KV that approximate reads")
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument(
@@ -200,7 +206,8 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
                 replayed = bool(replay) and mode == "approximate"
-                deployment.control(Controls(waves, ahead, branches, replay if replayed else ""))
+                controls = Controls(waves, ahead, branches, replay if replayed else "", foresight=flags.foresight)
+                deployment.control(controls)
                 _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
         note("stopping the services")
 

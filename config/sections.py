@@ -111,11 +111,6 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
-    synthetic_foresight: float = _rounds(
-        -1.0,
-        "where tokens are kept by chance: let the target's own token be one that the draft has drafted for, if any, "
-        "with this probability; negative: as synthetic_acceptance",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

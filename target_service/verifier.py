@@ -163,8 +163,7 @@ class Verifier:
             session.reader.finish(output)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            foresight = self.settings.synthetic_foresight
-            verdict = imposed_verdict(item, verdict[1], imposed, imposed if foresight < 0 else foresight)
+            verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
         self._index(session)

@@ -67,19 +67,29 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int)
     ended = min(steps[-1][1].finished for steps in sessions)
     pairs = (pair for steps in sessions for pair in pairwise(steps))
     rounds = [
-        (before.finished, key, step, key[1] == last[1])
-        for (last, before), (key, step) in pairs
+        (before.finished, key, step)
+        for (_, before), (key, step) in pairs
         if began <= before.finished and step.finished <= ended
     ]
     if not rounds:
         raise ValueError(f"{run}: at no time did all sessions have rounds; give more --tokens")
     return Breakdown(
         rounds=len(rounds),
-        parts=_mean_parts([(at, key, step) for at, key, step, _ in rounds], target, draft),
+        parts=_mean_parts(rounds, target, draft),
         target_idle=_idle(target.steps, began, ended),
         draft_idle=_idle(draft.steps, began, ended),
-        met=sum(same_epoch for *_, same_epoch in rounds) / len(rounds),
+        met=_share_met(rounds, draft),
     )
+
+
+def _share_met(rounds: list[tuple[float, RoundKey, StepTimes]], draft: Timeline) -> float:
+    """Return the share of rounds whose last drafting was planned before the verdict that they follow."""
+    drafted: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for step in draft.steps:
+        for session, _, round_ in step.rounds:
+            drafted[session, round_].append(step.planned)
+    last = [(began, [at for at in drafted[key[0], key[2]] if at <= step.began]) for began, key, step in rounds]
+    return sum(bool(planned) and planned[-1] < began for began, planned in last) / len(last)
 
 
 def _rounds_by_session(timeline: Timeline, run: str) -> dict[str, list[tuple[RoundKey, StepTimes]]]:

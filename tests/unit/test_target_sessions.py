@@ -283,22 +283,6 @@ def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     assert not stand.step()
 
 
-@pytest.mark.parametrize(("foresight", "least", "most"), [(0.0, 0, 0), (0.5, 4, 16), (1.0, 20, 20)])
-def test_verdicts_that_are_imposed_meet_outcomes_at_the_rate_asked_for(foresight: float, least: int, most: int) -> None:
-    met = 0
-    for seed in range(20):
-        stand = Stand(m.Exactness.EXACT, replace(GREEDY, seed=seed))
-        settings = replace(stand.verifier.settings, synthetic_acceptance=0.6, synthetic_foresight=foresight)
-        stand.verifier.settings = settings
-        right = FakeModel(ends=True).plain(stand.tokens, 1, [])[0][-1]
-        stand.receive(stand.proposal(announces=False))
-        for base in range(101, 106):
-            stand.receive(ahead(stand, base, (right + 1 + base) % VOCAB))
-        assert stand.step()
-        met += stand.session.foreseen
-    assert least <= met <= most
-
-
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     stand = Stand(m.Exactness.EXACT)
     for token in range(MAX_BRANCHES):
