@@ -59,6 +59,7 @@ async def run_step_loop(
                 continue
             failures = 0
             finish_step(work, result)
+            await asyncio.sleep(0)  # what the step gave is sent before the next one is planned
 
 
 def is_fatal(error: Exception) -> bool:

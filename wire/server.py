@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ OPTIONS = [
 ]
 
 _MAX_DETAILS = 500
+_SWITCH_SECONDS = 1e-4
 
 
 @dataclass
@@ -58,6 +60,8 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
+    # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     server = grpc.aio.server(options=OPTIONS, interceptors=[RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
