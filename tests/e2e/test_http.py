@@ -134,7 +134,7 @@ def test_approximate(client: OpenAI) -> None:
         complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
     )
     assert approximate.usage.total_tokens == exact.usage.total_tokens
-    assert approximate.usage.prompt_tokens_details.cached_tokens > 900  # whose KV the first request left
+    assert approximate.usage.prompt_tokens_details.cached_tokens > 700  # whose KV the first request left
     assert exact.speculation["kv_read_fraction"] == 1
     assert approximate.speculation["kv_read_fraction"] < 0.7
     assert approximate.speculation["announced_bytes"] > 0

@@ -23,7 +23,7 @@ class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
-    the records of all sessions, in their order. gate: no token comes while it is closed. The target has the KV of the
+    the records of all sessions, in their order. gate: nothing comes while it is closed. The target has the KV of the
     first three tokens of every prompt.
     """
 
@@ -54,8 +54,6 @@ class ScriptedRouter:
         """Nothing waits here."""
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
-        if self.refusal is not None:
-            raise self.refusal
         text = self.answer if isinstance(self.answer, str) else self.answer[len(self.opened)]
         self.opened.append(record)
         self.ledger.open(record)
@@ -63,8 +61,10 @@ class ScriptedRouter:
         reason = FinishReason.STOP if len(tokens) <= record.max_tokens else FinishReason.LENGTH
         tokens = tokens[: record.max_tokens]
         try:
+            await self.gate.wait()
+            if self.refusal is not None:
+                raise self.refusal
             for at in range(0, len(tokens), 2):
-                await self.gate.wait()
                 last = at + 2 >= len(tokens)
                 commit = Commit(
                     At(record.session, 0, at // 2, len(record.tokens)),

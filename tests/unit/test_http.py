@@ -4,7 +4,7 @@ import asyncio
 import copy
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from orchestrator import event_stream
+from orchestrator.answers import CompletionAnswer, Totals
+from orchestrator.generation import Chunk
 from orchestrator.replies import ReplyFormat, find_format
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 from wire.errors import ResourceExhausted, Unavailable
@@ -355,6 +357,22 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_a_failure_after_the_status_line_is_told_in_the_stream(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, path: str
+) -> None:
+    router.gate.clear()
+    router.refusal = Unavailable("the target was lost")
+    body = {"messages": MESSAGES} if path == CHAT else {"input": "Hello"}
+    async with raw.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200
+        router.gate.set()
+        *_, told = [line for line in (await response.text()).split("\n") if line.startswith("data: {")]
+    event = json.loads(told.removeprefix("data: "))
+    assert event.get("error", event)["code"] == "service_unavailable"
+    assert event.get("error", event)["message"] == "the target was lost"
+
+
 async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
     router.gate.clear()
     for stream in (False, True):
@@ -364,6 +382,27 @@ async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession,
         async with asyncio.timeout(5):
             while router.running:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_before_the_first_event_ends_its_request() -> None:
+    ended = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[Chunk]:
+        try:
+            await asyncio.sleep(60)
+            yield Chunk("never")
+        finally:
+            ended.set()
+
+    async def leave() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)  # nobody takes it
+
+    stream = await event_stream.open_stream(CompletionAnswer("x", MODEL, [""], Totals(1), False), chunks())
+    await stream({"type": "http", "asgi": {}}, leave, send)
+    assert ended.is_set()
 
 
 # The rest.
