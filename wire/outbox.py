@@ -58,6 +58,9 @@ class Outbox(Generic[Event]):
 
     def _take_frame(self) -> list[Event]:
         """Take so many of the oldest events that their tokens fit into a message, at least one."""
+        if self._tokens <= FRAME_TOKENS:
+            frame, self._events, self._tokens = self._events, [], 0
+            return frame
         count = tokens = 0
         for event in self._events:
             tokens += _tokens_in(event)
