@@ -153,7 +153,7 @@ async def test_a_draft_that_does_not_read_is_sent_away() -> None:
         await draft.attach()
         await ours.send(opening("a", 350))
         await draft.wait_for(m.Begin, "a")
-        await draft.send(*[m.Resync("a")] * 3000)  # each is answered by all tokens of the session
+        await draft.send(*[m.Resync("a")] * 20_000)  # each is answered by all tokens of the session
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await draft.wait_for(m.Refusal, "a")
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
