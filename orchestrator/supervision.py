@@ -64,9 +64,7 @@ async def _watch_service(side: str, ask: AskStatus, placement: Placement, turn: 
                 missed, serves = 0, False
                 await asyncio.sleep(BEAT_SECONDS)
         if serves and missed >= PATIENCE:
-            log.error(
-                "the %s service has not answered for %g s: it hangs, and is replaced", side, missed * BEAT_SECONDS
-            )
+            log.error("the %s service has not answered for %g s: it hangs and is replaced", side, missed * BEAT_SECONDS)
             async with turn:
                 serves = not await _replace(side, placement)
             missed = 0
