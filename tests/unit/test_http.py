@@ -357,6 +357,18 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
 
 
+async def test_a_stream_is_kept_alive_while_a_call_is_written(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come, and there is nothing to show of them before the call is complete."""
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.0)
+    router.answer = CALL
+    async with raw.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER], "stream": True}) as response:
+        events = (await response.text()).split("\n\n")
+    call = next(i for i, event in enumerate(events) if "tool_calls" in event)
+    assert sum(event.startswith(": ") for event in events[:call]) > 3
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
 async def test_a_failure_after_the_status_line_is_told_in_the_stream(
     raw: aiohttp.ClientSession, router: ScriptedRouter, path: str
