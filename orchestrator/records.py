@@ -10,6 +10,8 @@ from orchestrator.requests import GenerationRequest
 from wire.errors import InvalidArgument, NotFound
 from wire.messages import Exactness
 
+MAX_CHOICES = 1024  # of one request
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -65,6 +67,9 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     name, choices = request.request_id or secrets.token_hex(12), request.n or 1
     seed = secrets.randbits(63) if request.seed is None else request.seed
     count = choices * len(prompts)
+    if count > MAX_CHOICES:
+        message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
+        raise InvalidArgument(message, "prompt")
     return [
         Record(
             session=name if count == 1 else f"{name}-{index}",
