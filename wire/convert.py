@@ -6,9 +6,8 @@ message says alone.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,15 @@ from protos import control_pb2 as control
 from protos import speculation_pb2 as speculation
 from wire import messages as m
 from wire.errors import InvalidArgument
+
+_KINDS: tuple[Any, ...] = (
+    *(m.Hello, m.ServiceStatus, Sampling),
+    *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
+    *(m.Begin, m.Verdict, m.End, m.Refusal),
+    *(m.Open, m.Abort, m.Commit, m.Closed),
+)
+# The fields that are copied: all but a proposal's distributions.
+_NAMES = {kind: tuple(each.name for each in fields(kind) if each.name != "supports") for kind in _KINDS}
 
 # To protobuf
 
@@ -66,7 +74,7 @@ def _write_oneof(pb: Any, message: Any) -> None:
 
 def _write(pb: Any, message: Any) -> None:
     """Copy a message's values; those of the messages in it, and lists, into what `pb` has already."""
-    for name in _names_of(type(message)):
+    for name in _NAMES[type(message)]:
         value = getattr(message, name)
         if isinstance(value, m.At):
             at = getattr(pb, name)
@@ -81,12 +89,6 @@ def _write(pb: Any, message: Any) -> None:
         pb.support_counts.extend(len(support.ids) for support in message.supports)
         pb.support_ids.extend(i for support in message.supports for i in support.ids.tolist())
         pb.support_probs.extend(p for support in message.supports for p in support.probs.tolist())
-
-
-@cache
-def _names_of(kind: Hashable) -> tuple[str, ...]:
-    """The fields that are copied: all but a proposal's distributions."""
-    return tuple(field.name for field in fields(kind) if field.name != "supports")
 
 
 # From protobuf
@@ -129,7 +131,7 @@ def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any
 
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
-    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _readers_of(kind)}
+    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _READS[kind]}
     if kind is m.Proposal:
         values["supports"] = _read_supports(pb)
     return kind(**values)
@@ -171,12 +173,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "counters": dict,
     "gauges": dict,
 }
-
-
-@cache
-def _readers_of(kind: Hashable) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
-    """The fields of a message, each with how it is read; None: as it is."""
-    return tuple((name, _READERS.get(name)) for name in _names_of(kind))
+_READS = {kind: tuple((name, _READERS.get(name)) for name in names) for kind, names in _NAMES.items()}
 
 
 def _read_supports(pb: speculation.Proposal) -> list[Support]:
