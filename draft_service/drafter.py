@@ -10,7 +10,7 @@ import numpy as np
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
-from draft_service.sessions import REFRESH_EVERY, TargetPeer
+from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
 from draft_service.verdicts import receive_verdict
 from engine.runner import Runner
@@ -38,8 +38,7 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
-        refresh_every = REFRESH_EVERY if settings.read_share < 1 else 1
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, refresh_every)
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
         runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
 

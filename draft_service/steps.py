@@ -124,8 +124,6 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         announce=announce,
         branches=tuple(branches),
         moved=session.moved,
-        memory=session.memory,
-        refresh=session.refreshes,
     )
     return PlannedRound(session, request, drafted is not None, base)
 

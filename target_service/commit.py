@@ -1,6 +1,7 @@
 """What of a verified round is committed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.inputs import SequenceOutput
 from engine.kv.cache import KVCache
@@ -78,6 +79,9 @@ def imposed_verdict(item: VerifyRound, rate: float, vocab_size: int) -> tuple[in
     return kept, imposed_token(len(session.tokens) + kept, vocab_size)
 
 
-def imposed_token(position: int, vocab_size: int) -> int:
-    """Return what the target adds at a position where verdicts are imposed; a draft may be made to know it, too."""
+def imposed_token(position: Any, vocab_size: int) -> Any:
+    """Return what the target adds at a position, or at each of an array of them, where verdicts are imposed.
+
+    A draft may be made to know it, too.
+    """
     return position * 7919 % vocab_size

@@ -118,13 +118,13 @@ def foreseeing(drafted: DraftedTokens, start: int, foresight: float, vocab: int)
     """
     positions = start + np.arange(len(drafted.tokens))
     known = positions * 2654435761 % 2**32 < foresight * 2**32
-    imposed = [imposed_token(int(position), vocab) for position in positions]
-    tokens = [*drafted.tokens[:-1], imposed[-1] if known[-1] else drafted.tokens[-1]]
+    imposed = imposed_token(positions, vocab)
+    tokens = [*drafted.tokens[:-1], int(imposed[-1]) if known[-1] else drafted.tokens[-1]]
     if drafted.alternatives is None:
         return replace(drafted, tokens=tokens)
     alternatives = drafted.alternatives.copy()
     alternatives[:, 0] = tokens
-    alternatives[known, 1] = np.array(imposed)[known]
+    alternatives[known, 1] = imposed[known]
     return replace(drafted, tokens=tokens, alternatives=alternatives)
 
 

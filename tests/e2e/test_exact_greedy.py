@@ -45,11 +45,11 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.books
-@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize(("gamma", "branches"), [(1, 1), (4, 8), (8, 3)])
 def test_greedy_exact_equals_transformers(
-    gamma: int, launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
+    gamma: int, branches: int, launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    stack = launch("--gamma", str(gamma))
+    stack = launch("--gamma", str(gamma), "--draft-branches", str(branches), "--draft-waves", "1")
     stub = stack.stub()
 
     def run(prompt: list[int]) -> tuple[list[int], inference_pb2.SpeculationSummary]:
