@@ -27,7 +27,7 @@ from benchmarks.processes import children, free_addresses, port_of, start_endpoi
 from benchmarks.shapes import SHAPES
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import save_plan, uniform_plan
-from wire.server import OPTIONS
+from wire.options import OPTIONS
 
 PREFILL_CHUNK = 4096  # prompt tokens a step, at most
 

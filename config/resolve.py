@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_origin
 
 import yaml
 
+from config.access import check_client_listener, check_service_listener
 from config.sections import ClientSettings, ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.setting import Section, Setting, SettingsError, declared_in
 
@@ -35,6 +36,7 @@ def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     default = Config()
     sections = [default.target, default.draft, default.clients, default.cluster]
     (target, draft, clients, cluster), _ = _resolve(parser, sections, arguments, environment)
+    check_client_listener(clients, clients.host)
     return Config(target=target, draft=draft, clients=clients, cluster=cluster)
 
 
@@ -46,6 +48,7 @@ def resolve_service(
     Raises SettingsError; exits on --help and --dry-run.
     """
     (settings,), rest = _resolve(parser, [default], arguments, environment)
+    check_service_listener(settings, settings.host)
     return settings, rest
 
 
@@ -83,12 +86,12 @@ def _resolve(
 
 
 def describe(sections: Iterable[Section]) -> dict[str, Any]:
-    """The settings by their names, as a file may give them."""
+    """The settings by their names, as a file may give them, without those that are secret."""
     return {
         item.name: getattr(section, item.field)
         for section in sections
         for item in declared_in(type(section))
-        if item.name
+        if item.name and not item.secret
     }
 
 

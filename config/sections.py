@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import models
+from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from config.setting import Section, SettingsError, setting
 
@@ -61,7 +62,7 @@ class ModelSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceSettings(ModelSettings):
+class ServiceSettings(ServiceAccess, ModelSettings):
     """What target and draft service have in common."""
 
     bundled: ClassVar[Path]  # the model that the bundled plan was made for
@@ -141,7 +142,7 @@ class DraftSettings(ServiceSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientSettings(Section):
+class ClientSettings(ClientAccess):
     """The endpoints that clients call."""
 
     served_model_name: str = setting(

@@ -12,13 +12,14 @@ from draft_service.sessions import TargetPeer
 from protos import speculation_pb2 as speculation
 from protos import speculation_pb2_grpc
 from wire import convert
+from wire.access import PeerAccess
 from wire.messages import DraftEvent, Hello
 from wire.outbox import Outbox
-from wire.server import OPTIONS
 
 log = logging.getLogger(__name__)
 
 _REDIAL_SECONDS = 0.2
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass
@@ -30,27 +31,29 @@ class LinkState:
     refusal: str = ""  # why the target refused the last handshake
 
 
-async def keep_link(state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:
+async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:
     """Runs until cancelled."""
+    last = ""
     while True:
         try:
-            async with grpc.aio.insecure_channel(state.target, options=OPTIONS) as channel:
-                await channel.channel_ready()
-                await _speculate(channel, state, hello, drafter, wake)
+            async with access.dial(state.target) as channel:
+                await _speculate(channel, access, state, hello, drafter, wake)
         except grpc.aio.AioRpcError as error:
-            refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-            state.refusal = error.details() or "" if refused else ""
-            log.warning("stream to %s ended: %s %s", state.target, error.code().name, error.details())
+            state.refusal = error.details() or "" if error.code() in _REFUSALS else ""
+            reason = f"{error.code().name} {error.details()}"
+            if reason != last or state.attached:  # a target that is not there yet is dialled many times
+                log.warning("no stream to the target at %s: %s", state.target, reason)
+            last = reason
         finally:
             state.attached = ""
         await asyncio.sleep(_REDIAL_SECONDS)
 
 
 async def _speculate(
-    channel: grpc.aio.Channel, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
+    channel: grpc.aio.Channel, access: PeerAccess, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
 ) -> None:
     """Until the target ends the stream; read() raises its status if that is an error."""
-    call = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+    call = speculation_pb2_grpc.SpeculationStub(channel).Speculate(metadata=access.metadata)
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))
     first = await call.read()
     if first is grpc.aio.EOF or first.WhichOneof("body") != "welcome":

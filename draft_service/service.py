@@ -15,6 +15,7 @@ from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
 from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError
+from wire.access import read_peer_access
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
@@ -70,13 +71,15 @@ async def serve(
         )
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    server = await start_server(settings.host, settings.port, [(add, _Control(status), "specahead.v1.DraftControl")])
+    access = read_peer_access(settings)
+    services = [(add, _Control(status), "specahead.v1.DraftControl")]
+    server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
     on_ready(server)
     try:
         async with asyncio.TaskGroup() as tasks:
             for link in links:
-                tasks.create_task(keep_link(link, hello, drafter, wake))
+                tasks.create_task(keep_link(link, access, hello, drafter, wake))
             tasks.create_task(
                 run_step_loop(
                     drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step, wake, lambda: None

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.server import OPTIONS
+from wire.options import OPTIONS
 
 
 @dataclass

@@ -4,35 +4,31 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
-
-import grpc
+from typing import NoReturn
 
 from config import Config, SettingsError, resolve_launch
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import StatusReader, make_app, start_http
+from orchestrator.http_gateway import make_app, start_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
-from protos import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from orchestrator.services import dialled
+from protos import inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
-from wire.convert import status_from_pb
+from wire.access import PeerAccess, read_peer_access
 from wire.errors import ClusterError
-from wire.messages import ServiceStatus
-from wire.server import OPTIONS, start_server
+from wire.server import start_server
 
 log = logging.getLogger(__name__)
-
-_ATTACH_SECONDS = 30.0
-_STATUS_SECONDS = 1.0
 
 
 def resolve_context(config: Config) -> Config:
@@ -49,7 +45,7 @@ def resolve_context(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
+async def serve_clients(config: Config, access: PeerAccess, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
     """The client endpoints over services at the given addresses (gRPC, HTTP); drained and closed at the end.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
@@ -63,73 +59,47 @@ async def serve_clients(config: Config, target: str, draft: str) -> AsyncIterato
         stop_token_ids(model, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
     )
-    router = Router(target, clients.resume_timeout)
+    router = Router(target, access, clients.resume_timeout)
     frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
     async with contextlib.AsyncExitStack() as started:
-        stubs: dict[str, Any] = {"target": None, "draft": None}
-        kinds = control_pb2_grpc.TargetControlStub, control_pb2_grpc.DraftControlStub
-        for name, address, kind in zip(stubs, (target, draft), kinds, strict=True):
-            if address:
-                channel = grpc.aio.insecure_channel(address, options=OPTIONS)
-                stubs[name] = kind(await started.enter_async_context(channel))
-
-        async def read_status() -> Mapping[str, ServiceStatus | None]:
-            return {name: await _status(stub) for name, stub in stubs.items()}
-
+        services = await started.enter_async_context(dialled(access, target, draft))
         await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
         started.push_async_callback(server.stop, 1.0)
-        http, http_address = await start_http(make_app(frontend, read_status), clients.host, clients.http_port)
+        http, http_address = await start_http(make_app(frontend, services.read_status), clients.host, clients.http_port)
         started.push_async_callback(http.cleanup)
         await server.set_serving(True)
         try:
-            await _wait_until_connected(router, read_status, bool(draft))
+            await services.wait_until_connected(router)
             yield server.address, http_address
         finally:
             await server.set_serving(False)
             await frontend.drain(clients.shutdown_grace)
 
 
-async def _status(stub: Any) -> ServiceStatus | None:
-    """What a service says of itself; None if there is none or it does not answer."""
-    if stub is None:
-        return None
-    try:
-        return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=_STATUS_SECONDS))
-    except grpc.aio.AioRpcError:
-        return None
-
-
-async def _wait_until_connected(router: Router, read_status: StatusReader, with_draft: bool) -> None:
-    """Until the target serves and, if asked for, a draft is attached; raises ClusterError if it is refused."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + _ATTACH_SECONDS
-    while True:
-        status = (await read_status())["target"]
-        if status and router.connected and (status.attached or not with_draft):
-            return
-        if status and with_draft and status.refusal and not status.attached:
-            raise ClusterError(status.refusal)
-        if loop.time() > deadline:
-            what = "draft and target did" if with_draft else "the target did"
-            raise ClusterError(f"{what} not connect within {_ATTACH_SECONDS:.0f} s")
-        await asyncio.sleep(0.05)
-
-
-async def run(config: Config, target: str, draft: str) -> None:
+async def run(config: Config, access: PeerAccess, target: str, draft: str) -> None:
     """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(config, target, draft) as (grpc_address, http_address):
+    async with serve_clients(config, access, target, draft) as (grpc_address, http_address):
         print(f"gRPC endpoint: {grpc_address}")
         print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
         await stop.wait()
         print("stopping: requests in flight are given time to finish", flush=True)
+
+
+def with_token(config: Config) -> Config:
+    """Give the services that a launch starts a token of their own if they have none, so that no one else enters."""
+    target, draft = config.target, config.draft
+    if config.cluster.target_address or target.read_token():
+        return config
+    token = secrets.token_urlsafe(32)
+    return replace(config, target=replace(target, service_token=token), draft=replace(draft, service_token=token))
 
 
 @contextlib.contextmanager
@@ -159,12 +129,13 @@ def main() -> None:
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        config = resolve_context(resolve_launch(sys.argv[1:], os.environ))
+        config = with_token(resolve_context(resolve_launch(sys.argv[1:], os.environ)))
+        access = read_peer_access(config.target)
     except (ValueError, OSError, NotImplementedError) as error:
         _fail(error)
     try:
         with placed_services(config) as (target, draft):
-            asyncio.run(run(config, target, draft))
+            asyncio.run(run(config, access, target, draft))
     except (ClusterError, PlanError, OSError) as error:
         _fail(error)
 

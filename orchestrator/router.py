@@ -14,10 +14,10 @@ import grpc
 from orchestrator.ledger import Ledger, LedgerError, Record
 from protos import control_pb2_grpc
 from wire import convert
+from wire.access import PeerAccess
 from wire.errors import InvalidArgument, ServiceError, Unavailable, error_from_code
 from wire.messages import Abort, At, Closed, Commit, FinishReason, ServedEvent, ServeRequest
 from wire.outbox import Outbox
-from wire.server import OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,11 @@ _MAX_RESUMPTIONS = 2
 class Router:
     """Owns the ledger and the Serve stream to one target."""
 
-    def __init__(self, target: str, resume_timeout: float) -> None:
+    def __init__(self, target: str, access: PeerAccess, resume_timeout: float) -> None:
         self.ledger = Ledger()
         self.connected = False
         self._target = target
+        self._access = access
         self._resume_timeout = resume_timeout
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._outbox: Outbox[ServeRequest] | None = None
@@ -40,7 +41,7 @@ class Router:
     @contextlib.asynccontextmanager
     async def connected_to_target(self) -> AsyncIterator[None]:
         """Keep the stream to the target while the context lasts, dialling again when it is lost."""
-        async with grpc.aio.insecure_channel(self._target, options=OPTIONS) as channel:
+        async with self._access.dial(self._target) as channel:
             keeping = asyncio.create_task(self._keep_stream(channel))
             try:
                 yield
@@ -118,7 +119,7 @@ class Router:
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         await asyncio.wait_for(channel.channel_ready(), 1.0)
-        call = control_pb2_grpc.TargetControlStub(channel).Serve()
+        call = control_pb2_grpc.TargetControlStub(channel).Serve(metadata=self._access.metadata)
         await call.wait_for_connection()
         outbox: Outbox[ServeRequest] = Outbox()
         for record in self.ledger.records.values():

@@ -14,6 +14,7 @@ from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
+from wire.access import read_peer_access
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
@@ -79,6 +80,7 @@ async def serve(
             (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
             (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
         ],
+        read_peer_access(settings).guard(),
     )
     await server.set_serving(True)
     on_ready(server)

@@ -15,6 +15,11 @@ class InvalidArgument(ServiceError):
     status, http_code, kind = grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"
 
 
+class Unauthenticated(ServiceError):
+    status, http_code, kind = grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error"
+    code = "invalid_api_key"
+
+
 class NotFound(ServiceError):
     status, http_code, kind = grpc.StatusCode.NOT_FOUND, 404, "not_found_error"
 

@@ -42,6 +42,7 @@ PROTO_FILES = {
     "orchestrator/grpc_gateway.py",
     "orchestrator/launch.py",
     "orchestrator/router.py",
+    "orchestrator/services.py",
 }
 # Only the orchestrator knows Ray, in one place.
 RAY_FILES = {"orchestrator/cluster.py"}
