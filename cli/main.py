@@ -13,6 +13,7 @@ import grpc
 
 COMMANDS = {
     "generate": ("cli.generate", "continue a prompt on a running server"),
+    "key": ("cli.key", "make an API key for a client"),
     "calibrate": ("evaluation.calibration.command", "make a plan for a pair of models"),
     "evaluate": ("evaluation.command", "measure what the sparsity methods cost in quality"),
     "bench stack": ("benchmarks.stack", "what a round costs without the models: codec, gRPC, ledger, batching"),

@@ -17,7 +17,7 @@ from wire.tls import Tls, read_tls
 log = logging.getLogger(__name__)
 
 # Told a call's bearer token ("": it brought none); raises ServiceError to refuse the call.
-Authorize = Callable[[str], None]
+Authorize = Callable[[str], object]
 Metadata = tuple[tuple[str, str], ...]
 
 

@@ -1,5 +1,7 @@
 """The errors that cross an edge, with their gRPC status and their HTTP code."""
 
+from typing import Any
+
 import grpc
 
 
@@ -9,6 +11,8 @@ class ServiceError(Exception):
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_code: int = 500
     kind: str = "internal_error"  # OpenAI's error.type
+    retry_after: int = 0  # seconds after which it is worth trying again; 0: not known
+    reported: bool = False  # whether log and metrics have it
 
 
 class InvalidArgument(ServiceError):
@@ -30,6 +34,10 @@ class FailedPrecondition(ServiceError):
 
 class ResourceExhausted(ServiceError):
     status, http_code, kind = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"
+
+    def __init__(self, message: str, *details: Any, retry_after: int = 1) -> None:
+        super().__init__(message, *details)
+        self.retry_after = retry_after
 
 
 class Unavailable(ServiceError):

@@ -28,7 +28,7 @@ PACKAGES = {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
     },
-    "cli": {"orchestrator"},  # the modules of evaluations and benchmarks by name, when their command runs
+    "cli": {"orchestrator", "wire"},  # the modules of evaluations and benchmarks by name, when their command runs
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
 PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
@@ -63,6 +63,8 @@ WITHOUT_GRPC = {
     "target_service/usefulness.py",
     "target_service/verifier.py",
     "evaluation/identity.py",
+    "orchestrator/callers.py",
+    "orchestrator/keys.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",
     "orchestrator/text.py",
