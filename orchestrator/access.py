@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse
 
 from config import Config
 from config.access import ClientAccess
+from orchestrator.answers import error_body, error_headers
 from orchestrator.callers import Callers
-from orchestrator.http_gateway import error_body
 from orchestrator.keys import read_keys
 from wire.access import Guard, PeerAccess, bearer_of, read_peer_access
 from wire.errors import ServiceError
@@ -29,9 +29,9 @@ class Access:
     callers: Callers
     client_tls: Tls | None
 
-    def client_guard(self) -> Guard:
-        """What the client gRPC port asks."""
-        return Guard(self.callers.admit, self.client_tls)
+    def client_guard(self, refused: Callable[[ServiceError], None]) -> Guard:
+        """What the client gRPC port asks; `refused` is told of each call that is not let in."""
+        return Guard(self.callers.admit, self.client_tls, refused)
 
 
 def read_access(config: Config) -> Access:
@@ -65,15 +65,8 @@ def require_key(
                     entered.enter_context(caller.request())
             except ServiceError as error:
                 refused(error)
-                response = JSONResponse(error_body(error), error.http_code, _headers(error))
+                response = JSONResponse(error_body(error), error.http_code, error_headers(error))
                 return await response(scope, receive, send)
             await app(scope, receive, send)
 
     return answer
-
-
-def _headers(error: ServiceError) -> dict[str, str]:
-    """What a refusal says beside its body."""
-    if error.http_code == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": str(error.retry_after)} if error.retry_after else {}

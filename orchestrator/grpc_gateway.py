@@ -6,18 +6,15 @@ from typing import Any
 
 import grpc
 
+from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.requests import GenerationRequest, check_model
+from orchestrator.requests import CompletionRequest, check_model, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.errors import InvalidArgument, NotFound
+from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
 from wire.server import guarded, guarded_stream
 
-_EXACTNESS = {
-    control_pb2.EXACTNESS_UNSPECIFIED: None,
-    control_pb2.EXACTNESS_EXACT: "exact",
-    control_pb2.EXACTNESS_APPROXIMATE: "approximate",
-}
+_EXACTNESS = {control_pb2.EXACTNESS_EXACT: "exact", control_pb2.EXACTNESS_APPROXIMATE: "approximate"}
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -32,11 +29,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield response
 
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        request = _request_from_pb(pb)
-        record = await self._frontend.prepare(request)
-        async with aclosing(self._frontend.generate(record, request.stop)) as chunks:
-            async for chunk in chunks:
-                yield _chunk_to_pb(record.session, chunk)
+        try:
+            with current_caller().request():
+                request = _request_from_pb(pb)
+                record = self._frontend.prepare(request, await self._frontend.encode(request.prompt))
+                async with aclosing(self._frontend.generate(record, request.stops)) as chunks:
+                    async for chunk in chunks:
+                        yield _chunk_to_pb(record.session, chunk)
+        except ServiceError as error:
+            self._frontend.report(error)
+            raise
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -64,35 +66,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         async def tokenize() -> inference_pb2.TokenizeResponse:
             limits = self._frontend.limits
             check_model(request.model, limits)
-            tokens = await self._frontend.tokenize(request.text)
+            tokens = await self._frontend.encode(request.text)
             return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=limits.max_context)
 
         return await guarded(context, tokenize())
 
 
-def _request_from_pb(pb: inference_pb2.GenerateRequest) -> GenerationRequest:
+def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:
+    """Return the request in a message, where what is unset counts as left out. Raises InvalidArgument."""
     kind = pb.WhichOneof("prompt")
     if kind is None:
-        raise InvalidArgument("prompt: set text or token_ids")
-    if pb.exactness not in _EXACTNESS:
-        raise InvalidArgument(f"exactness {pb.exactness} is neither exact nor approximate")
-
-    def given(name: str) -> Any:
-        return getattr(pb, name) if pb.HasField(name) else None  # type: ignore[arg-type]
-
-    return GenerationRequest(
-        prompt=pb.text if kind == "text" else list(pb.token_ids.ids),
-        request_id=pb.request_id,
-        model=pb.model or None,
-        max_tokens=given("max_tokens"),
-        temperature=given("temperature"),
-        top_p=given("top_p"),
-        seed=given("seed"),
-        stop=list(pb.stop),
-        exactness=_EXACTNESS[pb.exactness],
-        sparsity=pb.sparsity,
-        ignore_eos=pb.ignore_eos,
-    )
+        raise InvalidArgument("prompt: set text or token_ids", "prompt")
+    values = {field.name: value for field, value in pb.ListFields() if field.name in CompletionRequest.model_fields}
+    values["prompt"] = pb.text if kind == "text" else list(pb.token_ids.ids)
+    if pb.stop:
+        values["stop"] = list(pb.stop)
+    if pb.exactness:
+        values["exactness"] = _EXACTNESS.get(pb.exactness, f"EXACTNESS {pb.exactness}")
+    return read_request(CompletionRequest, values)
 
 
 def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateResponse:

@@ -1,338 +1,268 @@
 """OpenAI-style HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
 
+import asyncio
+import contextlib
 import json
-import os
-import time
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
-from aiohttp import web
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from orchestrator.answers import Answer, error_body, error_headers
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.ledger import Record
-from orchestrator.requests import GenerationRequest, check_text
-from wire.errors import InvalidArgument, ServiceError
-from wire.messages import FinishReason, ServiceStatus
+from orchestrator.requests import ChatRequest, CompletionRequest, GenerationRequest, invalid_argument
+from wire.errors import InvalidArgument, NotFound, ServiceError
+from wire.messages import ServiceStatus
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 MAX_BODY = 64 << 20
-
-# Our additions to OpenAI's fields, as vLLM adds its own: exactness, sparsity, ignore_eos, request_id.
-_COMMON = {
-    "model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options",
-    "exactness", "sparsity", "ignore_eos", "request_id", "user",
-}  # fmt: skip
-_COMPLETION_FIELDS = _COMMON | {"prompt"}
-_CHAT_FIELDS = _COMMON | {"messages", "max_completion_tokens"}
-# Accepted at the value that asks for nothing; any other value is refused by name.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
-    "response_format": ({"type": "text"},), "parallel_tool_calls": (True,), "store": (False,),
-    "metadata": ({},), "top_logprobs": (0,), "min_p": (0,), "top_k": (-1, 0), "repetition_penalty": (1,),
-}  # fmt: skip
+_CLIENT_LEFT = 499  # what nginx calls it; nobody reads this answer
 
 
-def make_app(frontend: Frontend, read_status: StatusReader) -> web.Application:
-    gateway = _Gateway(frontend, read_status)
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors_as_json])
-    app.add_routes(
-        [
-            web.post("/v1/completions", gateway.completions),
-            web.post("/v1/chat/completions", gateway.chat),
-            web.get("/v1/models", gateway.models),
-            web.get("/v1/models/{model}", gateway.model),
-            web.get("/health", gateway.health),
-            web.get("/metrics", gateway.metrics),
-        ]
-    )
+class _JSONRequest(Request):
+    """A request whose body is JSON without lone surrogates and not nested too deeply, else it is refused with 400."""
+
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body())
+        except ValueError as error:
+            raise HTTPException(400, f"the body is not valid JSON: {error}") from None
+
+
+class _JSONRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            request = _JSONRequest(request.scope, request.receive)
+            if request.method == "POST":
+                kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding")
+                if kind.partition(";")[0].strip().lower() != "application/json":
+                    raise HTTPException(415, f"the body must be application/json, and its headers say {kind!r}")
+                if encoding not in (None, "identity"):
+                    raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
+                if not await request.body():
+                    raise HTTPException(400, "the body is not valid JSON: it is empty")
+            return await handle(request)
+
+        return handle_json
+
+
+router = APIRouter(route_class=_JSONRoute)
+
+
+def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
+    """Return the application that serves HTTP clients."""
+    app = FastAPI(title="specahead", docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
+    app.state.frontend, app.state.read_status = frontend, read_status
+    app.include_router(router)
+    app.add_exception_handler(ServiceError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_error)
     return app
 
 
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Return OpenAI's account of an error that a handler has raised."""
+    headers = None
+    if isinstance(error, RequestValidationError):  # places begin with "body"
+        error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
+    if isinstance(error, HTTPException):
+        code, headers = error.status_code, error.headers
+        error = InvalidArgument(error.detail)
+    else:
+        assert isinstance(error, ServiceError)
+        code, headers = error.http_code, error_headers(error)
+    if code != _CLIENT_LEFT:
+        request.app.state.frontend.report(error)
+    return JSONResponse(error_body(error), code, headers)
+
+
+def _frontend(request: Request) -> Frontend:
+    return request.app.state.frontend
+
+
+Served = Annotated[Frontend, Depends(_frontend)]
+
+
+@router.post("/v1/completions")
+async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
+    """Continue a prompt."""
+    prompt = body.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise InvalidArgument("prompt: several prompts in one request are not supported yet", "prompt")
+        prompt = prompt[0]
+    return await _answer(request, body, frontend, await frontend.encode(prompt), chat=False)
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
+    """Give the next message of a conversation."""
+    tokens = await frontend.encode(_render_chat(body, frontend), special_tokens=False)
+    body.max_tokens = body.max_completion_tokens or body.max_tokens
+    return await _answer(request, body, frontend, tokens, chat=True)
+
+
+def _render_chat(body: ChatRequest, frontend: Frontend) -> str:
+    plain = [{"role": message.role, "content": message.text} for message in body.messages]
+    tokenizer = frontend.tokenizer
+    if not tokenizer.chat_template:
+        raise InvalidArgument(f"model {frontend.limits.model_name!r} has no chat template; use /v1/completions")
     try:
-        return await handler(request)
-    except ServiceError as error:
-        return web.json_response(_error_body(error), status=error.http_code)
-    except RecursionError:
-        return web.json_response(_error_body(InvalidArgument("the body is nested too deeply")), status=400)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        body = _error_body(InvalidArgument(error.reason), error.status)
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return web.json_response(body, status=error.status, headers=headers)
+        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template raises what it likes for messages that it does not take
+        raise InvalidArgument(f"messages: the model's chat template refuses them: {error}", "messages") from error
 
 
-def _error_body(error: ServiceError, code: int = 0) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": code or error.http_code}}
-
-
-class _Gateway:
-    def __init__(self, frontend: Frontend, read_status: StatusReader) -> None:
-        self._frontend = frontend
-        self._read_status = read_status
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _read_body(request, _COMPLETION_FIELDS)
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            raise InvalidArgument("prompt: several prompts in one request are not supported yet; send one each")
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_int, prompt))):
-            raise InvalidArgument("prompt: expected a string or a list of token ids")
-        return await self._answer(request, body, prompt, chat=False)
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _read_body(request, _CHAT_FIELDS)
-        text = self._render_chat(body.get("messages"))
-        prompt = await self._frontend.tokenize(text, special_tokens=False)
-        if (limit := body.get("max_completion_tokens")) is not None:
-            if not _is_int(limit):
-                raise InvalidArgument(f"max_completion_tokens: expected an integer, got {str(limit)[:80]!r}")
-            body["max_tokens"] = limit
-        return await self._answer(request, body, prompt, chat=True)
-
-    def _render_chat(self, messages: Any) -> str:
-        if not isinstance(messages, list) or not messages:
-            raise InvalidArgument("messages: expected a list of at least one message")
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-        tokenizer = self._frontend.tokenizer
-        if not tokenizer.chat_template:
-            raise InvalidArgument(
-                f"model {self._frontend.limits.model_name!r} has no chat template; use /v1/completions"
-            )
-        try:
-            return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes for messages that it does not take
-            raise InvalidArgument(f"messages: the model's chat template refuses them: {error}") from error
-
-    async def _answer(
-        self, request: web.Request, body: dict[str, Any], prompt: str | list[int], chat: bool
-    ) -> web.StreamResponse:
-        generation = _generation_request(body, prompt)
-        record = await self._frontend.prepare(generation)
-        answer = _Answer(chat, record, self._frontend.limits.model_name)
-        async with aclosing(self._frontend.generate(record, generation.stop)) as chunks:
-            if not _bool(body, "stream"):
-                pieces = [chunk async for chunk in chunks]
-                text = "".join(chunk.text for chunk in pieces)
-                return web.json_response(answer.whole(text, pieces[-1]))
-            return await self._stream(request, answer, chunks, _include_usage(body))
-
-    async def _stream(self, request: web.Request, answer: "_Answer", chunks: Any, usage: bool) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-
-        async def send(data: dict[str, Any] | str) -> None:
-            text = data if isinstance(data, str) else json.dumps(data)
-            await response.write(f"data: {text}\n\n".encode())
-
+async def _answer(
+    request: Request, body: GenerationRequest, frontend: Frontend, tokens: list[int], chat: bool
+) -> Response:
+    record = frontend.prepare(body, tokens)
+    answer = Answer(chat, record, frontend.limits.model_name)
+    chunks = frontend.generate(record, body.stops)
+    if body.stream:
         # The status line waits for the first round, so that a refusal still has its HTTP code.
-        first = await anext(chunks)
-        await response.prepare(request)
-        try:
-            if (opening := answer.opening()) is not None:
-                await send(opening)
-            await self._send_chunk(send, answer, first, usage)
-            async for chunk in chunks:
-                await self._send_chunk(send, answer, chunk, usage)
-        except ServiceError as error:
-            await send(_error_body(error))
-        await send("[DONE]")
-        await response.write_eof()
-        return response
-
-    async def _send_chunk(
-        self, send: Callable[[Any], Awaitable[None]], answer: "_Answer", chunk: Chunk, usage: bool
-    ) -> None:
-        last = chunk.finish_reason is not FinishReason.NONE
-        if chunk.text or last:
-            await send(answer.piece(chunk))
-        if last and usage:
-            await send(answer.usage_piece(chunk))
-
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._model_card()]})
-
-    async def model(self, request: web.Request) -> web.Response:
-        card = self._model_card()
-        if request.match_info["model"] != card["id"]:
-            raise web.HTTPNotFound(reason=f"model {request.match_info['model']!r} is not served here")
-        return web.json_response(card)
-
-    def _model_card(self) -> dict[str, Any]:
-        limits = self._frontend.limits
-        return {
-            "id": limits.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "specahead",
-            "max_model_len": limits.max_context,
-            "draft": self._frontend.draft_name,
-        }
-
-    async def health(self, request: web.Request) -> web.Response:
-        """200 while requests can be served: a lost draft only makes them slower."""
-        connected = self._frontend.router.connected and self._frontend.accepting
-        return web.json_response({"status": "ok" if connected else "unavailable"}, status=200 if connected else 503)
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        text = self._frontend.metrics.render(await self._read_status())
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        first = await _unless_left(request, anext(chunks))
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return _EventStream(_events(answer, first, chunks, usage))
+    async with aclosing(chunks):
+        pieces = await _unless_left(request, _gather(chunks))
+    return JSONResponse(answer.whole("".join(chunk.text for chunk in pieces), pieces[-1]))
 
 
-async def _read_body(request: web.Request, fields: set[str]) -> dict[str, Any]:
+async def _gather(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    return [chunk async for chunk in chunks]
+
+
+async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
+    """Return the outcome of some work, which is cancelled if the client leaves meanwhile."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
     try:
-        body = json.loads(await request.read())
-    except web.RequestPayloadError:
-        raise InvalidArgument("the body is not encoded as its headers say") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidArgument("the body must be a JSON object")
-    for name, value in body.items():
-        if name in fields or value is None:
-            continue
-        if not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ())):
-            raise InvalidArgument(f"{name}: this field is not supported (value {str(value)[:80]!r})")
-    return body
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(_CLIENT_LEFT, "the client has left")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def _plain_message(index: int, message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or set(message) - {"role", "content", "name"}:
-        raise InvalidArgument(f"messages[{index}]: expected role and content only; other fields are not supported")
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise InvalidArgument(f"messages[{index}].content: only text parts are supported")
-        content = "".join(str(part) for part in parts)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise InvalidArgument(f"messages[{index}]: role and content must be strings")
-    return {"role": check_text(role, "role"), "content": check_text(content, "content")}
+class _EventStream(StreamingResponse):
+    """Server-sent events; their generator is closed at once when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and not a number where a truth value is meant: `logprobs: 0` asks for something, false does not."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+async def _events(answer: Answer, first: Chunk, chunks: AsyncGenerator[Chunk], usage: bool) -> AsyncGenerator[str]:
+    async with aclosing(chunks):
+        try:
+            for piece in [*answer.opening(), *answer.pieces(first, usage)]:
+                yield _event(piece)
+            async for chunk in chunks:
+                for piece in answer.pieces(chunk, usage):
+                    yield _event(piece)
+        except ServiceError as error:
+            yield _event(error_body(error))
+    yield "data: [DONE]\n\n"
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
-def _bool(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidArgument(f"{name}: expected true or false, got {value!r}")
-    return bool(value)
+@router.get("/v1/models")
+async def list_models(frontend: Served) -> dict[str, Any]:
+    """List the one model that is served."""
+    return {"object": "list", "data": [_model_card(frontend)]}
 
 
-def _include_usage(body: dict[str, Any]) -> bool:
-    options = body.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise InvalidArgument("stream_options: only include_usage is supported")
-    return _bool(options, "include_usage")
+@router.get("/v1/models/{model:path}")
+async def show_model(model: str, frontend: Served) -> dict[str, Any]:
+    """Describe the model of that name."""
+    if model != frontend.limits.model_name:
+        raise NotFound(f"model {model!r} is not served here", "model", "model_not_found")
+    return _model_card(frontend)
 
 
-def _generation_request(body: dict[str, Any], prompt: str | list[int]) -> GenerationRequest:
-    def typed(name: str, check: Callable[[Any], bool], expected: str) -> Any:
-        value = body.get(name)
-        if value is not None and not check(value):
-            raise InvalidArgument(f"{name}: expected {expected}, got {str(value)[:80]!r}")
-        return value
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
-    if body.get("stream_options") is not None and not body.get("stream"):
-        raise InvalidArgument("stream_options: only with stream")
-    _include_usage(body)
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
-        raise InvalidArgument("stop: expected a string or a list of strings")
-    return GenerationRequest(
-        prompt=prompt,
-        request_id=typed("request_id", lambda v: isinstance(v, str), "a string") or "",
-        model=typed("model", lambda v: isinstance(v, str), "a string"),
-        max_tokens=typed("max_tokens", _is_int, "an integer"),
-        temperature=typed("temperature", is_number, "a number"),
-        top_p=typed("top_p", is_number, "a number"),
-        seed=typed("seed", _is_int, "an integer"),
-        stop=stops,
-        exactness=typed("exactness", lambda v: isinstance(v, str), "a string"),
-        sparsity=typed("sparsity", lambda v: isinstance(v, str), "a string"),
-        ignore_eos=_bool(body, "ignore_eos"),
-    )
-
-
-class _Answer:
-    """The JSON bodies of one answer, to a chat or to a completion."""
-
-    def __init__(self, chat: bool, record: Record, model: str) -> None:
-        self._chat = chat
-        prefix = "chatcmpl-" if chat else "cmpl-"
-        self._kind = "chat.completion" if chat else "text_completion"
-        self._piece_kind = "chat.completion.chunk" if chat else "text_completion"
-        self._head = {"id": prefix + record.session, "created": int(time.time()), "model": model}
-
-    def whole(self, text: str, last: Chunk) -> dict[str, Any]:
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = _choice(content, last.finish_reason)
-        return self._head | {"object": self._kind, "choices": [choice]} | _usage(last)
-
-    def opening(self) -> dict[str, Any] | None:
-        """What a chat's stream begins with."""
-        content = {"delta": {"role": "assistant", "content": ""}}
-        return self._piece([_choice(content, FinishReason.NONE)]) if self._chat else None
-
-    def piece(self, chunk: Chunk) -> dict[str, Any]:
-        text = chunk.text
-        content = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        return self._piece([_choice(content, chunk.finish_reason)])
-
-    def usage_piece(self, last: Chunk) -> dict[str, Any]:
-        return self._piece([]) | _usage(last)
-
-    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self._piece_kind, "choices": choices}
-
-
-def _choice(content: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
-    name = None if reason is FinishReason.NONE else reason.name.lower()
-    return {"index": 0, **content, "logprobs": None, "finish_reason": name}
-
-
-def _usage(last: Chunk) -> dict[str, Any]:
+def _model_card(frontend: Frontend) -> dict[str, Any]:
     return {
-        "usage": {
-            "prompt_tokens": last.prompt_tokens,
-            "completion_tokens": last.completion_tokens,
-            "total_tokens": last.prompt_tokens + last.completion_tokens,
-        },
-        "speculation": last.totals.summary(),
+        "id": frontend.limits.model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "specahead",
+        "max_model_len": frontend.limits.max_context,
+        "draft": frontend.draft_name,
     }
 
 
-async def start_http(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
-    """Listen; raises OSError naming the address. handler_cancellation: a client that leaves ends its request."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+@router.get("/health")
+async def health(frontend: Served) -> JSONResponse:
+    """Answer 200 while requests can be served: a lost draft only makes them slower."""
+    connected = frontend.router.connected and frontend.accepting
+    return JSONResponse({"status": "ok" if connected else "unavailable"}, 200 if connected else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request, frontend: Served) -> Response:
+    """Give Prometheus its figures."""
+    text = frontend.metrics.render(frontend.router.running, await request.app.state.read_status())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server inside a running event loop; signals are the launch's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_http(app: ASGIApp, host: str, port: int, cert: str = "", key: str = "") -> AsyncIterator[str]:
+    """Listen on host:port (0: any free one) while the context lasts, and yield the address.
+
+    cert, key: PEM files; without them the port speaks plain text. Raises OSError naming an address that cannot be
+    bound.
+    """
     try:
-        await web.TCPSite(runner, host, port).start()
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        await runner.cleanup()
-        raise OSError(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from error
-    bound = runner.addresses[0][1]
-    return runner, f"http://{host}:{bound}"
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        ssl_certfile=cert or None,
+        ssl_keyfile=key or None,
+    )
+    server = _EmbeddedServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"{'https' if cert else 'http'}://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving

@@ -14,9 +14,10 @@ from typing import NoReturn
 from config import Config, SettingsError, resolve_launch
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
+from orchestrator.access import Access, open_paths, read_access, require_key
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
-from orchestrator.http_gateway import make_app, start_http
+from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
 from orchestrator.requests import Limits
 from orchestrator.router import Router
@@ -24,7 +25,6 @@ from orchestrator.services import dialled
 from protos import inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import PlanError, load_plan
-from wire.access import PeerAccess, read_peer_access
 from wire.errors import ClusterError
 from wire.server import start_server
 
@@ -45,7 +45,7 @@ def resolve_context(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(config: Config, access: PeerAccess, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
+async def serve_clients(config: Config, access: Access, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
     """The client endpoints over services at the given addresses (gRPC, HTTP); drained and closed at the end.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
@@ -59,17 +59,22 @@ async def serve_clients(config: Config, access: PeerAccess, target: str, draft: 
         stop_token_ids(model, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
     )
-    router = Router(target, access, clients.resume_timeout)
-    frontend = Frontend(router, tokenizer, limits, Metrics(limits.model_name), config.draft.model)
+    router = Router(target, access.peers, clients.resume_timeout)
+    metrics = Metrics(limits.model_name)
+    frontend = Frontend(router, tokenizer, limits, metrics, config.draft.model, clients.log_requests)
     async with contextlib.AsyncExitStack() as started:
-        services = await started.enter_async_context(dialled(access, target, draft))
+        services = await started.enter_async_context(dialled(access.peers, target, draft))
         await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
-        server = await start_server(clients.host, clients.grpc_port, [(add, servicer, "specahead.v1.Inference")])
+        inference = (add, servicer, "specahead.v1.Inference")
+        server = await start_server(clients.host, clients.grpc_port, [inference], access.client_guard(frontend.report))
         started.push_async_callback(server.stop, 1.0)
-        http, http_address = await start_http(make_app(frontend, services.read_status), clients.host, clients.http_port)
-        started.push_async_callback(http.cleanup)
+        app = require_key(
+            make_app(frontend, services.read_status), access.callers, open_paths(clients), frontend.report
+        )
+        http = serve_http(app, clients.host, clients.http_port, clients.tls_cert, clients.tls_key)
+        http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
             await services.wait_until_connected(router)
@@ -79,7 +84,7 @@ async def serve_clients(config: Config, access: PeerAccess, target: str, draft: 
             await frontend.drain(clients.shutdown_grace)
 
 
-async def run(config: Config, access: PeerAccess, target: str, draft: str) -> None:
+async def run(config: Config, access: Access, target: str, draft: str) -> None:
     """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -130,7 +135,7 @@ def main() -> None:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         config = with_token(resolve_context(resolve_launch(sys.argv[1:], os.environ)))
-        access = read_peer_access(config.target)
+        access = read_access(config)
     except (ValueError, OSError, NotImplementedError) as error:
         _fail(error)
     try:

@@ -83,6 +83,7 @@ class Verifier:
             "sessions": len(running),
             "queued_sessions": len(self.admission.queue),
             "kv_pages_held": self.runner.kv.pool.held,
+            "kv_pages": self.runner.kv.pool.num_pages,
             "drafts": len(self.protocol.drafts),
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),

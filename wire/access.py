@@ -27,12 +27,18 @@ def bearer_of(value: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
+def log_refusal(error: ServiceError) -> None:
+    """Write down that a call was not let in."""
+    log.warning("refused a call", extra={"reason": str(error)})
+
+
 @dataclass(frozen=True)
 class Guard:
-    """What a port asks of those who call it. The default asks nothing."""
+    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in."""
 
     authorize: Authorize | None = None
     tls: Tls | None = None
+    refused: Callable[[ServiceError], None] = log_refusal
 
 
 OPEN = Guard()
@@ -77,8 +83,9 @@ def check_token(expected: str, given: str) -> None:
 class RequireBearer(grpc.aio.ServerInterceptor):
     """Refuses calls that `authorize` refuses, before any of their messages is read. Health is open, for probes."""
 
-    def __init__(self, authorize: Authorize) -> None:
+    def __init__(self, authorize: Authorize, refused: Callable[[ServiceError], None]) -> None:
         self._authorize = authorize
+        self._refused = refused
 
     async def intercept_service(
         self,
@@ -86,12 +93,11 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """Return the method's handler, or one that refuses."""
-        method = handler_call_details.method
-        if not method.startswith("/grpc.health.v1.Health/"):
+        if not handler_call_details.method.startswith("/grpc.health.v1.Health/"):
             try:
                 self._authorize(_bearer_in(handler_call_details.invocation_metadata))
             except ServiceError as error:
-                log.warning("refused a call", extra={"method": method, "reason": str(error)})
+                self._refused(error)
                 # As a stream whatever the method is: such a handler runs before the first message is there.
                 return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
         return await continuation(handler_call_details)

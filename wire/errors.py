@@ -1,22 +1,33 @@
 """The errors that cross an edge, with their gRPC status and their HTTP code."""
 
-from typing import Any
-
 import grpc
 
 
 class ServiceError(Exception):
-    """Raised anywhere on a request's way; the servicer or gateway turns it into a status."""
+    """Raised anywhere on a request's way; the servicer or gateway turns it into a status.
+
+    kind, param and code: OpenAI's error.type, the field that is wrong, and the name of what is wrong with it.
+    retry_after: seconds after which it is worth trying again, 0 if that would not help. reported: whether log and
+    metrics have it.
+    """
 
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_code: int = 500
-    kind: str = "internal_error"  # OpenAI's error.type
-    retry_after: int = 0  # seconds after which it is worth trying again; 0: not known
-    reported: bool = False  # whether log and metrics have it
+    kind: str = "internal_error"
+    code: str = "internal_error"
+    retry_after: int = 0
+    reported: bool = False
+
+    def __init__(self, message: str, param: str | None = None, code: str = "", retry_after: int = 0) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or type(self).code
+        self.retry_after = retry_after or type(self).retry_after
 
 
 class InvalidArgument(ServiceError):
     status, http_code, kind = grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"
+    code = "invalid_value"
 
 
 class Unauthenticated(ServiceError):
@@ -26,22 +37,24 @@ class Unauthenticated(ServiceError):
 
 class NotFound(ServiceError):
     status, http_code, kind = grpc.StatusCode.NOT_FOUND, 404, "not_found_error"
+    code = "not_found"
 
 
 class FailedPrecondition(ServiceError):
     status, http_code, kind = grpc.StatusCode.FAILED_PRECONDITION, 400, "failed_precondition_error"
+    code = "failed_precondition"
 
 
 class ResourceExhausted(ServiceError):
     status, http_code, kind = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"
-
-    def __init__(self, message: str, *details: Any, retry_after: int = 1) -> None:
-        super().__init__(message, *details)
-        self.retry_after = retry_after
+    code = "rate_limit_exceeded"
+    retry_after = 1
 
 
 class Unavailable(ServiceError):
     status, http_code, kind = grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"
+    code = "service_unavailable"
+    retry_after = 1
 
 
 _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()}

@@ -54,7 +54,7 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
-    authorizing = [RequireBearer(guard.authorize)] if guard.authorize else []
+    authorizing = [RequireBearer(guard.authorize, guard.refused)] if guard.authorize else []
     server = grpc.aio.server(options=OPTIONS, interceptors=[*authorizing, RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)

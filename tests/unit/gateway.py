@@ -1,0 +1,85 @@
+"""The real HTTP gateway, on a port of its own, over a target whose answers a test writes."""
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from orchestrator.access import PROBES, require_key
+from orchestrator.callers import Callers
+from orchestrator.generation import Frontend
+from orchestrator.http_gateway import make_app, serve_http
+from orchestrator.ledger import Ledger, Record
+from orchestrator.metrics import Metrics
+from orchestrator.requests import Limits
+from wire.errors import ServiceError
+from wire.messages import At, Commit, FinishReason
+
+ANYONE = Callers([])
+MODEL = "tiny-target"
+LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0], methods=("ahead", "sts"))
+
+
+class ScriptedRouter:
+    """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
+
+    answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
+    the records of all sessions, in their order.
+    """
+
+    connected = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.answer: str | list[str] = "The sea was calm, and the old man was glad of it."
+        self.refusal: ServiceError | None = None
+        self.opened: list[Record] = []
+        self.ledger = Ledger()
+
+    @property
+    def running(self) -> int:
+        return len(self.ledger.records)
+
+    def is_open(self, session: str) -> bool:
+        return session in self.ledger.records
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Nothing waits here."""
+
+    async def stream(self, record: Record) -> AsyncGenerator[Commit]:
+        if self.refusal is not None:
+            raise self.refusal
+        text = self.answer if isinstance(self.answer, str) else self.answer[len(self.opened)]
+        self.opened.append(record)
+        self.ledger.open(record)
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *record.stop_token_ids[:1]]
+        reason = FinishReason.STOP if len(tokens) <= record.max_tokens else FinishReason.LENGTH
+        tokens = tokens[: record.max_tokens]
+        try:
+            for at in range(0, len(tokens), 2):
+                last = at + 2 >= len(tokens)
+                commit = Commit(
+                    At(record.session, 0, at // 2, len(record.tokens)),
+                    tokens[at : at + 2],
+                    drafted=4,
+                    accepted=1,
+                    finish_reason=reason if last else FinishReason.NONE,
+                )
+                self.ledger.apply(commit)
+                yield commit
+        finally:
+            self.ledger.close(record.session)
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    router: Any, limits: Limits = LIMITS, callers: Callers = ANYONE, log_text: bool = False
+) -> AsyncIterator[str]:
+    """Serve over a scripted router while the context lasts; yields the address."""
+
+    async def read_status() -> dict[str, None]:
+        return {"target": None, "draft": None}
+
+    frontend = Frontend(router, router.tokenizer, limits, Metrics(MODEL), "tiny-draft", log_text)
+    app = require_key(make_app(frontend, read_status), callers, PROBES, frontend.report)
+    async with serve_http(app, "127.0.0.1", 0) as address:
+        yield address
