@@ -7,6 +7,7 @@ import json
 import logging
 import time
 import warnings
+from collections import deque
 from typing import Any
 
 from config.access import ProcessSettings
@@ -48,6 +49,25 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(content, default=str, ensure_ascii=False)
 
 
+# A message that travels: its level, its logger, its text and its fields.
+Said = tuple[int, str, str, dict[str, Any]]
+
+
+class Recorder(logging.Handler):
+    """Keeps what was logged last until it is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: deque[Said] = deque(maxlen=1000)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append((record.levelno, record.name, record.getMessage(), fields_of(record)))
+
+    def take(self) -> list[Said]:
+        """Return what came since the last time."""
+        return [self._said.popleft() for _ in range(len(self._said))]
+
+
 def configure_logs(settings: ProcessSettings) -> None:
     """Write the log of this process to standard error, as its settings say. Warnings of Python code go there too."""
     handler = logging.StreamHandler()
@@ -59,7 +79,8 @@ def configure_logs(settings: ProcessSettings) -> None:
         logging.getLogger(room).setLevel(level)
     if level != "DEBUG":  # meant for who writes the code that is called, not for who runs it
         warnings.simplefilter("ignore")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+        for library in ("transformers", "huggingface_hub"):
+            logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def _shown(value: Any) -> str:

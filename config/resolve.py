@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -65,6 +66,8 @@ def _resolve(
     argparse exits on unknown flags.
     """
     options = _options(defaults)
+    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
+    parser.add_argument("--version", action="version", version=f"specahead {version('specahead')}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     _add_flags(parser, options.values())

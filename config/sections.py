@@ -78,6 +78,8 @@ class ServiceSettings(ServiceAccess, ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
+            raise SettingsError(f"the {self.side} model is {self.model!r}, and there is no such folder")
         if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
             raise SettingsError(
                 f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "

@@ -42,7 +42,9 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
             state.refusal = error.details() or "" if error.code() in _REFUSALS else ""
             reason = f"{error.code().name} {error.details()}"
             if reason != last or state.attached:  # a target that is not there yet is dialled many times
-                log.warning("no stream to the target at %s: %s", state.target, reason)
+                expected = error.code() is grpc.StatusCode.UNAVAILABLE and not state.attached
+                level = logging.INFO if expected else logging.WARNING
+                log.log(level, "no stream to the target", extra={"target": state.target, "reason": reason})
             last = reason
         finally:
             state.attached = ""

@@ -47,7 +47,7 @@ class RoundRunner:
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         kinds = list(itertools.product((False, True), ("", *methods), sizes))
-        for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
+        for sampled, method, count in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:

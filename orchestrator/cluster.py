@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
 from config import ClusterSettings, Config, DraftSettings, TargetSettings
+from config.logs import Recorder, Said, configure_logs
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
 from wire.errors import ClusterError
@@ -23,12 +24,17 @@ from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
 
+_LOG_SECONDS = 0.5
+
 
 class ServiceActor:
     """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
 
     def __init__(self, settings: DraftSettings | TargetSettings) -> None:
         self._address: Future[str] = Future()
+        configure_logs(settings)
+        self._said = Recorder()
+        logging.getLogger().addHandler(self._said)
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
@@ -49,6 +55,10 @@ class ServiceActor:
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
         return self._address.result(), os.getpid()
+
+    def said(self) -> list[Said]:
+        """Return what the service wrote to its log since it was asked last."""
+        return self._said.take()
 
 
 def connect_ray(settings: ClusterSettings) -> bool:
@@ -96,14 +106,14 @@ def services_on_ray(config: Config) -> Iterator[dict[str, tuple[str, int]]]:
     """
     gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
     # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
-    options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
+    options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
     actor = ray.remote(ServiceActor)
     actors = {
         settings.side: actor.options(name=settings.side, num_gpus=count, **options).remote(settings)
         for settings, count in zip(placed_settings(config), gpus, strict=True)
     }
     try:
-        infos = _wait_for([started.info.remote() for started in actors.values()])
+        infos = _wait_for(actors)
         yield dict(zip(actors, infos, strict=True))
     finally:
         for started in reversed(actors.values()):
@@ -111,9 +121,20 @@ def services_on_ray(config: Config) -> Iterator[dict[str, tuple[str, int]]]:
         ray.shutdown()  # ends Ray itself only if this process started it
 
 
-def _wait_for(answers: list[Any]) -> list[Any]:
-    """What the actors answer. Raises ClusterError with the words of one that failed."""
+def _wait_for(actors: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return what the services say of themselves once all listen; until then their logs are shown in ours.
+
+    Raises ClusterError with the words of one that failed.
+    """
+    waiting = answers = [actor.info.remote() for actor in actors.values()]
     try:
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
+            ready = [answer for answer in answers if answer not in waiting]
+            ray.get(ready)  # raises what one of them raised, though others are still loading
+            for side, actor in actors.items():
+                for level, name, message, fields in ray.get(actor.said.remote()):
+                    logging.getLogger(name).log(level, message, extra=fields | {"service": side})
         return ray.get(answers)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error

@@ -36,8 +36,9 @@ class Service:
         try:
             answer = await self.stub.Status(request, timeout=_STATUS_SECONDS, metadata=self.access.metadata)
         except grpc.aio.AioRpcError as error:
-            self.trouble = f"the {self.name} service at {self.address}: {error.code().name} {error.details()}"
             self.refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            what = "lets nobody in without its token" if self.refused else "does not answer; check that it runs there"
+            self.trouble = f"the {self.name} service at {self.address} {what} ({error.details()})"
             return None
         self.trouble, self.refused = "", False
         return status_from_pb(answer)

@@ -39,8 +39,8 @@ PROTO_FILES = {
     "target_service/service.py",
     "target_service/servicer.py",
     "orchestrator/client.py",
+    "orchestrator/endpoints.py",
     "orchestrator/grpc_gateway.py",
-    "orchestrator/launch.py",
     "orchestrator/router.py",
     "orchestrator/services.py",
 }
