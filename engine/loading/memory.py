@@ -1,5 +1,7 @@
 """How many tokens of KV there is room for: on the device, and in host memory where that is the backing store."""
 
+import logging
+
 import torch
 
 from config import ModelSettings
