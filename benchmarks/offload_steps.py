@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
+from benchmarks.offload_kv import HomeKV
 from benchmarks.residency import SETTLED
 from benchmarks.shapes import GROUP, Shape
 from engine.decoder import Decoder
@@ -22,9 +23,7 @@ from engine.inputs import ReadMemory, SequenceInput, SharedBudget, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
 from engine.kv.host_memory import host_zeros
-from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from engine.kv.tiered import TieredKV
 from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
@@ -115,11 +114,11 @@ def link_rate(home: Home, device: torch.device) -> float:
     return source.nbytes / (time.perf_counter() - began)
 
 
-def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
+def resident_kv(case: Case, home: Home, device: torch.device) -> KVCache:
     """What is at home of the case's sequences. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    kv = PagedKV(*of_model, case.pages, case.dtype, device)
+    kv = KVCache(*of_model, case.pages, case.dtype, device)
     full = case.context // PAGE_SIZE
     begin, end = case.first * full, (case.first + case.batch) * full
     for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
@@ -128,13 +127,12 @@ def resident_kv(case: Case, home: Home, device: torch.device) -> PagedKV:
     return kv
 
 
-def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> TieredKV:
+def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> HomeKV:
     """hot: share of all pages that there are frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
-    sizes = case.frames(hot), case.pages, PAGE_SIZE
-    return TieredKV(*of_model, *sizes, case.dtype, device, stored=stored)
+    return HomeKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored)
 
 
 def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
@@ -143,7 +141,7 @@ def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
     for sequence in sequences:
         kv.grow(sequence, case.context)
         sequence.length = case.context
-        if isinstance(kv, TieredKV):
+        if isinstance(kv, HomeKV):
             kv.adopt_stored(sequence)
     kv.begin_pass([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
@@ -203,13 +201,15 @@ class Step:
         self.kv, self.case, device = kv, case, kv.device
         shape = step_shape(case, kv.offloads)
         memory = torch.zeros(case.batch, case.rows, shape.blocks, device=device)
-        self.buffers = make_buffers(shape, kv, device, memory)
+        self.buffers = make_buffers(shape, kv, memory)
         sequences = open_sequences(kv, case)
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.fetches else None
         lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        work = partial(run_pass, decoder, kv, shape, self.buffers, default_backend(device), overlap=way != ON_DEMAND)
+        if isinstance(kv, HomeKV):
+            kv.on_demand = way == ON_DEMAND
+        work = partial(run_pass, decoder, kv, shape, self.buffers, default_backend(device))
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
 
     def choose(self, words: Tensor) -> None:
@@ -221,7 +221,7 @@ class Step:
 
     def forget(self) -> None:
         """Nothing is hot any more."""
-        if isinstance(self.kv, TieredKV):
+        if isinstance(self.kv, HomeKV):
             for name, part in self._tables.items():
                 getattr(self.kv.memory.tables, name).copy_(part)
 
@@ -239,7 +239,7 @@ class Step:
         return by_place[: self.case.batch].clone()
 
     def _copy_tables(self) -> dict[str, Tensor]:
-        if not isinstance(self.kv, TieredKV):
+        if not isinstance(self.kv, HomeKV):
             return {}
         return {item.name: getattr(self.kv.memory.tables, item.name).clone() for item in fields(self.kv.memory.tables)}
 

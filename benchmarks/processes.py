@@ -1,6 +1,7 @@
 """The real processes that a benchmark runs: services and client endpoints, stopped in order at the end."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 import re
@@ -8,9 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
-_STOP_SECONDS = 15.0
+_STOP_SECONDS = 15.0  # for all processes of a benchmark together
+_START_SECONDS = 300.0
+_LIBC = ctypes.CDLL(None)  # loaded before there is anything to fork
+_PR_SET_PDEATHSIG = 1  # of prctl, Linux
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -19,9 +25,16 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def children() -> Iterator[Start]:
     """Yields start(module, *arguments, stdout=…, gpu=…), which runs `python -m module`.
 
-    All are stopped at the end, the last started first, however it comes: SIGTERM ends the block as Ctrl-C does.
+    All are stopped at the end, the last started first, however it comes: SIGTERM ends the block as Ctrl-C does. On
+    Linux they end also where this process is killed.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    deadline: list[float] = []
+
+    def stop_in_time(process: "subprocess.Popen[str]") -> None:
+        deadline.append(time.monotonic() + _STOP_SECONDS)
+        stop(process, deadline[0] - time.monotonic())
+
     try:
         with contextlib.ExitStack() as processes:
 
@@ -33,9 +46,14 @@ def children() -> Iterator[Start]:
                     environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
                 # In a session of its own: Ctrl-C is for this process, which stops the others in order.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", *command], stdout=stdout, text=True, env=environment, start_new_session=True
+                    [sys.executable, "-m", *command],
+                    stdout=stdout,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 )
-                processes.callback(stop, process)
+                processes.callback(stop_in_time, process)
                 return process
 
             yield start
@@ -43,30 +61,55 @@ def children() -> Iterator[Start]:
         signal.signal(signal.SIGTERM, before)
 
 
-def start_endpoints(start: Start, *flags: str) -> str:
-    """Start the client endpoints over running services; their gRPC address, once they are ready."""
+def _end_with_parent() -> None:
+    """Have the kernel kill this process, a new one, when the thread that started it has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) -> str:
+    """Start the client endpoints over running services; their gRPC address, once they are ready.
+
+    Raises ChildProcessError if they end before, or are not ready in time.
+    """
     ports = ("--grpc-port", "0", "--http-port", "0")
     launch = start("orchestrator.launch", *flags, *ports, stdout=subprocess.PIPE)
     assert launch.stdout is not None
-    said = list(itertools.takewhile(lambda line: line.strip() != "ready", launch.stdout))
+    with _killed_after(launch, seconds):
+        said = list(itertools.takewhile(lambda line: line.strip() != "ready", launch.stdout))
     found = re.search(r"gRPC endpoint: (\S+)", "".join(said))
     if found is None:
         raise ChildProcessError("the client endpoints did not start")
     return found.group(1)
 
 
-def wait_for_service(process: "subprocess.Popen[str]") -> None:
-    """Until a service started with stdout=PIPE says where it listens."""
+def wait_for_service(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> None:
+    """Until a service started with stdout=PIPE says where it listens.
+
+    Raises ChildProcessError if it ends before, or does not say so in time.
+    """
     assert process.stdout is not None
-    if not any(" service, pid " in line for line in process.stdout):
-        raise ChildProcessError("a service did not start")
+    with _killed_after(process, seconds):
+        if not any(" service, pid " in line for line in process.stdout):
+            raise ChildProcessError("a service did not start")
 
 
-def stop(process: "subprocess.Popen[str]") -> None:
+@contextlib.contextmanager
+def _killed_after(process: "subprocess.Popen[str]", seconds: float) -> Iterator[None]:
+    """Kill the process if the block takes longer, which ends what it has to say."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def stop(process: "subprocess.Popen[str]", seconds: float = _STOP_SECONDS) -> None:
+    """Ask a process to end, and kill it if it has not after so many seconds."""
     process.terminate()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
+            process.wait(max(0.0, seconds))
     finally:
         process.kill()  # does nothing to one that has ended
         process.wait()

@@ -42,9 +42,9 @@ from benchmarks.processes import children, free_addresses, port_of, start_endpoi
 from benchmarks.recording import SessionReads
 from benchmarks.recording import load_reads as load_recording
 from benchmarks.selection_trace import ROWS, churn_of, evenly_spread
-from engine.loading.model import model_hash
 from engine.loading.tokenizer import load_tokenizer
 from evaluation.cases import held_out_files
+from evaluation.models import model_hash
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection

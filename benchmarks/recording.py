@@ -87,6 +87,6 @@ def _session_reads(content: "np.lib.npyio.NpzFile", i: int, name: str) -> list[R
     columns = [content[f"{i} {key}"].tolist() for key in _NUMBERS]
     reads = []
     for words, (round_, epoch, base, accepted, blocks) in zip(bits, zip(*columns, strict=True), strict=True):
-        full = BlockSelection.from_words(words.shape[0], words.shape[1] * 64, words)
+        full = BlockSelection(words.shape[0], words.shape[1] * 64, words)
         reads.append(Read(At(name, epoch, round_, base), accepted, full.resized(blocks)))
     return reads

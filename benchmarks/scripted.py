@@ -15,10 +15,11 @@ from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.inputs import SequenceInput, SequenceOutput, SharedBudget
 from engine.judging import Drafted
-from engine.kv.paged import PagedKV
-from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.kv.cache import KVCache
+from engine.rounds.requests import AnnouncementRequest, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from sparsity.plan import Plan, uniform_plan
+from evaluation.plans import uniform_plan
+from sparsity.plan import Plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello
@@ -40,11 +41,11 @@ class ScriptedRunner(Runner):
 
     def __init__(self, errs: bool) -> None:
         self.vocab_size = VOCAB
-        self.kv = PagedKV(LAYERS, KV_HEADS, 1, 20_000)
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, 20_000)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
-        self._gamma = self._block_size = 0  # until rounds are prepared
+        self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         outputs = []
@@ -73,15 +74,26 @@ class ScriptedRunner(Runner):
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
         self._gamma, self._block_size = settings.gamma, settings.block_size
+        self._alternatives = settings.alternatives
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)
-            self.kv.grow(item.kv, base + self._gamma)
-            bitmap = None if item.announce is None else self._announce(item.announce, base)
-            outputs.append(RoundOutput(self._tokens_from(base, self._gamma + 1), None, None, bitmap))
+            own = len(item.branches) * (self._gamma + 1)
+            self.kv.grow(item.kv, max(base + self._gamma, item.kv.length + own))
+            bases = [branch.length + 1 for branch in item.branches] or [base]
+            bitmap = None if item.announce is None else self._announce(item.announce, min(bases))
+            outputs.append(RoundOutput([self._drafted(at) for at in bases], bitmap))
         return outputs
+
+    def _drafted(self, base: int) -> DraftedTokens:
+        """Return the draft's tokens from `base` on; where it errs, the right token is its second choice."""
+        tokens = self._tokens_from(base, self._gamma + 1)
+        right = (np.arange(base - 1, base + self._gamma) % _PERIOD + 1).astype(np.int32)
+        others = np.broadcast_to(np.arange(VOCAB - self._alternatives, VOCAB), (len(tokens), self._alternatives))
+        likeliest = np.concatenate((np.array(tokens)[:, None], right[:, None], others), 1)[:, : self._alternatives]
+        return DraftedTokens(tokens, alternatives=likeliest if self._alternatives else None)
 
     def _announce(self, request: AnnouncementRequest, base: int) -> np.ndarray:
         """The blocks of highest weight over all rows: uint64 [rows, words]."""
@@ -90,13 +102,13 @@ class ScriptedRunner(Runner):
         highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
         rows, columns = np.divmod(highest, weights.shape[1])
         blocks = -(-base // self._block_size)
-        return BlockSelection(len(weights), blocks, rows * blocks + columns + request.first).words
+        return BlockSelection.from_keys(len(weights), blocks, rows * blocks + columns + request.first).words
 
 
 def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:
     """Count what a pass over `length` tokens reads: all that is read in any case, and all that there is room for."""
     blocks, rows = -(-length // block_size), len(budget.bitmap)
-    announced = BlockSelection.from_words(rows, blocks, budget.bitmap)
+    announced = BlockSelection(rows, blocks, budget.bitmap)
     middle = budget.last - budget.first
     chosen = announced.count(budget.first, budget.last) + max(0, budget.room)
     return rows * (blocks - middle) + min(chosen, rows * middle)

@@ -31,11 +31,11 @@ from tqdm import tqdm
 import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading.model import model_hash
-from engine.loading.runner import load_runner
 from engine.loading.tokenizer import load_tokenizer
-from engine.runner import Runner
-from sparsity.choice import choose_over_all
+from engine.model_runner import ModelRunner
+from evaluation.attending import forward_weighing
+from evaluation.choice import choose_over_all
+from evaluation.models import load_runner, model_hash
 from sparsity.plan import Plan, load_plan
 from sparsity.selection import BlockSelection
 
@@ -178,26 +178,24 @@ def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[l
             start -= room
 
 
-def open_draft() -> Runner:
+def open_draft() -> ModelRunner:
     return load_runner(str(models.DRAFT), torch.float32, "cpu", PROMPT + GAMMA * ROUNDS + BLOCK)
 
 
-def _weights(runner: Runner, tokens: list[int]) -> list[Tensor]:
+def _weights(runner: ModelRunner, tokens: list[int]) -> list[Tensor]:
     """Of each round [draft heads, BLOCKS]."""
     return [weights.mean(0) for weights in query_weights(runner, tokens)]
 
 
-def query_weights(runner: Runner, tokens: list[int]) -> list[Tensor]:
+def query_weights(runner: ModelRunner, tokens: list[int]) -> list[Tensor]:
     """Of each round [GAMMA queries, draft heads, BLOCKS]."""
     sequence, rounds = SequenceKV(), []
     try:
         for start in range(0, PROMPT, CHUNK):
             runner.forward([SequenceInput(sequence, tokens[start : min(PROMPT, start + CHUNK)])])
         for start in range(PROMPT, PROMPT + GAMMA * ROUNDS, GAMMA):
-            item = SequenceInput(sequence, tokens[start : start + GAMMA], block_size=BLOCK, emitting=GAMMA)
-            (output,) = runner.forward([item])
-            assert output.block_weights is not None
-            weights = output.block_weights.float().transpose(0, 1).flatten(1, 2)
+            _, given = forward_weighing(runner, sequence, tokens[start : start + GAMMA], BLOCK, GAMMA, False)
+            weights = given.transpose(0, 1).flatten(1, 2)
             rounds.append(weights[..., FIRST : FIRST + BLOCKS])
     finally:
         runner.kv.release(sequence)

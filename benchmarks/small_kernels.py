@@ -63,17 +63,18 @@ def verdict_rows(bandwidth: float, repeats: int, vocab: int, gamma: int) -> list
 def gather_rows(repeats: int) -> list[TimedRow]:
     """Scattered blocks of 4 KB from pinned host memory, by how many programs; floor: one bulk copy of as much."""
     size = 4096
-    host = torch.empty(HOST_BYTES // size, size, dtype=torch.uint8, pin_memory=True)
-    count = len(host) // 8
-    device = torch.empty(count, size, dtype=torch.uint8, device="cuda")
-    chosen = torch.randperm(len(host), device="cuda")[:count].int()
-    places = torch.arange(count, device="cuda", dtype=torch.int32)
-    counts = torch.tensor([count], device="cuda", dtype=torch.int32)
-    bulk = copy_milliseconds(host[:count], device, repeats)
+    host = torch.empty(2, HOST_BYTES // size // 2, size, dtype=torch.uint8, pin_memory=True)  # keys and values
+    rows = host.shape[1] // 8
+    device = torch.empty(2, rows, size, dtype=torch.uint8, device="cuda")
+    chosen = torch.randperm(host.shape[1], device="cuda")[:rows].int()
+    places = torch.arange(rows, device="cuda", dtype=torch.int32)
+    counts = torch.tensor([rows], device="cuda", dtype=torch.int32)
+    bulk = copy_milliseconds(host.flatten(0, 1)[: 2 * rows], device.flatten(0, 1), repeats)
+    sides = (host[0], host[1]), (device[0], device[1])
     table = []
     for programs in GATHER_PROGRAMS:
-        work = partial(gather_blocks, (host,), (device,), chosen, places, counts, programs, "triton")
+        work = partial(gather_blocks, *sides, chosen, places, counts, programs, "triton")
         ms = graph_milliseconds(work, repeats)
         link = device.nbytes / bulk * 1e3
-        table.append(TimedRow(f"gather {count} x 4 KB from the host, {programs} programs", ms, bulk, None, link))
+        table.append(TimedRow(f"gather {2 * rows} x 4 KB from the host, {programs} programs", ms, bulk, None, link))
     return table

@@ -12,7 +12,7 @@ from benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_millisec
 from benchmarks.shapes import GROUP, Shape, random_decoder, read_shape_of, weight_bytes
 from engine.announcing import Announcer
 from engine.decoder import Decoder
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import make_buffers
 from engine.passes.launches import run_pass
@@ -32,7 +32,7 @@ class Bench:
         self.shape, self.bandwidth, self.repeats = shape, bandwidth, repeats
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE)
         pages = max(BATCHES) * (longest // PAGE_SIZE)
-        self.kv = PagedKV(
+        self.kv = KVCache(
             shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, pages, torch.bfloat16, "cuda"
         )
         for part in (*self.kv.k_pages, *self.kv.v_pages):
@@ -95,7 +95,7 @@ class Bench:
     def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> Buffers:
         """Sequences that end at `context`, their pages in random order."""
         batch, queries, pages = shape.sequences, shape.queries, shape.pages
-        buffers = make_buffers(shape, self.kv, _CUDA, memory)
+        buffers = make_buffers(shape, self.kv, memory)
         given = buffers.tensors
         given["lengths"].fill_(context)
         given["query_starts"].copy_(torch.arange(batch + 1) * queries)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from orchestrator.client import Generation, generate
@@ -38,9 +39,6 @@ def run(flags: argparse.Namespace) -> None:
         if value is not None and not 0 <= value < 2**bits:
             raise ValueError(f"{name} must lie in [0, 2^{bits}), got {value}")
 
-    def show(text: str) -> None:
-        print(text, end="", flush=True)
-
     result = generate(
         flags.address,
         prompt,
@@ -53,9 +51,9 @@ def run(flags: argparse.Namespace) -> None:
         stop=flags.stop,
         exactness=flags.exactness,
         sparsity=flags.sparsity,
-        on_text=None if flags.json else show,
+        on_text=None if flags.json else partial(print, end="", flush=True),
     )
-    print(json.dumps(to_json(result)) if flags.json else "")
+    print(json.dumps(_to_json(result)) if flags.json else "")
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:
@@ -69,7 +67,7 @@ def _read_prompt(flags: argparse.Namespace) -> str:
         raise ValueError(f"{flags.prompt_file or 'standard input'} is not UTF-8 text: {error}") from None
 
 
-def to_json(result: Generation) -> dict[str, object]:
+def _to_json(result: Generation) -> dict[str, object]:
     content = dataclasses.asdict(result)
     content["usage"] = {
         "prompt_tokens": result.prompt_tokens,

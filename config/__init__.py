@@ -5,19 +5,10 @@ knows neither torch nor gRPC nor Ray, so that command lines open at once.
 """
 
 from config.resolve import resolve_launch, resolve_service
-from config.sections import (
-    ClientSettings,
-    ClusterSettings,
-    Config,
-    DraftSettings,
-    ModelSettings,
-    ServiceSettings,
-    TargetSettings,
-)
+from config.sections import ClusterSettings, Config, DraftSettings, ModelSettings, ServiceSettings, TargetSettings
 from config.setting import SettingsError
 
 __all__ = [
-    "ClientSettings",
     "ClusterSettings",
     "Config",
     "DraftSettings",

@@ -12,6 +12,7 @@ from config.setting import Section, SettingsError, setting
 
 LOAD_FORMATS = ("auto", "dummy")
 LARGEST_PORT = 65535
+MAX_BRANCHES = 16
 
 _models = partial(setting, group="models and plan")
 _rounds = partial(setting, group="rounds")
@@ -111,6 +112,11 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
+    synthetic_foresight: float = _rounds(
+        -1.0,
+        "where tokens are kept by chance: let the target's own token be one that the draft has drafted for, if any, "
+        "with this probability; negative: as synthetic_acceptance",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +138,14 @@ class DraftSettings(ServiceSettings):
         name="draft_waves",
         flag="waves",
         least=1,
+    )
+    branches: int = _rounds(
+        1,
+        "outcomes of a verdict that the next round is drafted for while the target verifies; 1: the likeliest alone",
+        name="draft_branches",
+        flag="branches",
+        least=1,
+        most=MAX_BRANCHES,
     )
     read_share: float = _rounds(
         1.0,

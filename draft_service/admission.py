@@ -83,5 +83,5 @@ class Admission:
         self.waiting = deque(item for item in self.waiting if item != (peer, name))
 
     def _pages(self, max_length: int) -> int:
-        """Return the pages that a session may come to hold: its tokens and two rounds drafted beyond them."""
-        return pages_for(max_length + 2 * (self._settings.gamma + 1))
+        """Return the pages that a session may come to hold: its tokens, a round, and the branches drafted behind it."""
+        return pages_for(max_length + (1 + self._settings.branches) * (self._settings.gamma + 1))

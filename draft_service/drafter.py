@@ -3,10 +3,12 @@
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 
 from config import DraftSettings
 from draft_service.admission import Admission
-from draft_service.sessions import DraftSession, TargetPeer
+from draft_service.outcomes import ALTERNATIVES
+from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, take_round
 from draft_service.verdicts import receive_verdict
 from engine.runner import Runner
@@ -34,7 +36,9 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
-        runner.prepare_rounds(round_settings(plan, settings.gamma, settings.support, settings.read_share))
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+        alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
+        runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
 
     @property
     def session_count(self) -> int:
@@ -85,29 +89,23 @@ class Drafter:
         """Apply the events that have come and return the next step, None if there is nothing to do."""
         self._apply_inbox()
         sessions = [session for peer in self._peers for session in peer.sessions.values()]
-        for session in sessions:
-            if self._may_go_ahead(session):
-                session.go_ahead()
-        step = plan_draft_step(sessions, self._plan, self._settings, self._steps + 1)
+        foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
+        step = plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
         self._steps += step is not None
         return step
-
-    def _may_go_ahead(self, session: DraftSession) -> bool:
-        """Return whether a session may be drafted ahead of its verdict. A draft's only session always may."""
-        return self._settings.ahead and session.foresees(0.0 if self.session_count == 1 else _FORESIGHT)
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model. Runs in the model thread; touches no session but through its KV."""
         started = time.perf_counter()
-        rounds = self.runner.draft_rounds(step.requests) if step.requests else []
+        rounds = self.runner.draft_rounds([item.request for item in step.rounds]) if step.rounds else []
         if step.inputs:
             self.runner.forward(step.inputs)
         return DraftStepResult(rounds, time.perf_counter() - started)
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave and send it."""
-        for session, output in zip(step.drafting, result.rounds, strict=True):
-            take_round(session, output, self._plan, result.seconds, self.counters)
+        for planned, output in zip(step.rounds, result.rounds, strict=True):
+            take_round(planned, output, self._plan, result.seconds, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 

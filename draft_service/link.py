@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 from dataclasses import dataclass
 
 import grpc
@@ -63,7 +62,7 @@ async def _speculate(
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
     outbox: Outbox[DraftEvent] = Outbox()
-    peer = TargetPeer(outbox.put, await asyncio.to_thread(_is_here, state.target))
+    peer = TargetPeer(outbox.put)
     drafter.attach(peer)
     sender = asyncio.create_task(_send(call, outbox))
     try:
@@ -77,18 +76,6 @@ async def _speculate(
         sender.cancel()
         drafter.detach(peer)
         wake.set()
-
-
-def _is_here(address: str) -> bool:
-    """Whether HOST:PORT names this machine: only its own addresses can be bound."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError:
-        return False
-    return True
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: Outbox[DraftEvent]) -> None:

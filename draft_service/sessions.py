@@ -1,53 +1,79 @@
 """The sessions of a draft, by target: the committed tokens of each, its own guesses behind them, and where they stand.
 
 All of it is disposable: a Begin rebuilds it. Rounds are proposed one ahead of the verdicts: while round r is judged,
-round r + 1 is drafted on the guess that all of r is accepted and that the target then adds the token that the draft
-itself would have added.
+round r + 1 is drafted for the likeliest outcomes, a branch each (Saguaro, arXiv 2603.03251). A verdict that is among
+them finds its round drafted.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
+from engine.rounds.requests import DraftedTokens, MovedKV
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
-from wire.messages import At, Begin, DraftEvent, Proposal, Verdict
+from wire.messages import At, Begin, DraftEvent, Verdict
 from wire.selection_codec import NamedSelection
 
 _RETRY = 16  # rounds
-_NEWEST = 1 / 8  # weight of the newest verdict in `foresight`
+_NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
 
 
 @dataclass(eq=False)
 class TargetPeer:
     """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
 
-    near: whether it is on the same machine, where announcements need not be small. ended: the last sessions that are
-    over; late verdicts on them are of no interest.
+    ended: the last sessions that are over; late verdicts on them are of no interest.
     """
 
     send: Callable[[DraftEvent], None]
-    near: bool = False
     sessions: dict[str, "DraftSession"] = field(default_factory=dict)
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
+
+
+@dataclass(frozen=True)
+class BranchAhead:
+    """An outcome of the verdict to come, and what was drafted for the round behind it.
+
+    The outcome ends with `token` at position base - 1; the round begins at `base`. source: the position at which the KV
+    of `token` lies, and behind it that of the drafted tokens.
+    """
+
+    base: int
+    token: int
+    drafted: DraftedTokens
+    source: int
+
+
+@dataclass(frozen=True)
+class RoundAhead:
+    """The next round, drafted ahead. selection: what was announced for all its branches, of blocks before `base`."""
+
+    base: int
+    selection: BlockSelection | None
+    branches: list[BranchAhead]
+    seconds: float
 
 
 @dataclass(eq=False)
 class DraftSession:
     """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
 
-    judged: rounds with a verdict, so that the next verdict is for the round of this number. method: what it announces
-    by, None if it announces nothing. ready_due: whether the target is still to be told that it may wait for this draft.
+    round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
+    ready_due: whether the target is still to be told that it may wait for this draft.
 
-    Of the round that is drafted or proposed: round and base are its number and its first position; selection and
-    proposal are what was announced and proposed; guess is the token that the target is expected to add. waiting: since
-    which of the drafter's steps the round could have been drafted, 0 if not yet.
+    Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
+    blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
+    drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's tokens that is not in
+    its place yet, behind which all pages stay as they are.
 
-    foresight: how often, of late, a verdict was the one guessed: all accepted, and `guess` behind it. judging: what was
-    announced for the round under judgement, while the next one is drafted ahead. reference: what was announced for the
-    round judged last. early_verdicts: those that came before the ones they follow, by the round that they judge.
+    foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
+    were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
+    that came before the ones they follow, by the round that they judge.
     """
 
     peer: TargetPeer
@@ -55,60 +81,50 @@ class DraftSession:
     tokens: list[int]
     committed: int
     epoch: int
-    judged: int
+    round: int
     sampling: Sampling
     max_length: int
     method: Method | None
     gamma: int
     ready_due: bool = True
     kv: SequenceKV = field(default_factory=SequenceKV)
-    round: int = 0
-    base: int = 0
+    drafted: DraftedTokens | None = None
+    seconds: float = 0.0
     selection: BlockSelection | None = None
-    proposal: Proposal | None = None
-    guess: int | None = None
+    selection_base: int = 0
+    ahead: RoundAhead | None = None
+    moved: MovedKV | None = None
     waiting: int = 0
     foresight: float = 1.0
-    judging: BlockSelection | None = None
+    acceptance: float = 0.7
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int) -> "DraftSession":
         """Return a session that stands where `begin` says. Raises PlanError for an unknown method."""
-        session = DraftSession(
+        return DraftSession(
             peer=peer,
             id=begin.at.session,
             tokens=list(begin.tokens),
             committed=len(begin.tokens),
             epoch=begin.at.epoch,
-            judged=begin.at.round,
+            round=begin.at.round,
             sampling=begin.sampling,
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
         )
-        session._start_round(begin.at.round, len(begin.tokens))
-        return session
 
     @property
     def at(self) -> At:
-        """The round that is drafted or proposed."""
-        return At(self.id, self.epoch, self.round, self.base)
+        """The round that is drafted or under judgement."""
+        return At(self.id, self.epoch, self.round, self.committed)
 
     @property
-    def known_selections(self) -> list[NamedSelection]:
-        """What the target holds or will have received before the next announcement, the newest first."""
-        known = [] if self.reference is None else [self.reference]
-        if self.judging is None or self.round == self.judged:
-            return known
-        return [((self.epoch, self.judged), self.judging), *known]
-
-    @property
-    def last_announced(self) -> BlockSelection | None:
-        """What was announced for the round before, if it is known."""
-        known = self.known_selections
-        return known[0][1] if known else None
+    def newest_known(self) -> NamedSelection | None:
+        """The newest selection that the target holds or will have received before the next announcement."""
+        return self.reference if self.selection is None else ((self.epoch, self.round), self.selection)
 
     @property
     def pending(self) -> list[int]:
@@ -116,55 +132,87 @@ class DraftSession:
         return self.tokens[self.kv.length :]
 
     @property
-    def tokens_to_propose(self) -> int:
-        """γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
-        return max(1, min(self.gamma, self.max_length - self.base - 1))
+    def may_go_ahead(self) -> bool:
+        """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
+        return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
+
+    def tokens_to_propose(self, base: int) -> int:
+        """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
+        return max(1, min(self.gamma, self.max_length - base - 1))
 
     def foresees(self, least: float) -> bool:
-        """Return whether guesses come true often enough; every _RETRY-th round is tried whatever they did."""
-        return self.foresight >= least or self.round % _RETRY == 0
+        """Return whether outcomes are met often enough; every _RETRY-th round is tried whatever they did."""
+        return self.foresight >= least or (self.round + 1) % _RETRY == 0
 
-    def go_ahead(self) -> None:
-        """Start the next round on the guess, if there is one and no other round is drafted ahead already."""
-        if self.guess is not None and self.round == self.judged and len(self.tokens) < self.max_length:
-            self.tokens.append(self.guess)
-            self.judging = self.selection
-            self._start_round(self.round + 1, len(self.tokens))
-
-    def _start_round(self, round_: int, base: int) -> None:
-        self.round, self.base, self.waiting = round_, base, 0
-        self.selection, self.proposal, self.guess = None, None, None
-
-    def apply(self, verdict: Verdict) -> bool:
-        """Take the verdict on round `judged`. Returns whether what was drafted beyond that round still holds.
+    def apply(self, verdict: Verdict, kv: KVCache) -> bool:
+        """Take the verdict on the round. Returns whether it met an outcome that the next round is drafted for.
 
         Raises ValueError if the verdict does not continue the tokens known here.
         """
         base, tokens = verdict.at.base, verdict.tokens
         if base != self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
-        self._take_foresight(verdict)
-        judged_selection = self.judging if self.round > self.judged else self.selection
-        if judged_selection is not None and not verdict.plain:
-            self.reference = (self.epoch, self.judged), judged_selection
-        new_length = base + len(tokens)
-        ahead_holds = self.round > self.judged and self.base == new_length and self.tokens[base:new_length] == tokens
-        self.judging = None
-        self.committed = new_length
-        self.epoch, self.judged = verdict.at.epoch, verdict.at.round
-        if not ahead_holds:
+        met, proposed = self._branch_met(tokens), self.tokens[base:]
+        self._take_statistics(verdict, met is not None)
+        if self.selection is not None and not verdict.plain:
+            self.reference = (self.epoch, self.round), self.selection
+        self.committed = base + len(tokens)
+        self.epoch, self.round = verdict.at.epoch, verdict.at.round
+        if met is None:
             self.tokens[base:] = tokens
-            self._start_round(self.judged, new_length)
+            self.drafted = self.selection = None
+            agree = (a == b for a, b in zip(proposed, tokens, strict=False))
+            common = base + sum(takewhile(bool, agree))
+            # The last token is always run again: its logits start the next round.
+            self.cut_kv(kv, min(self.kv.length, common, len(self.tokens) - 1))
+        else:
+            self._go_on(*met)
+        self.ahead, self.waiting = None, 0
         if verdict.plain:
             self.ready_due = True
-        return ahead_holds
+        return met is not None
 
-    def _take_foresight(self, verdict: Verdict) -> None:
-        """Count whether the verdict is the guess, whether or not a round was drafted on it."""
-        is_ahead = self.round > self.judged
-        guess = self.tokens[self.base - 1] if is_ahead else self.guess
-        if guess is None or verdict.plain:
+    def _branch_met(self, tokens: list[int]) -> tuple[RoundAhead, BranchAhead] | None:
+        """Return the branch whose outcome a verdict's tokens are, and the round that it belongs to."""
+        kept, end = tokens[:-1], self.committed + len(tokens)
+        if self.ahead is None or self.tokens[self.committed : end - 1] != kept:
+            return None
+        for branch in self.ahead.branches:
+            if branch.base == end and branch.token == tokens[-1]:
+                return self.ahead, branch
+        return None
+
+    def _go_on(self, ahead: RoundAhead, branch: BranchAhead) -> None:
+        """Stand in the round that a branch has drafted; the committed tokens end with the branch's first token."""
+        count = self.tokens_to_propose(branch.base)
+        self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
+        self.drafted, self.seconds = branch.drafted, ahead.seconds
+        self.selection, self.selection_base = ahead.selection, ahead.base
+        self.kv.length = branch.base + count
+        if branch.source != branch.base - 1:
+            self.moved = MovedKV(branch.source, branch.base - 1, count + 1)
+
+    def cut_kv(self, kv: KVCache, length: int) -> None:
+        """Take KV back to `length` tokens. Pages are kept while KV that is to be moved lies there."""
+        if self.moved is not None and length > self.moved.target:
+            self.moved = replace(self.moved, count=length - self.moved.target)
+            self.kv.length = length
+        else:
+            self.moved = None
+            kv.truncate(self.kv, length)
+
+    @property
+    def tokens_in_place(self) -> int:
+        """Committed tokens whose KV, if they have it, is in its place."""
+        return self.committed if self.moved is None else min(self.committed, self.moved.target)
+
+    def _take_statistics(self, verdict: Verdict, met: bool) -> None:
+        """Count whether the verdict met an outcome that was drafted for, and the share of tokens accepted."""
+        if verdict.plain or self.drafted is None:
             return
-        last = self.base - 1 if is_ahead else len(self.tokens)
-        true = [*self.tokens[verdict.at.base : last], guess] == verdict.tokens
-        self.foresight += _NEWEST * (true - self.foresight)
+        proposed = self.tokens_to_propose(verdict.at.base)
+        judged = min(proposed, verdict.accepted + 1)
+        self.acceptance += _NEWEST * (verdict.accepted / judged - self.acceptance)
+        if self.ahead is None:  # had there been a branch, it would have been the likeliest outcome
+            met = verdict.tokens == [*self.drafted.tokens[: proposed + 1]]
+        self.foresight += _NEWEST * (met - self.foresight)

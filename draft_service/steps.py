@@ -1,123 +1,193 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from config import DraftSettings
-from draft_service.sessions import DraftSession
+from draft_service.outcomes import likely_outcomes
+from draft_service.sessions import BranchAhead, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
-from engine.rounds.requests import RoundOutput, RoundRequest
+from engine.kv.cache import KVCache
+from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
-from wire.messages import Announcement, Proposal, Ready
+from sparsity.selection import BlockSelection
+from wire.messages import Announcement, At, Proposal, Ready
 from wire.selection_codec import encode_selection
 
 
 @dataclass(frozen=True)
-class DraftStep:
-    """`requests`: a round of each of the sessions `drafting`. `inputs`: a part of the prompt of each of `reading`."""
+class PlannedRound:
+    """A session's round in a step.
 
-    drafting: list[DraftSession]
-    requests: list[RoundRequest]
+    ahead: whether it is the one behind the round under judgement. base: where it begins, if by branches the first one.
+    """
+
+    session: DraftSession
+    request: RoundRequest
+    ahead: bool
+    base: int
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """`rounds` to draft, and `inputs`: a part of the prompt of each of the sessions `reading`."""
+
+    rounds: list[PlannedRound]
     reading: list[DraftSession]
     inputs: list[SequenceInput]
 
     @property
     def sessions(self) -> list[DraftSession]:
-        return self.drafting + self.reading
+        return [item.session for item in self.rounds] + self.reading
 
 
 @dataclass(frozen=True)
 class DraftStepResult:
-    """`rounds`: one for each request. `seconds`: what the step took."""
+    """`rounds`: one for each that was planned. `seconds`: what the step took."""
 
     rounds: list[RoundOutput]
     seconds: float
 
 
-def plan_draft_step(sessions: list[DraftSession], plan: Plan, settings: DraftSettings, number: int) -> DraftStep | None:
+def plan_draft_step(
+    sessions: list[DraftSession], foresight: float, plan: Plan, settings: DraftSettings, kv: KVCache, number: int
+) -> DraftStep | None:
     """Return the next step of these sessions, None if there is nothing to do. number: of the step, from 1 on.
 
-    Of the sessions with a round to draft one micro-batch is taken, those that have waited longest first. Sessions that
-    are drafted are told to be ready.
+    Of the sessions with a round to draft one micro-batch is taken: first those whose target waits for a round, those
+    that have waited longest before the others, then those whose next round can be drafted ahead. foresight: how often a
+    session's verdicts must have met what was drafted ahead. Sessions that are drafted are told to be ready.
     """
     # A few tokens behind is catching up, not reading a prompt.
     behind = 2 * (settings.gamma + 1)
     near = [session for session in sessions if len(session.tokens) - session.kv.length <= behind]
-    drafting = [session for session in near if session.proposal is None]
     reading = [session for session in sessions if len(session.tokens) - session.kv.length > behind]
-    if not drafting and not reading:
+    due = [session for session in near if session.drafted is None or _goes_ahead(session, foresight, settings)]
+    if not due and not reading:
         return None
-    for session in drafting:
+    for session in due:
         session.waiting = session.waiting or number
-    drafting.sort(key=lambda session: session.waiting)
-    del drafting[-(-len(near) // settings.micro_batches) :]
-    for session in drafting:
+    due.sort(key=lambda session: (session.drafted is not None, session.waiting))
+    del due[-(-len(near) // settings.micro_batches) :]
+    for session in due:
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
     shares = share_prefill([len(session.pending) - 1 for session in reading], settings.prefill_chunk)
     parts = [(session, share) for session, share in zip(reading, shares, strict=True) if share]
+    for session in (*due, *(session for session, _ in parts)):
+        if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving
+            session.cut_kv(kv, session.moved.target)
     return DraftStep(
-        drafting,
-        [_request_round(session, plan, settings.gamma) for session in drafting],
+        [_plan_round(session, plan, settings) for session in due],
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
 
 
-def _request_round(session: DraftSession, plan: Plan, gamma: int) -> RoundRequest:
-    sampling, announce = session.sampling, None
+def _goes_ahead(session: DraftSession, foresight: float, settings: DraftSettings) -> bool:
+    return settings.ahead and session.may_go_ahead and session.foresees(foresight)
+
+
+def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> PlannedRound:
+    """Return the request of a session's round, or of the one behind it if that is drafted already."""
+    sampling, announce, drafted = session.sampling, None, session.drafted
+
+    def draws(position: int) -> np.ndarray:
+        return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
+
+    tokens, base, branches = session.pending, session.committed, list[Branch]()
+    if drafted is not None:
+        proposed = session.tokens_to_propose(session.committed)
+        for accepted, token in likely_outcomes(drafted, proposed, session.acceptance, settings.branches):
+            length = session.committed + accepted
+            branches.append(Branch(length, token, draws(length + 1)))
+        tokens, base = [], 1 + min(branch.length for branch in branches)
+        if len(branches) == 1:  # it goes on behind all tokens
+            tokens, branches = [branches[0].token], []
     if session.method is not None:
-        announce = announcement_request(session.method, plan, session.base, session.last_announced)
-    return RoundRequest(
+        last = session.newest_known
+        announce = announcement_request(session.method, plan, base, None if last is None else last[1])
+    request = RoundRequest(
         kv=session.kv,
-        tokens=session.pending,
+        tokens=tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        uniforms=uniforms(sampling.seed, session.base, gamma + 1, USE_DRAFT),
+        uniforms=draws(base),
         announce=announce,
+        branches=tuple(branches),
+        moved=session.moved,
     )
+    return PlannedRound(session, request, drafted is not None, base)
 
 
-def take_round(session: DraftSession, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
+def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
     """Take the round that was drafted for a session in so many seconds, and send it."""
-    count = session.tokens_to_propose
-    session.tokens += output.tokens[:count]
-    session.kv.length = session.base + count
-    session.guess = output.tokens[count]
+    session, request = planned.session, planned.request
+    session.moved, session.waiting = None, 0
+    base = planned.base
+    selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
+    if planned.ahead:
+        starts = [(branch.length, branch.token) for branch in request.branches]
+        starts = starts or [(request.kv.length, request.tokens[0])]
+        passes = session.gamma + 1
+        branches = [
+            BranchAhead(length + 1, token, drafted, request.kv.length + index * passes)
+            for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
+        ]
+        session.ahead = RoundAhead(base, selection, branches, seconds)
+        _announce(session, session.at._replace(round=session.round + 1, base=base), selection, counters)
+        for branch in branches:
+            at = session.at._replace(round=session.round + 1, base=branch.base)
+            _propose(session, at, branch.token, branch.drafted, seconds, counters)
+        return
+    (session.drafted,) = output.branches
+    count = session.tokens_to_propose(base)
+    session.tokens += session.drafted.tokens[:count]
+    session.kv.length = base + count
+    session.seconds = seconds
+    send_round(session, selection, base, counters)
+
+
+def send_round(session: DraftSession, selection: BlockSelection | None, base: int, counters: Counter[str]) -> None:
+    """Send what the session's round announces, if it does, and its proposal.
+
+    Also a second time, for a round drafted ahead which still holds although the epoch has moved.
+    selection: of the blocks before `base`.
+    """
+    assert session.drafted is not None
+    session.selection = None  # of this round the target knows nothing yet
+    _announce(session, session.at._replace(base=base), selection, counters)
+    session.selection, session.selection_base = selection, base
+    last = session.tokens[session.committed - 1]
+    _propose(session, session.at, last, session.drafted, session.seconds, counters)
+
+
+def _announce(session: DraftSession, at: At, selection: BlockSelection | None, counters: Counter[str]) -> None:
+    """Announce a selection of blocks before at.base, coded against the newest one that the target holds."""
+    if selection is None:
+        return
+    data = encode_selection(selection, session.newest_known)
+    counters["announcements"] += 1
+    counters["announced_bytes"] += len(data)
+    session.peer.send(Announcement(at, data))
+
+
+def _propose(
+    session: DraftSession, at: At, last: int, drafted: DraftedTokens, seconds: float, counters: Counter[str]
+) -> None:
+    """Propose what was drafted from at.base on, behind the token `last`."""
+    count = session.tokens_to_propose(at.base)
     supports = []
-    if output.ids is not None and output.probs is not None:
-        for ids, probs in zip(output.ids[:count], output.probs[:count], strict=True):
+    if drafted.ids is not None and drafted.probs is not None:
+        for ids, probs in zip(drafted.ids[:count], drafted.probs[:count], strict=True):
             held = probs > 0
             supports.append(Support(ids[held], probs[held]))
-    if output.bitmap is not None:
-        session.selection = announced_selection(output.bitmap, plan, session.base)
-    session.proposal = Proposal(
-        at=session.at,
-        announces=session.method is not None,
-        assumed_token=session.tokens[session.base - 1],
-        tokens=output.tokens[:count],
-        supports=supports,
-        draft_seconds=seconds,
-    )
-    send_round(session, counters)
-
-
-def send_round(session: DraftSession, counters: Counter[str]) -> None:
-    """Send what the session's round announces, if it does, coded against what the target holds, and its proposal.
-
-    Also a second time, for a round drafted ahead which still holds although the epoch has moved. Before it is drafted
-    there is nothing to send.
-    """
-    if session.selection is not None:
-        data = encode_selection(session.selection, session.known_selections, compact=not session.peer.near)
-        counters["announcements"] += 1
-        counters["announced_bytes"] += len(data)
-        session.peer.send(Announcement(session.at, session.tokens[session.base - 1], data))
-    if session.proposal is not None:
-        counters["proposals"] += 1
-        session.proposal = replace(session.proposal, at=session.at)
-        session.peer.send(session.proposal)
+    counters["proposals"] += 1
+    announces = session.method is not None
+    session.peer.send(Proposal(at, announces, last, drafted.tokens[:count], supports, seconds))

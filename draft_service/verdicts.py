@@ -1,7 +1,6 @@
 """What a verdict does to a draft's session: tokens are committed, guesses that failed are taken back."""
 
 from collections import Counter
-from itertools import takewhile
 
 from draft_service.sessions import DraftSession
 from draft_service.steps import send_round
@@ -16,14 +15,14 @@ def receive_verdict(session: DraftSession, verdict: Verdict, kv: KVCache, counte
 
     Asks for the session to be begun anew (Resync) if the verdict does not continue its tokens or too many are early.
     """
-    if verdict.at.round <= session.judged:
+    if verdict.at.round <= session.round:
         counters["repeated_verdicts"] += 1
         return
     session.early_verdicts[verdict.at.round - 1] = verdict
     if len(session.early_verdicts) > _MOST_EARLY:
         session.peer.send(Resync(session.id))
         session.early_verdicts.clear()
-    while (ready := session.early_verdicts.pop(session.judged, None)) is not None:
+    while (ready := session.early_verdicts.pop(session.round, None)) is not None:
         try:
             _apply(session, ready, kv, counters)
         except ValueError:
@@ -33,13 +32,11 @@ def receive_verdict(session: DraftSession, verdict: Verdict, kv: KVCache, counte
 
 
 def _apply(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Counter[str]) -> None:
-    before, epoch = session.tokens[verdict.at.base :], session.epoch
-    if session.apply(verdict):
-        if session.epoch != epoch:
-            send_round(session, counters)
-    else:
-        agree = (a == b for a, b in zip(before, verdict.tokens, strict=False))
-        common = verdict.at.base + sum(takewhile(bool, agree))
-        # The last token is always run again: its logits start the next round.
-        kv.truncate(session.kv, min(session.kv.length, common, len(session.tokens) - 1))
-    kv.index_prefix(session.kv, session.tokens, session.committed)
+    epoch, ahead = session.epoch, session.ahead
+    met = session.apply(verdict, kv)
+    if ahead is not None:
+        counters["verdicts_ahead"] += 1
+        counters["verdicts_met"] += met
+    if met and session.epoch != epoch:
+        send_round(session, session.selection, session.selection_base, counters)
+    kv.index_prefix(session.kv, session.tokens, session.tokens_in_place)

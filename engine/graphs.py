@@ -1,7 +1,8 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,14 +25,33 @@ class Captured:
             self.graph.replay()
 
 
-class GraphPool:
-    """The memory that all graphs of a runner share, because they never run at the same time."""
+class Graphs:
+    """The graphs of a runner by their shape, in memory that they share, because they never run at the same time.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    captures: False: nothing is captured nor kept, launches run one by one. A runner that captures has one of these of
+    its own: memory whose last graph is gone cannot be used again.
+    """
 
-    def capture(self, buffers: Buffers, launch: Callable[[], None]) -> Captured:
-        """Capture launches. Raises what the capture raises: there is no quiet way back to eager passes."""
+    def __init__(self, captures: bool) -> None:
+        self.captures = captures
+        self.by_shape: dict[Hashable, Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if captures else None
+
+    def of(self, shape: Hashable, make_buffers: Callable[[], Buffers], launch: Callable[[Buffers], None]) -> Captured:
+        """Return what runs a shape, captured the first time; without graphs in new buffers, for this time.
+
+        Raises what the capture raises: there is no quiet way back to eager passes.
+        """
+        if shape in self.by_shape:
+            return self.by_shape[shape]
+        buffers = make_buffers()
+        captured = Captured(buffers, partial(launch, buffers))
+        if self.captures:
+            captured.graph = self._capture(captured.launch)
+            self.by_shape[shape] = captured
+        return captured
+
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
@@ -41,4 +61,4 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             launch()
-        return Captured(buffers, launch, graph)
+        return graph

@@ -75,45 +75,35 @@ class SparseRead:
 class SequenceInput:
     """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
 
-    read: None reads everything. emitting: how many of the last queries also give their weights over blocks of
-    `block_size` tokens (dense reads only). drafted: of `tokens` all but the first, to be judged; then logits must be
-    "all", and the output is a verdict instead of them.
+    read: None reads everything. drafted: of `tokens` all but the first, to be judged; then logits must be "all", and
+    the output is a verdict instead of them.
     """
 
     kv: SequenceKV
     tokens: list[int]
     logits: Logits = "none"
     read: SparseRead | None = None
-    block_size: int = 0
-    emitting: int = 0
     drafted: Drafted | None = None
 
-    def check(self) -> None:
-        """Raise ValueError for an input that no pass can run."""
-        if not self.tokens:
-            raise ValueError("every sequence of a batch needs at least one token")
-        if self.emitting and (self.read is not None or self.block_size < 1 or self.emitting > len(self.tokens)):
-            raise ValueError(
-                f"{self.emitting} of {len(self.tokens)} queries to emit over blocks of {self.block_size}: expected a "
-                "dense input, no more than its queries, and a block size"
-            )
+    @property
+    def logits_rows(self) -> int:
+        """How many of the tokens, the last ones, give logits."""
+        return {"none": 0, "last": 1, "all": len(self.tokens)}[self.logits]
 
 
 @dataclass
 class SequenceOutput:
     """What one sequence of a pass gives.
 
-    logits: [rows, vocab] float32 for the rows asked for, or None. block_weights: [layers, emitting, heads, blocks]
-    float32 of the last queries, or None. read_weights: [layers, kv_heads, blocks] float32 on the CPU, what each block
-    that was read got: the sum over a KV head's query heads of the mean over the queries; 0 for what was not read and in
-    dense layers; None if not asked for. blocks_read: over all sparse layers and heads, where a budget was shared out.
-    blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for. tokens_fetched: (layer, KV
-    head, token) triples that came from the backing store. verdict: tokens accepted and the next token, where the input
-    was drafted and the runner judges; then there are no logits.
+    logits: [rows, vocab] float32 for the rows asked for, or None. read_weights: [layers, kv_heads, blocks] float32 on
+    the CPU, what each block that was read got: the sum over a KV head's query heads of the mean over the queries; 0 for
+    what was not read and in dense layers; None if not asked for. blocks_read: over all sparse layers and heads, where a
+    budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
+    tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
+    next token, where the input was drafted and the runner judges; then there are no logits.
     """
 
     logits: Tensor | None = None
-    block_weights: Tensor | None = None
     read_weights: Tensor | None = None
     blocks_read: int | None = None
     blocks: Tensor | None = None

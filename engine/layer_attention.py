@@ -4,7 +4,7 @@ A pass makes one `LayerAttention` and calls it once a layer. What all layers sha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -44,13 +44,15 @@ class Rows:
     """The sequences of a pass, as attention takes them.
 
     starts: [sequences + 1] int32, the first query row of each. lengths: [sequences] int32, tokens with KV, those of
-    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most.
+    the pass included. tables: [sequences, pages] int32. most: queries of one sequence, at most. visible: [rows, 3]
+    int32, what each query sees, where it is not all before it (`kernels.paged_attention.Batch`).
     """
 
     starts: Tensor
     lengths: Tensor
     tables: Tensor
     most: int
+    visible: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,32 +77,16 @@ class ListedReads:
 
 
 @dataclass
-class BlockWeights:
-    """Asks dense layers for the weights of the last `emitting` queries on blocks.
-
-    by_layer: filled by the pass, [sequences, emitting, heads, width] float32 a layer.
-    """
-
-    block_size: int
-    emitting: int
-    width: int
-    by_layer: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
-class ReadWeights:
-    """Asks listed layers for the weight of each listed block: `out` [listed layers, sequences, kv_heads, width]."""
-
-    out: Tensor
-
-
-@dataclass
 class Evidence:
-    """Adds `share` of the last query's weights on blocks to `sums` [sequences, layers, heads, blocks], in place."""
+    """Adds `share` of the last `queries` queries' mean weights on blocks to `sums`, in place.
+
+    sums: [sequences, layers, heads, blocks] float32.
+    """
 
     sums: Tensor
     share: float
     block_size: int
+    queries: int = 1
 
 
 @dataclass
@@ -108,7 +94,8 @@ class LayerAttention:
     """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
 
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
-    weights: what the pass leaves of softmax weights, if anything. prompt: FlashInfer's plan, where it attends.
+    weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
+    each listed block, [listed layers, sequences, kv_heads, width]. prompt: FlashInfer's plan, where it attends.
     """
 
     heads: Heads
@@ -116,7 +103,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: BlockWeights | ReadWeights | Evidence | None = None
+    weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
     prompt: Planned | None = None
     dense_work: Work | None = None
@@ -129,21 +116,17 @@ class LayerAttention:
         rows = self.rows
         tables = rows.tables if self.tables_of is None else self.tables_of(layer)
         keys, values = self.pages(layer)
-        return Batch(queries, keys, values, tables, rows.lengths, rows.starts, self.heads.scale, rows.most)
+        of_rows = tables, rows.lengths, rows.starts, self.heads.scale, rows.most, rows.visible
+        return Batch(queries, keys, values, *of_rows)
 
     def _dense(self, layer: int, queries: Tensor) -> Tensor:
         batch, weights = self._batch(layer, queries), self.weights
         how: dict[str, Any] = {"backend": self.backend, "work": self.dense_work}
-        if isinstance(weights, BlockWeights):
-            out, given = paged_attention_with_block_weights(
-                batch, weights.block_size, weights.emitting, width=weights.width, **how
-            )
-            weights.by_layer.append(given)
-            return out
         if isinstance(weights, Evidence):
             width = weights.sums.shape[3]
-            out, given = paged_attention_with_block_weights(batch, weights.block_size, 1, width=width, **how)
-            weights.sums[:, layer].add_(given[:, 0], alpha=weights.share)
+            emitting = weights.queries
+            out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
+            weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
         if self.prompt is not None:
             return run(self.prompt, batch.queries, batch.k_pages, batch.v_pages)
@@ -159,9 +142,10 @@ class LayerAttention:
         means = None if self.listed.means is None else self.listed.means[layer]
         how: dict[str, Any] = {"backend": self.backend, "work": work}
         if isinstance(weights, Evidence):
-            return add_listed_weights(batch, blocks, weights.sums[:, layer], weights.share, **how)
-        if isinstance(weights, ReadWeights):
-            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights.out[at], **how)
+            sums = weights.sums[:, layer]
+            return add_listed_weights(batch, blocks, sums, weights.share, emitting=weights.queries, **how)
+        if isinstance(weights, Tensor):
+            out, _ = paged_attention_with_read_weights(batch, blocks, means, weights_out=weights[at], **how)
             return out
         return paged_attention(batch, blocks, means, **how)
 

@@ -12,8 +12,7 @@ import torch
 from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
-from engine.decoder import Attend, Decoder
-from engine.graphs import GraphPool
+from engine.decoder import Decoder
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -70,14 +69,14 @@ class ModelRunner(Runner):
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
-        pool = GraphPool() if self._captures else None
-        self._passes = PassRunner(decoder, kv, self._limits, ReadMemories(MEMORIES), pool, attention_backend)
+        memories = ReadMemories(MEMORIES)
+        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, attention_backend)
         self._rounds: RoundRunner | None = None
 
     @torch.inference_mode()
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        for item in inputs:
-            item.check()
+        if not all(item.tokens for item in inputs):
+            raise ValueError("every sequence of a batch needs at least one token")
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
@@ -86,17 +85,6 @@ class ModelRunner(Runner):
         for members in groups.values():
             outputs.update(zip(members, self._run([inputs[i] for i in members]), strict=True))
         return [outputs[i] for i in range(len(inputs))]
-
-    @torch.inference_mode()
-    def forward_attending(self, item: SequenceInput, attend: Attend) -> SequenceOutput:
-        """Run one sequence whose layers attend by a function of the caller's, over what lies in the KV's own pages.
-
-        For comparisons: methods that look at a layer's queries before they choose. item.read must be None.
-        """
-        item.check()
-        self.kv.begin_pass([(item.kv, len(item.tokens))])
-        shape = exact_shape([item], self.kv, self._limits)
-        return self._passes.run_exact([item], shape, attend=attend)[0]
 
     def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run inputs of one kind."""
@@ -152,10 +140,9 @@ class ModelRunner(Runner):
                 half = len(inputs) // 2
                 return self._run(inputs[:half]) + self._run(inputs[half:])
         outputs = []
-        for indices in self.kv.staging_parts([item.kv for item in inputs]):
-            part = [inputs[i] for i in indices]
-            staged = self.kv.stage([item.kv for item in part])
-            assert staged is not None
+        left = iter(inputs)
+        for staged in self.kv.stage([item.kv for item in inputs]):
+            part = list(itertools.islice(left, len(staged.tables)))
             brought = self._passes.run_exact(part, shape_of(part), staged.tables, staged.layer)
             for output, tokens in zip(brought, staged.count_fetched(), strict=True):
                 output.tokens_fetched = tokens
@@ -189,10 +176,8 @@ class ModelRunner(Runner):
     # Rounds of a draft.
 
     def prepare_rounds(self, settings: RoundSettings) -> None:
-        # A pool of its own: one whose last graph is gone cannot be used again.
-        pool = GraphPool() if self._captures else None
         of_model = self.decoder, self.kv, settings, self.vocab_size
-        self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), pool)
+        self._rounds = RoundRunner(*of_model, self._limits.pages, default_backend(self.device), self._captures)
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
@@ -203,11 +188,13 @@ class ModelRunner(Runner):
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
-        behind = [item for item in requests if len(item.tokens) > ROUND_QUERIES]
-        if behind and self._captures:  # they catch up first, so that one graph serves all rounds
+        # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
+        branched = any(item.branches or item.moved for item in requests)
+        most = 1 if branched else ROUND_QUERIES if self._captures else max(len(item.tokens) for item in requests)
+        behind = [item for item in requests if len(item.tokens) > most]
+        if behind:
             self.forward([SequenceInput(item.kv, item.tokens[:-1]) for item in behind])
             requests = [
-                replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > ROUND_QUERIES else item
-                for item in requests
+                replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)

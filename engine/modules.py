@@ -96,11 +96,7 @@ def _attention(
     return running.attend(layer, queries.contiguous())[None], None
 
 
-def _no_mask(*_args: Any, **_keywords: Any) -> None:
-    return None
-
-
 def register() -> None:
     """Make `attn_implementation="specahead"` known to transformers. Harmless when repeated."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)

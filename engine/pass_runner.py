@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.decoder import Attend, Decoder
-from engine.graphs import Captured, GraphPool
+from engine.decoder import Decoder
+from engine.graphs import Captured, Graphs
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
@@ -39,12 +39,12 @@ class PassRunner:
         kv: KVCache,
         limits: StepLimits,
         memories: ReadMemories,
-        pool: GraphPool | None,
+        captures: bool,
         attention: AttentionBackend | None,
     ) -> None:
-        self._decoder, self._kv, self._limits, self._pool = decoder, kv, limits, pool
+        self._decoder, self._kv, self._limits = decoder, kv, limits
         self.memories = memories
-        self.steps: dict[PassShape, Captured] = {}
+        self.graphs = Graphs(captures)
         self.prompt_plan: Planned | None = None  # FlashInfer's, if it attends in prompts
         self._attention: Backend = default_backend(kv.device)
         if attention == "flashinfer":
@@ -54,17 +54,11 @@ class PassRunner:
 
     def step_of(self, shape: PassShape) -> Captured:
         """Return the captured step of a shape; without graphs, one for this time."""
-        if shape in self.steps:
-            return self.steps[shape]
-        buffers = self._make_buffers(shape, None)
 
-        def launch() -> None:
+        def launch(buffers: Buffers) -> None:
             run_pass(self._decoder, self._kv, shape, buffers, self._attention)
 
-        if self._pool is None:
-            return Captured(buffers, launch)
-        self.steps[shape] = self._pool.capture(buffers, launch)
-        return self.steps[shape]
+        return self.graphs.of(shape, lambda: self._make_buffers(shape, None), launch)
 
     def run_step(self, inputs: list[SequenceInput], shape: PassShape) -> list[SequenceOutput] | None:
         """Run the captured step of a shape. Return None if it fetches and the GPU has no room for all that is listed.
@@ -85,23 +79,19 @@ class PassRunner:
         shape: PassShape,
         tables: list[np.ndarray] | None = None,
         layer_pages: LayerPages | None = None,
-        attend: Attend | None = None,
     ) -> list[SequenceOutput]:
         """Run a pass without a graph.
 
         tables, layer_pages: the sequences' block tables and what they name, where it is not the KV's own pages.
-        attend: how the layers attend, if not as the shape says.
         """
-        wanted = sum({"none": 0, "last": 1}.get(item.logits, len(item.tokens)) for item in inputs)
-        buffers = self._make_buffers(shape, wanted)
+        buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        is_dense_prompt = shape.queries > self._limits.queries and not shape.width and not shape.emitting
+        is_dense_prompt = shape.queries > self._limits.queries and not shape.width
         prompt = self.prompt_plan if is_dense_prompt else None
         if prompt is not None:
             names = "block_tables", "lengths", "query_starts"
             self._plan_prompt(prompt, *(torch.from_numpy(buffers.inputs.host[name]) for name in names))
-        of_model = self._decoder, self._kv
-        run_pass(*of_model, shape, buffers, self._attention, layer_pages, prompt, attend=attend)
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompt)
         return read_outputs(buffers, shape, inputs, self._kv, buffers.results.fetch())
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
@@ -110,7 +100,7 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        return make_buffers(shape, self._kv, self._kv.device, memory, logits_rows)
+        return make_buffers(shape, self._kv, memory, logits_rows)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None

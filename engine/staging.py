@@ -62,14 +62,12 @@ class Buffers:
     """All tensors that the launches of one shape read and write.
 
     inputs: what comes from the host. results: what goes back to it. tensors: by name, the inputs on the device, what
-    lasts from one run to the next, and what the launches leave there. block_weights: [sequences, emitting, heads,
-    blocks] float32 of each dense layer, if the launches give them.
+    lasts from one run to the next, and what the launches leave there.
     """
 
     inputs: Staging
     results: Staging
     tensors: dict[str, Tensor] = field(init=False)
-    block_weights: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tensors = dict(self.inputs.device)

@@ -1,6 +1,7 @@
 """The loop of both services: between steps the event loop owns all state; during a step a thread runs the model."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,9 @@ async def run_step_loop(
             wake.clear()
             work = plan_step()
             if work is None:
-                await _wait(wake, next_deadline())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(next_deadline()):
+                        await wake.wait()
                 continue
             try:
                 result = await loop.run_in_executor(pool, execute, work)
@@ -56,15 +59,6 @@ async def run_step_loop(
                 continue
             failures = 0
             finish_step(work, result)
-
-
-async def _wait(wake: asyncio.Event, seconds: float | None) -> None:
-    """Wait until `wake` is set or the time is over; None: however long it takes."""
-    try:
-        async with asyncio.timeout(seconds):
-            await wake.wait()
-    except TimeoutError:
-        pass
 
 
 def is_fatal(error: Exception) -> bool:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
+from engine.model_runner import ModelRunner
 from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
-from engine.runner import Runner
+from evaluation.attending import forward_weighing
 from evaluation.cases import Case
+from evaluation.forks import fork
 from evaluation.rounds import prefill
 from sparsity.announce import BY_TARGET_HEAD, LEAST_WINDOW
 from sparsity.choice import mandatory
@@ -66,7 +67,13 @@ def settings_of(plan: Plan, gamma: int, reading: Reading) -> RoundSettings:
 
 
 def measure_case(
-    draft: Runner, target: Runner, plan: Plan, case: Case, readings: list[Reading], generated: int, gamma: int = GAMMA
+    draft: ModelRunner,
+    target: ModelRunner,
+    plan: Plan,
+    case: Case,
+    readings: list[Reading],
+    generated: int,
+    gamma: int = GAMMA,
 ) -> list[DraftSums]:
     """Continue the case from its start, once for each reading: by `generated` tokens or more, or to its answer."""
     prompts = SequenceKV(), SequenceKV()
@@ -89,7 +96,9 @@ class Continuation:
     memory: what the draft keeps of its last dense first pass. last: what its last round announced.
     """
 
-    def __init__(self, draft: Runner, target: Runner, plan: Plan, case: Case, reading: Reading, gamma: int) -> None:
+    def __init__(
+        self, draft: ModelRunner, target: ModelRunner, plan: Plan, case: Case, reading: Reading, gamma: int
+    ) -> None:
         self.draft, self.target, self.plan = draft, target, plan
         self.reading, self.gamma, self.case = reading, gamma, case
         self.tokens = case.tokens[: case.start]
@@ -99,7 +108,7 @@ class Continuation:
 
     def run(self, draft_prompt: SequenceKV, target_prompt: SequenceKV, generated: int) -> DraftSums:
         end = len(self.case.tokens) if self.case.asked else len(self.tokens) + generated
-        draft_kv, target_kv = self.draft.kv.fork(draft_prompt), self.target.kv.fork(target_prompt)
+        draft_kv, target_kv = fork(self.draft.kv, draft_prompt), fork(self.target.kv, target_prompt)
         try:
             while len(self.tokens) < end:
                 self._round(draft_kv, target_kv)
@@ -126,10 +135,8 @@ class Continuation:
     def _verify(self, kv: SequenceKV, drafted: list[int]) -> tuple[list[int], Tensor]:
         """Return the target's likeliest tokens [γ + 1] and its weights on blocks [layers, γ + 1, heads, blocks]."""
         tokens, size = [self.tokens[-1], *drafted], self.plan.block_size
-        item = SequenceInput(kv, tokens, "all", block_size=size, emitting=len(tokens))
-        (output,) = self.target.forward([item])
-        assert output.logits is not None and output.block_weights is not None
-        return output.logits.argmax(-1).tolist(), output.block_weights
+        logits, weights = forward_weighing(self.target, kv, tokens, size, len(tokens))
+        return logits.argmax(-1).tolist(), weights
 
     def _count(self, base: int, accepted: int, compared: int, weights: Tensor) -> None:
         """Add a round to the sums; of an answer's rounds only tokens that stood on right ones count."""

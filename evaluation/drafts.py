@@ -15,12 +15,12 @@ from tqdm import tqdm
 
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, load_model, resolve_dtype
-from engine.loading.runner import load_runner, make_runner
+from engine.loading.runner import make_runner
 from engine.loading.tokenizer import load_tokenizer
 from engine.model_runner import ModelRunner
-from engine.runner import Runner
 from evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from evaluation.continuations import AHEAD, GAMMA, DraftSums, Reading, measure_case
+from evaluation.models import load_runner
 from evaluation.report import align, markdown_table
 from evaluation.run import Pair
 from sparsity.methods import check_method
@@ -122,7 +122,7 @@ class DraftStudy:
 
 
 # The models of a worker process: draft, target.
-_loaded: tuple[Runner, Runner] | None = None
+_loaded: tuple[ModelRunner, ModelRunner] | None = None
 
 
 def measure(

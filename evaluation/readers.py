@@ -1,6 +1,6 @@
 """What a variant's rounds read where that is not for services: chosen layer by layer, while the pass runs.
 
-`LayerReader` answers what `sparsity.reader.Reader` answers. Its passes run by `ModelRunner.forward_attending`.
+`LayerReader` answers what `sparsity.reader.Reader` answers. Its passes run by `evaluation.attending`.
 """
 
 from dataclasses import dataclass, field

@@ -13,8 +13,9 @@ from torch import Tensor
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
-from engine.runner import Runner
+from evaluation.attending import forward_attending, forward_weighing
 from evaluation.cases import Case
+from evaluation.forks import fork
 from evaluation.methods import Rival, compared_method
 from evaluation.readers import LayerReader, make_reader
 from evaluation.sharing import announce_shared
@@ -83,7 +84,7 @@ def rounds_of(case: Case, gamma: int) -> list[tuple[int, int]]:
     return [(at, min(at + gamma + 1, len(case.tokens))) for at in range(case.start, len(case.tokens), gamma + 1)]
 
 
-def evaluate_case(draft: Runner, target: ModelRunner, case: Case, variants: list[Variant]) -> list[VariantSums]:
+def evaluate_case(draft: ModelRunner, target: ModelRunner, case: Case, variants: list[Variant]) -> list[VariantSums]:
     """All variants of one case; they may differ in everything but their models."""
     results = [VariantSums() for _ in variants]
     prompt = SequenceKV()
@@ -104,21 +105,19 @@ def evaluate_case(draft: Runner, target: ModelRunner, case: Case, variants: list
     return results
 
 
-def prefill(runner: Runner, sequence: SequenceKV, tokens: list[int], chunk: int = PREFILL_CHUNK) -> None:
+def prefill(runner: ModelRunner, sequence: SequenceKV, tokens: list[int], chunk: int = PREFILL_CHUNK) -> None:
     for at in range(0, len(tokens), chunk):
         runner.forward([SequenceInput(sequence, tokens[at : at + chunk])])
 
 
-def run_draft(draft: Runner, case: Case, gamma: int, block_size: int) -> DraftedCase:
+def run_draft(draft: ModelRunner, case: Case, gamma: int, block_size: int) -> DraftedCase:
     sequence, evidence, logits = SequenceKV(), [], []
     try:
         prefill(draft, sequence, case.tokens[: case.start])
         for first, last in rounds_of(case, gamma):
-            step = SequenceInput(sequence, case.tokens[first:last], "all", block_size=block_size, emitting=last - first)
-            (output,) = draft.forward([step])
-            assert output.block_weights is not None and output.logits is not None
-            evidence.append(output.block_weights.transpose(0, 1))
-            logits.append(output.logits)
+            given, weights = forward_weighing(draft, sequence, case.tokens[first:last], block_size, last - first)
+            evidence.append(weights.transpose(0, 1))
+            logits.append(given)
     finally:
         draft.kv.release(sequence)
     return DraftedCase(evidence, torch.cat(logits).log_softmax(-1))
@@ -138,7 +137,7 @@ class _Run:
         self.variant = variant
         self.method = compared_method(variant.method)
         self.reader = make_reader(self.method, variant.plan)
-        self.kv = target.kv.fork(prompt)
+        self.kv = fork(target.kv, prompt)
         self.sums = VariantSums()
         self.right = True
         self.last_announced: BlockSelection | None = None
@@ -202,7 +201,8 @@ def _forward(target: ModelRunner, runs: list[_Run], inputs: list[SequenceInput])
     together = []
     for i, (run, item) in enumerate(zip(runs, inputs, strict=True)):
         if isinstance(run.reader, LayerReader):
-            outputs[i] = target.forward_attending(item, run.reader.attend(target, item))
+            logits = forward_attending(target, item.kv, item.tokens, run.reader.attend(target, item))
+            outputs[i] = SequenceOutput(logits=logits)
             run.reader.finish()
         else:
             together.append(i)

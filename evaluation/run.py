@@ -12,10 +12,11 @@ from tqdm import tqdm
 import models
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, load_model, resolve_dtype
-from engine.loading.runner import load_runner, make_runner
+from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from evaluation.cases import Case
 from evaluation.methods import check_compared, compared_method
+from evaluation.models import load_runner
 from evaluation.rounds import SIDE_BY_SIDE, Variant, VariantSums, evaluate_case
 from sparsity.plan import Plan
 

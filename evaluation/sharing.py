@@ -40,4 +40,4 @@ def announce_shared(
     if plan.sharing == "per_query":
         return each
     words = np.bitwise_or.reduce([selection.words for selection in each])
-    return [BlockSelection.from_words(each[0].num_heads, each[0].num_blocks, words)]
+    return [BlockSelection(each[0].num_heads, each[0].num_blocks, words)]

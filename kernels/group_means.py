@@ -5,8 +5,6 @@ from torch import Tensor
 
 from kernels.backends import check_backend, jit, power_of_two, tl
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 
 def make_group_means(
     k_pages: list[Tensor],
@@ -37,40 +35,22 @@ def make_group_means(
             v[layer, slots] = values.mean((1, 3))
         return
     layers, mean_slots, kv_heads, dim = k.shape
-    page_size, dtype = k_pages[0].shape[2], k_pages[0].dtype
     # One launch for all layers, whose pages lie apart: where each layer's begin, keys then values.
     addresses = [[source.data_ptr() for source in part] for part in (k_pages, v_pages)]
     _group_means_kernel[(groups, layers, kv_heads)](
         torch.tensor(addresses, dtype=torch.int64, device=k.device),
-        *(pages, slots, k, v, k_variance, mean_slots, per_group, layers),
+        *(k_pages[0], pages, slots, k, v, k_variance, mean_slots, per_group, layers),
         KV_HEADS=kv_heads,
-        PAGE=page_size,
+        PAGE=k_pages[0].shape[2],
         DIM=dim,
         COLUMNS=power_of_two(dim),
-        TYPE=_TYPES[dtype],
     )
 
 
 @jit
-def _page_tile(
-    address,
-    page,
-    kv_head,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TYPE: tl.constexpr,
-):
-    """One head's tokens of one page, float32 [PAGE, COLUMNS], 0 beyond DIM."""
-    if TYPE == 0:
-        ptr = address.to(tl.pointer_type(tl.float32))
-    elif TYPE == 1:
-        ptr = address.to(tl.pointer_type(tl.bfloat16))
-    else:
-        ptr = address.to(tl.pointer_type(tl.float16))
+def _page_tile(ptr, page, kv_head, column, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """One head's tokens of one page, float32 [PAGE, columns], 0 beyond DIM."""
     at = (page * KV_HEADS + kv_head) * (PAGE * DIM)
-    column = tl.arange(0, COLUMNS)
     inside = (tl.arange(0, PAGE) * DIM)[:, None] + column[None, :]
     return tl.load(ptr + at + inside, mask=(column < DIM)[None, :], other=0.0).to(tl.float32)
 
@@ -78,6 +58,7 @@ def _page_tile(
 @jit
 def _group_means_kernel(
     addresses_ptr,
+    anchor_ptr,
     pages_ptr,
     slots_ptr,
     k_ptr,
@@ -90,27 +71,29 @@ def _group_means_kernel(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TYPE: tl.constexpr,
 ):
-    """One group of one layer's head. Keys are read twice: variances come from differences to the mean."""
+    """One group of one layer's head. Keys are read twice: variances come from differences to the mean.
+
+    anchor: pages, by which the type of what lies at the addresses is known.
+    """
+    column = tl.arange(0, COLUMNS)
     group, layer, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k_address = tl.load(addresses_ptr + layer)
-    v_address = tl.load(addresses_ptr + layers + layer)
+    keys = tl.load(addresses_ptr + layer).to(anchor_ptr.dtype)
+    values = tl.load(addresses_ptr + layers + layer).to(anchor_ptr.dtype)
     k_sums = tl.zeros([PAGE, COLUMNS], tl.float32)
     v_sums = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        k_sums += _page_tile(k_address, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS, TYPE)
-        v_sums += _page_tile(v_address, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS, TYPE)
+        k_sums += _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM)
+        v_sums += _page_tile(values, page, kv_head, column, KV_HEADS, PAGE, DIM)
     tokens = per_group * PAGE
     k_mean = tl.sum(k_sums, 0) / tokens
     squares = tl.zeros([PAGE, COLUMNS], tl.float32)
     for i in tl.range(0, per_group):
         page = tl.load(pages_ptr + group * per_group + i)
-        off = _page_tile(k_address, page, kv_head, KV_HEADS, PAGE, DIM, COLUMNS, TYPE) - k_mean[None, :]
+        off = _page_tile(keys, page, kv_head, column, KV_HEADS, PAGE, DIM) - k_mean[None, :]
         squares += off * off
     slot = tl.load(slots_ptr + group)
-    column = tl.arange(0, COLUMNS)
     at = ((layer * mean_slots + slot) * KV_HEADS + kv_head) * DIM + column
     tl.store(k_ptr + at, k_mean, mask=column < DIM)
     tl.store(v_ptr + at, tl.sum(v_sums, 0) / tokens, mask=column < DIM)

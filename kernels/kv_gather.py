@@ -21,18 +21,18 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 def gather_blocks(
-    sources: tuple[Tensor, ...],
-    destinations: tuple[Tensor, ...],
+    sources: Pair,
+    destinations: Pair,
     source_rows: Tensor,
     destination_rows: Tensor,
     count: Tensor,
     programs: int,
     backend: str = "torch",
 ) -> None:
-    """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for one pair of them or two.
+    """destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for keys and for values.
 
-    sources: [n, size] each, any dtype, contiguous; on the lists' device, or pinned on the host
-    destinations: [m, size] each, their dtype, contiguous; in one of these places; no part of a source
+    sources: [n, size] both, any dtype, contiguous; on the lists' device, or pinned on the host
+    destinations: [m, size] both, their dtype, contiguous; in one of these places; no part of a source
     source_rows, destination_rows: [capacity] int32, both on one device; no destination row twice. Where the source row
         is negative, nothing is copied
     count: [1] int32 there, at most `capacity`
@@ -55,20 +55,16 @@ def gather_blocks(
             destination.index_copy_(0, places, rows.to(destination.device))
         return
     tensors = *sources, *destinations
-    _check_reach(tensors, source_rows.device)
-    row_bytes = _row_bytes(tensors)
-    if not source_rows.numel() or not row_bytes:
-        return
-    piece = _piece(row_bytes)
-    _gather_blocks_kernel[(programs,)](
-        *(side[i].view(torch.int32) for i in (0, -1) for side in (sources, destinations)),
-        *(source_rows, destination_rows, count),
-        WORDS=row_bytes // 4,
-        PIECE=piece // 4,
-        LANES=max(IN_FLIGHT // (piece * len(sources)), 1),
-        PAIRS=len(sources),
-        num_warps=WARPS,
-    )
+    for tensor in tensors:
+        if tensor.device != source_rows.device and tensor.numel() and not tensor.is_pinned():
+            raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
+    how = _row_layout(tensors)
+    if source_rows.numel() and how["WORDS"]:
+        _gather_blocks_kernel[(programs,)](
+            *(side[i].view(torch.int32) for i in range(2) for side in (sources, destinations)),
+            *(source_rows, destination_rows, count),
+            **how,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,15 +115,10 @@ def gather_layers(
             gather_blocks(*pairs, source_rows[layer], destination_rows[layer], counts[layer : layer + 1], programs)
         done += programs
         return
-    row_bytes = _row_bytes((*copies.sources[0], *copies.destinations[0]))
-    piece = _piece(row_bytes)
     _gather_layers_kernel[(programs,)](
         *(copies.offsets, copies.anchor, source_rows, destination_rows, counts, done),
         *(len(counts), source_rows.shape[1]),
-        WORDS=row_bytes // 4,
-        PIECE=piece // 4,
-        LANES=max(IN_FLIGHT // (piece * 2), 1),
-        num_warps=WARPS,
+        **_row_layout((*copies.sources[0], *copies.destinations[0])),
     )
 
 
@@ -138,43 +129,31 @@ def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torc
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)
 
 
-def _row_bytes(tensors: tuple[Tensor, ...]) -> int:
+def _row_layout(tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    """Return how the kernels cut rows, as keyword arguments of theirs. Raises ValueError for rows of no whole words."""
     row_bytes = tensors[0].shape[1] * tensors[0].element_size()
     if row_bytes % 16 or any(t.data_ptr() % 16 for t in tensors):
         raise ValueError(f"gather_blocks: Triton copies rows of whole 16-byte words, not of {row_bytes} bytes")
-    return row_bytes
-
-
-def _piece(row_bytes: int) -> int:
-    """Bytes of a row that are taken at once."""
     # The largest power of two in a row wastes no lanes; below MIN_PIECE it would waste transactions instead.
-    return min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
+    piece = min(MAX_PIECE, max(MIN_PIECE, row_bytes & -row_bytes))
+    lanes = max(IN_FLIGHT // (2 * piece), 1)
+    return {"WORDS": row_bytes // 4, "PIECE": piece // 4, "LANES": lanes, "num_warps": WARPS}
 
 
-def _check_reach(tensors: tuple[Tensor, ...], device: torch.device) -> None:
-    for tensor in tensors:
-        if tensor.device != device and tensor.numel() and not tensor.is_pinned():
-            raise ValueError("gather_blocks: what is on the host must be pinned for the GPU to reach it")
-
-
-def _check_sides(sources: tuple[Tensor, ...], destinations: tuple[Tensor, ...]) -> None:
-    if not 1 <= len(sources) <= 2 or len(sources) != len(destinations):
-        raise ValueError(
-            f"gather_blocks: {len(sources)} sources into {len(destinations)}; there are one or two of both"
-        )
-    for source, destination in zip(sources, destinations, strict=True):
-        if source.dim() != 2 or destination.dim() != 2 or source.shape[1] != destination.shape[1]:
-            raise ValueError(
-                f"gather_blocks: rows differ, {tuple(source.shape)} into {tuple(destination.shape)}; both are [n, size]"
-            )
-        if source.dtype != destination.dtype:
-            raise ValueError(f"gather_blocks: {source.dtype} into {destination.dtype}")
-        for one, first in ((source, sources[0]), (destination, destinations[0])):
-            if (one.shape, one.dtype) != (first.shape, first.dtype):
+def _check_sides(sources: Pair, destinations: Pair) -> None:
+    like = sources[0]
+    for side in (sources, destinations):
+        for tensor in side:
+            if tensor.dim() != 2 or tensor.shape[1:] != like.shape[1:] or tensor.dtype != like.dtype:
                 raise ValueError(
-                    f"gather_blocks: the pairs differ, {tuple(one.shape)} {one.dtype} and {tuple(first.shape)} "
-                    f"{first.dtype}"
+                    f"gather_blocks: rows differ, {tuple(like.shape)} {like.dtype} and {tuple(tensor.shape)} "
+                    f"{tensor.dtype}; all are [n, size] of one dtype"
                 )
+        if side[0].shape != side[1].shape:
+            raise ValueError(
+                f"gather_blocks: keys and values differ, {tuple(side[0].shape)} and {tuple(side[1].shape)}; there is "
+                "a row of each"
+            )
 
 
 def _check_lists(source_rows: Tensor, destination_rows: Tensor, count: Tensor) -> None:
@@ -191,12 +170,10 @@ def _check_lists(source_rows: Tensor, destination_rows: Tensor, count: Tensor) -
 
 
 @jit
-def _copy_rows(
-    first, second, rows, count, WORDS: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of both pairs.
+def _copy_rows(first, second, rows, count, WORDS: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr):
+    """Of all pieces of all rows each program takes every programs-th, LANES at a time, of keys and of values.
 
-    first, second: a pair's source and destination; rows: the lists of source rows and of destination rows.
+    first, second: a source and its destination; rows: the lists of source rows and of destination rows.
     """
     source_ptr, destination_ptr = first
     source2_ptr, destination2_ptr = second
@@ -215,8 +192,7 @@ def _copy_rows(
         origin = source.to(tl.int64)[:, None] * WORDS + at
         # Read once: L1 is passed by. (PTX takes no eviction policy beside it, and Triton 3.6 loads no ".cs".)
         data = tl.load(source_ptr + origin, mask=inside, cache_modifier=".cg")
-        if PAIRS == 2:
-            data2 = tl.load(source2_ptr + origin, mask=inside, cache_modifier=".cg")
+        data2 = tl.load(source2_ptr + origin, mask=inside, cache_modifier=".cg")
         place = destination.to(tl.int64)[:, None] * WORDS + at
         # The next rows are looked up while the data is on its way.
         piece += programs * LANES
@@ -224,8 +200,7 @@ def _copy_rows(
         source = tl.load(source_rows_ptr + piece // PARTS, mask=here, other=0)
         destination = tl.load(destination_rows_ptr + piece // PARTS, mask=here, other=0)
         tl.store(destination_ptr + place, data, mask=inside)
-        if PAIRS == 2:
-            tl.store(destination2_ptr + place, data2, mask=inside)
+        tl.store(destination2_ptr + place, data2, mask=inside)
 
 
 @jit
@@ -240,11 +215,10 @@ def _gather_blocks_kernel(
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     LANES: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     first, second = (source_ptr, destination_ptr), (source2_ptr, destination2_ptr)
     rows = (source_rows_ptr, destination_rows_ptr)
-    _copy_rows(first, second, rows, tl.load(count_ptr), WORDS, PIECE, LANES, PAIRS)
+    _copy_rows(first, second, rows, tl.load(count_ptr), WORDS, PIECE, LANES)
 
 
 @jit
@@ -269,7 +243,7 @@ def _gather_layers_kernel(
         values = anchor_ptr + tl.load(offsets_ptr + layers + layer) * 4
         values_to = anchor_ptr + tl.load(offsets_ptr + 3 * layers + layer) * 4
         rows = (source_rows_ptr + at, destination_rows_ptr + at)
-        _copy_rows((keys, keys_to), (values, values_to), rows, tl.load(counts_ptr + layer), WORDS, PIECE, LANES, 2)
+        _copy_rows((keys, keys_to), (values, values_to), rows, tl.load(counts_ptr + layer), WORDS, PIECE, LANES)
         tl.debug_barrier()  # all threads have stored; the release makes that seen
         tl.atomic_add(done_ptr + layer, 1, sem="release", scope="gpu")
 

@@ -25,9 +25,8 @@ def add_rms_norm(
     out = torch.empty_like(hidden)
     total = hidden if residual is None else torch.empty_like(hidden)
     _add_rms_norm_kernel[(rows,)](
-        *(hidden, hidden if residual is None else residual, weight, out, total),
+        *(hidden, residual, weight, out, total),
         *(hidden.stride(0), size, epsilon, scale),
-        ADD=residual is not None,
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,
     )
@@ -50,7 +49,6 @@ def _add_rms_norm_kernel(
     size: tl.constexpr,
     epsilon: tl.constexpr,
     SCALE: tl.constexpr,
-    ADD: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +56,7 @@ def _add_rms_norm_kernel(
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0)
-    if ADD:
+    if residual_ptr is not None:
         if SCALE != 1.0:
             total = (total.to(tl.float32) * SCALE).to(total.dtype)
         total = total + tl.load(residual_ptr + row * size + at, mask=inside, other=0.0)

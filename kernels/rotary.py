@@ -53,14 +53,13 @@ def rotate_and_write_kv(
     tokens = len(qkv)
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
-        *(qkv, cosines, sines, positions, slots, qkv if head_norms is None else head_norms),
+        *(qkv, cosines, sines, positions, slots, head_norms),
         *(k_pages, v_pages, queries, epsilon),
         HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
         DIM=dim,
         HALF=cosines.shape[1],
-        NORM=head_norms is not None,
         num_warps=1,
         **overlapping_launch(qkv.device),
     )
@@ -96,7 +95,6 @@ def _rotate_and_write_kv_kernel(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -109,7 +107,7 @@ def _rotate_and_write_kv_kernel(
     slot = tl.load(slots_ptr + token)
     if head < HEADS + KV_HEADS:
         other = tl.load(source + partner)
-        if NORM:
+        if norms_ptr is not None:
             wide = own.to(tl.float32)
             scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
             norm_ptr = norms_ptr + (head >= HEADS).to(tl.int32) * DIM

@@ -55,7 +55,10 @@ def skinny_linear(
     if gated and (bias is not None or residual is not None or scale != 1.0):
         raise NotImplementedError("skinny_linear: a gated layer with a bias, a residual or a scale")
     if backend == "torch":
-        return _linear_in_torch(x, weight, bias, norm, epsilon, residual, gated, scale)
+        out = F.linear(x if norm is None else add_rms_norm(x, None, norm, epsilon)[0], weight, bias)
+        out = silu_and_multiply(out) if gated else out
+        out = out if scale == 1.0 else scale * out
+        return out if residual is None else residual + out
     if not is_skinny(x) or not x.is_contiguous():
         raise ValueError(
             f"skinny_linear: Triton takes up to {MAX_ROWS} contiguous rows of 16-bit numbers, got {list(x.shape)} of "
@@ -68,38 +71,16 @@ def skinny_linear(
     if not rows:
         return out
     _skinny_linear_kernel[(-(-outputs // tuning.columns),)](
-        *(x, weight, *(weight if part is None else part for part in (bias, norm, residual)), out),
+        *(x, weight, bias, norm, residual, out),
         *(outputs, inputs, epsilon, scale),
         ROWS=rows,
         COLUMNS=tuning.columns,
         DEPTH=tuning.depth,
-        BIAS=bias is not None,
-        NORM=norm is not None,
-        RESIDUAL=residual is not None,
         GATED=gated,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
     )
     return out
-
-
-def _linear_in_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    epsilon: float,
-    residual: Tensor | None,
-    gated: bool,
-    scale: float,
-) -> Tensor:
-    if norm is not None:
-        x, _ = add_rms_norm(x, None, norm, epsilon)
-    out = F.linear(x, weight, bias)
-    if gated:
-        out = silu_and_multiply(out)
-    out = out if scale == 1.0 else scale * out
-    return out if residual is None else residual + out
 
 
 def is_skinny(x: Tensor) -> bool:
@@ -150,7 +131,6 @@ def _add_products(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Add to `totals` what one stretch of inputs adds: sums, sums of the other half and squares, a tuple of rows each.
@@ -161,7 +141,7 @@ def _add_products(
     sums, up_sums, squares = totals
     weight = _eighths(weights, (COLUMNS, DEPTH // 8, 2, 2, 2))
     up = _eighths(ups, (COLUMNS, DEPTH // 8, 2, 2, 2)) if GATED else weight
-    if NORM:
+    if norm_ptr is not None:
         norm = _eighths(_load(norm_ptr + here, here < inputs, inputs, DEPTH), (DEPTH // 8, 2, 2, 2))
     new_sums = ()
     new_up_sums = ()
@@ -172,7 +152,7 @@ def _add_products(
         sum, up_sum, square = sums[row], up_sums[row], squares[row]
         for i in tl.static_range(8):
             each = eighths[i]
-            if NORM:
+            if norm_ptr is not None:
                 square += each * each
                 each = each * norm[i]
             sum += weight[i] * each[None, :]
@@ -199,9 +179,6 @@ def _skinny_linear_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -220,29 +197,29 @@ def _skinny_linear_kernel(
     sums = (tl.zeros([COLUMNS, DEPTH // 8], tl.float32),) * ROWS
     squares = (tl.zeros([DEPTH // 8], tl.float32),) * ROWS
     totals = (sums, sums, squares)
-    totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED)
+    totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, GATED)
     for start in tl.range(DEPTH, inputs, DEPTH):
         here = start + tl.arange(0, DEPTH)
         weights = _load(weight_at + start, (here < inputs)[None, :], inputs, DEPTH)
         ups = weights
         if GATED:
             ups = _load(weight_at + start + outputs * inputs, (here < inputs)[None, :], inputs, DEPTH)
-        totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, NORM, GATED)
+        totals = _add_products(x_ptr, norm_ptr, weights, ups, here, totals, inputs, ROWS, COLUMNS, DEPTH, GATED)
     sums, up_sums, squares = totals
     there = column < outputs
     for row in tl.static_range(ROWS):
         out = tl.sum(sums[row], 1)
         up = tl.sum(up_sums[row], 1)
-        if NORM:
+        if norm_ptr is not None:
             scale = tl.rsqrt(tl.sum(squares[row], 0) / inputs + epsilon)
             out = out * scale
             up = up * scale
-        if BIAS:
+        if bias_ptr is not None:
             out += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
         if GATED:
             out = out * tl.sigmoid(out) * up
         if SCALE != 1.0:
             out = out * SCALE
-        if RESIDUAL:
+        if residual_ptr is not None:
             out += tl.load(residual_ptr + row * outputs + column, mask=there, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * outputs + column, out.to(out_ptr.dtype.element_ty), mask=there)

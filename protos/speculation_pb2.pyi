@@ -73,14 +73,12 @@ class DraftEvent(_message.Message):
     def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
-    __slots__ = ("at", "assumed_token", "selection")
+    __slots__ = ("at", "selection")
     AT_FIELD_NUMBER: _ClassVar[int]
-    ASSUMED_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SELECTION_FIELD_NUMBER: _ClassVar[int]
     at: At
-    assumed_token: int
     selection: bytes
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., assumed_token: _Optional[int] = ..., selection: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., selection: _Optional[bytes] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("at", "announces", "assumed_token", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.announcing import Announcer, choose_blocks, predict_weights
-from sparsity.plan import Plan, Rule
+from sparsity.plan import Blend, Plan, Rule
 from sparsity.selection import BlockSelection, row_words
 
 LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size to the scores
@@ -21,17 +21,34 @@ LEAST_WINDOW = 1  # blocks; methods with a shared budget leave the window's size
 class Announcing:
     """What a method announces, by the plan.
 
-    projection: plan -> [rows, draft_layers * draft_heads] float32. expand: plan -> [sparse layers, kv_heads] int64,
-    the row that each target head listens to. over_all: whether one budget is shared by all rows.
+    blends: plan -> for each KV head of each sparse layer, in order, the draft heads and weights whose sum it listens
+    to. over_all: whether one budget is shared by all rows; then each target head has a row of its own, else those that
+    listen to the same have one.
     """
 
-    projection: Callable[[Plan], Tensor]
-    expand: Callable[[Plan], Tensor]
+    blends: Callable[[Plan], list[Blend]]
     over_all: bool = False
 
     def rows(self, plan: Plan) -> int:
         """Return how many rows an announcement has."""
-        return int(self.expand(plan).max()) + 1 if plan.sparse_layers else 0
+        return len(plan.sparse_layers) * plan.target_kv_heads if self.over_all else len(set(self.blends(plan)))
+
+    def projection(self, plan: Plan) -> Tensor:
+        """Return the map from draft heads to rows: [rows, draft_layers * draft_heads] float32."""
+        matrix = torch.zeros(self.rows(plan), plan.draft_layers, plan.draft_heads)
+        blends = self.blends(plan)
+        for row, blend in enumerate(blends if self.over_all else sorted(set(blends))):
+            for layer, head, weight in blend:
+                matrix[row, layer, head] = weight
+        return matrix.flatten(1)
+
+    def expand(self, plan: Plan) -> Tensor:
+        """Return the row that each target head listens to: [sparse layers, kv_heads] int64."""
+        if self.over_all:
+            return torch.arange(self.rows(plan)).view(-1, plan.target_kv_heads)
+        blends = self.blends(plan)
+        rows = {blend: row for row, blend in enumerate(sorted(set(blends)))}
+        return torch.tensor([rows[blend] for blend in blends], dtype=torch.long).view(-1, plan.target_kv_heads)
 
     def announcer(self, plan: Plan, rule: Rule) -> Announcer:
         """Return how the engine announces by this method."""
@@ -70,59 +87,29 @@ def announce(
     limits = torch.tensor(method.limits(plan, rule, base), dtype=torch.int32)[:, None]
     scores = predict_weights(announcer, evidence[None, ..., :blocks].float().cpu(), before, limits)
     words = choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
-    return BlockSelection.from_words(len(words), blocks, words)
+    return BlockSelection(len(words), blocks, words)
 
 
-def draft_heads(plan: Plan) -> list[tuple[int, int]]:
-    """Return the draft heads that sparse layers listen to (STS), in the order of an announcement's rows."""
-    return sorted({pair for layer in plan.sparse_layers for pair in plan.head_map[layer]})
-
-
-def _project_draft_heads(plan: Plan) -> Tensor:
+def _most_alike_heads(plan: Plan) -> list[Blend]:
     """STS, section 4.2: a row is one draft head."""
-    matrix = torch.zeros(len(draft_heads(plan)), plan.draft_layers, plan.draft_heads)
-    for row, (layer, head) in enumerate(draft_heads(plan)):
-        matrix[row, layer, head] = 1
-    return matrix.flatten(1)
+    head_map = plan.head_map
+    return [((*pair, 1.0),) for layer in plan.sparse_layers for pair in head_map[layer]]
 
 
-def _expand_draft_heads(plan: Plan) -> Tensor:
-    rows = {pair: row for row, pair in enumerate(draft_heads(plan))}
-    index = [[rows[pair] for pair in plan.head_map[layer]] for layer in plan.sparse_layers]
-    return torch.tensor(index, dtype=torch.long).view(-1, plan.target_kv_heads)
-
-
-def draft_layers(plan: Plan) -> list[int]:
-    """Return the draft layers that sparse layers listen to (SpecAttn), in the order of an announcement's rows."""
-    return sorted({plan.layer_map[layer] for layer in plan.sparse_layers})
-
-
-def _project_draft_layers(plan: Plan) -> Tensor:
+def _most_alike_layers(plan: Plan) -> list[Blend]:
     """SpecAttn, section 3.4: a row is the mean of a draft layer's heads."""
-    matrix = torch.zeros(len(draft_layers(plan)), plan.draft_layers, plan.draft_heads)
-    for row, layer in enumerate(draft_layers(plan)):
-        matrix[row, layer] = 1 / plan.draft_heads
-    return matrix.flatten(1)
+    layers, heads = [plan.layer_map[layer] for layer in plan.sparse_layers], plan.draft_heads
+    means = [tuple((layer, head, 1 / heads) for head in range(heads)) for layer in layers]
+    return [mean for mean in means for _ in range(plan.target_kv_heads)]
 
 
-def _expand_draft_layers(plan: Plan) -> Tensor:
-    rows = {layer: row for row, layer in enumerate(draft_layers(plan))}
-    index = torch.tensor([rows[plan.layer_map[layer]] for layer in plan.sparse_layers], dtype=torch.long)
-    return index[:, None].expand(-1, plan.target_kv_heads)
-
-
-def _blend_draft_heads(plan: Plan) -> Tensor:
+def _weighty_heads(plan: Plan) -> list[Blend]:
     """`ahead`: a row is a target head, predicted by a blend of draft heads, times that head's importance."""
-    heads = [(layer, head) for layer in plan.sparse_layers for head in range(plan.target_kv_heads)]
-    matrix = torch.zeros(len(heads), plan.draft_layers, plan.draft_heads)
-    for row, (layer, head) in enumerate(heads):
-        for draft_layer, draft_head, weight in plan.blends[layer * plan.target_kv_heads + head]:
-            matrix[row, draft_layer, draft_head] = weight * plan.head_importance[layer][head]
-    return matrix.flatten(1)
-
-
-def _expand_target_heads(plan: Plan) -> Tensor:
-    return torch.arange(len(plan.sparse_layers) * plan.target_kv_heads).view(-1, plan.target_kv_heads)
+    return [
+        tuple((i, j, weight * importance) for i, j, weight in plan.blends[layer * plan.target_kv_heads + head])
+        for layer in plan.sparse_layers
+        for head, importance in enumerate(plan.head_importance[layer])
+    ]
 
 
 def shared_limits(plan: Plan, base: int) -> tuple[int, int, int]:
@@ -145,6 +132,6 @@ def summary_tokens(plan: Plan, base: int) -> float:
     return 1.5 * ((base - 1) // plan.group_size) if stood_in else 0.0
 
 
-BY_DRAFT_HEAD = Announcing(_project_draft_heads, _expand_draft_heads)
-BY_DRAFT_LAYER = Announcing(_project_draft_layers, _expand_draft_layers)
-BY_TARGET_HEAD = Announcing(_blend_draft_heads, _expand_target_heads, over_all=True)
+BY_DRAFT_HEAD = Announcing(_most_alike_heads)
+BY_DRAFT_LAYER = Announcing(_most_alike_layers)
+BY_TARGET_HEAD = Announcing(_weighty_heads, over_all=True)

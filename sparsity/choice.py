@@ -33,15 +33,6 @@ def choose(scores: Tensor, plan: Plan, rule: Rule, base: int, shares: Tensor | N
     return chosen.view(scores.shape)
 
 
-def choose_over_all(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest of all scores [..., blocks] at once: one budget for all rows. Only positive scores count."""
-    flat = scores.flatten()
-    best = flat.topk(min(max(0, count), len(flat)), sorted=False)
-    chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[best.indices[best.values > 0]] = True
-    return chosen.view(scores.shape)
-
-
 def shares_of(plan: Plan, layers: list[int]) -> Tensor | None:
     """Calibrated shares [layers, kv_heads] of the budget, or None where every head gets the same."""
     return torch.tensor([plan.head_budgets[n] for n in layers]) if plan.allocation == "calibrated" else None

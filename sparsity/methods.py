@@ -1,12 +1,12 @@
 """The served sparsity methods by name: what each needs, what it announces, how it chooses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
-from sparsity.plan import Plan, PlanError, Rule, load_plan, overridden
+from sparsity.plan import Plan, PlanError, Rule, load_plan
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,13 @@ def method_named(name: str) -> Method:
         raise PlanError(f"sparsity method {name!r}; known are {', '.join(METHODS)}") from None
 
 
+def _fits(method: Method, plan: Plan) -> bool:
+    return method.rule_of(plan) == "top_k" or method.name not in ("ahead", "streaming")
+
+
 def check_method(method: Method, plan: Plan) -> None:
     """Raise PlanError where the plan does not have what the method needs."""
-    if method.rule_of(plan) == "top_p" and method.name in ("ahead", "streaming"):
+    if not _fits(method, plan):
         raise PlanError(f"method {method.name!r} takes a top_k budget, the plan's rule is top_p")
 
 
@@ -99,18 +103,12 @@ def check_served(plan: Plan) -> None:
 
 def load_served_plan(file: str, budget: float, method: str) -> Plan:
     """A plan that services can use, with another budget or method unless they are 0 and "". Raises PlanError."""
-    plan = overridden(load_plan(file), budget, method)
+    plan = load_plan(file)
+    plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
     check_served(plan)
     return plan
 
 
 def methods_of(plan: Plan) -> list[str]:
     """Return the names of the methods that this plan allows."""
-    allowed = []
-    for name, method in METHODS.items():
-        try:
-            check_method(method, plan)
-        except PlanError:
-            continue
-        allowed.append(name)
-    return allowed
+    return [name for name, method in METHODS.items() if _fits(method, plan)]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -144,33 +144,6 @@ class Plan:
         return first, max(first, num_blocks - (self.window_blocks if window is None else window))
 
 
-def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
-    """A plan with arbitrary, evenly spread maps, for tests and for pairs that are not calibrated."""
-    pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
-    rows = tuple(
-        tuple(pairs[(layer * target_kv_heads + head) % len(pairs)] for head in range(target_kv_heads))
-        for layer in range(target_layers)
-    )
-    ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
-    maps = {
-        "head_maps": ((other.get("budget", 0.1), rows),),
-        "layer_map": tuple(layer * draft_layers // target_layers for layer in range(target_layers)),
-        "blends": tuple(((*pair, 1.0),) for row in rows for pair in row),
-        "head_importance": ones,
-        "head_budgets": ones,
-    }
-    return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
-
-
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Written beside and moved into place, so that no reader ever sees half a plan."""
-    content = asdict(plan) | {"hash": plan.hash}
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-    draft = Path(f"{path}.part")
-    draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    draft.replace(path)
-
-
 def load_plan(path: str | Path) -> Plan:
     """Raises PlanError if the file is no plan, of another version, or was edited without its hash."""
     try:
@@ -194,8 +167,3 @@ def load_plan(path: str | Path) -> Plan:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def overridden(plan: Plan, budget: float | None = None, method: str | None = None) -> Plan:
-    """The plan with another budget or default method, where one is given."""
-    return replace(plan, budget=budget or plan.budget, method=method or plan.method)

@@ -3,7 +3,6 @@
 import numpy as np
 
 from engine.rounds.requests import AnnouncementRequest, RoundSettings
-from sparsity.announce import Announcing
 from sparsity.methods import METHODS, Method, methods_of
 from sparsity.plan import Plan
 from sparsity.selection import BlockSelection, row_words
@@ -36,7 +35,7 @@ def round_settings(
 def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelection | None) -> AnnouncementRequest:
     """Return what a round that builds on `base` tokens is to announce. last: what the round before announced."""
     announcing = method.announcing
-    assert isinstance(announcing, Announcing)
+    assert announcing is not None
     before = None if last is None else last.resized(plan.num_blocks(base)).words
     return AnnouncementRequest(method.name, *announcing.limits(plan, method.rule_of(plan), base), before)
 
@@ -44,4 +43,4 @@ def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelec
 def announced_selection(bitmap: np.ndarray, plan: Plan, base: int) -> BlockSelection:
     """Return the bitmap of a RoundOutput, uint64 [rows, words or more], as a selection of blocks of `base` tokens."""
     blocks = plan.num_blocks(base)
-    return BlockSelection.from_words(len(bitmap), blocks, np.ascontiguousarray(bitmap[:, : row_words(blocks)]))
+    return BlockSelection(len(bitmap), blocks, np.ascontiguousarray(bitmap[:, : row_words(blocks)]))

@@ -1,6 +1,7 @@
 """A choice of KV blocks for each of several attention heads."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -8,43 +9,38 @@ import numpy as np
 WORD = 64  # bits
 
 
+@dataclass(frozen=True, eq=False)
 class BlockSelection:
     """`words`: a bit a block, uint64 [heads, words], least significant bit first; bits past num_blocks are 0.
 
-    A row starts at a whole word, so a context that grows by a few blocks does not move the others. Immutable.
+    A row starts at a whole word, so a context that grows by a few blocks does not move the others. `words` are not to
+    be written once they are given.
     """
 
     num_heads: int
     num_blocks: int
     words: np.ndarray
 
-    def __init__(self, num_heads: int, num_blocks: int, keys: np.ndarray) -> None:
+    def __post_init__(self) -> None:
+        self.words.flags.writeable = False
+
+    @staticmethod
+    def from_keys(num_heads: int, num_blocks: int, keys: np.ndarray) -> "BlockSelection":
         """keys: head * num_blocks + block, in any order."""
         chosen = np.zeros(num_heads * num_blocks, dtype=bool)
         chosen[keys] = True
-        self._set(num_heads, num_blocks, _pack(chosen.reshape(num_heads, num_blocks)))
-
-    def _set(self, num_heads: int, num_blocks: int, words: np.ndarray) -> None:
-        words.flags.writeable = False
-        self.num_heads, self.num_blocks, self.words = num_heads, num_blocks, words
-
-    @staticmethod
-    def from_words(num_heads: int, num_blocks: int, words: np.ndarray) -> "BlockSelection":
-        """words: as the attribute, which it becomes; not to be written again."""
-        selection = BlockSelection.__new__(BlockSelection)
-        selection._set(num_heads, num_blocks, words)
-        return selection
+        return BlockSelection.from_matrix(chosen.reshape(num_heads, num_blocks))
 
     @staticmethod
     def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
         keys = [head * num_blocks + block for head, blocks in enumerate(lists) for block in blocks]
-        return BlockSelection(len(lists), num_blocks, np.array(keys, dtype=np.int64))
+        return BlockSelection.from_keys(len(lists), num_blocks, np.array(keys, dtype=np.int64))
 
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
         heads, blocks = chosen.shape
-        return BlockSelection.from_words(heads, blocks, _pack(chosen))
+        return BlockSelection(heads, blocks, _pack(chosen))
 
     @cached_property
     def keys(self) -> np.ndarray:
@@ -76,7 +72,7 @@ class BlockSelection:
             words = self.words[:, :width].copy()
             if width:
                 words[:, -1] &= last_word_mask(num_blocks)
-        return BlockSelection.from_words(self.num_heads, num_blocks, words)
+        return BlockSelection(self.num_heads, num_blocks, words)
 
 
 def row_words(num_blocks: int) -> int:

@@ -24,9 +24,8 @@ def commit_round(
     room = session.max_length - before.base
     tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
     # A draft that was lost or has asked for Begin during the step does not know this round.
-    judged = proposal if session.proposals.get(key) is proposal else None
-    all_kept = judged is not None and accepted == len(proposed)
-    agreed = all_kept and session.foreseen(session.round + 1) == following
+    judged = next((item for item in session.proposals.get(key, ()) if item is proposal), None)
+    agreed = judged is not None and following in session.drafted_outcomes(before.base + accepted + 1)
     tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
     commit = Commit(
         at=before,
@@ -70,16 +69,15 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
     return everything, everything
 
 
-def imposed_verdict(item: VerifyRound, following: int, rate: float) -> tuple[int, int]:
+def imposed_verdict(item: VerifyRound, following: int, rate: float, foresight: float) -> tuple[int, int]:
     """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate.
 
-    following: the target's token, which stands unless all drafted tokens are kept and the draft has already said which
-    token it assumes to follow; that one has a chance of its own.
+    following: the target's token. In its place comes, with the chance `foresight`, one behind which the draft has
+    already drafted the next round, if there is one.
     """
     session, count = item.session, len(item.input.tokens) - 1
-    foreseen = session.foreseen(session.round + 1)
-    rejected = uniforms(session.sampling.seed, len(session.tokens), count + 1, USE_ACCEPT) >= rate
-    kept = int(rejected.argmax()) if rejected.any() else len(rejected)
-    if kept > count and foreseen is not None:
-        following = foreseen
-    return min(kept, count), following
+    draws = uniforms(session.sampling.seed, len(session.tokens), count + 1, USE_ACCEPT)
+    rejected = draws[:count] >= rate
+    kept = int(rejected.argmax()) if rejected.any() else count
+    outcomes = session.drafted_outcomes(len(session.tokens) + kept + 1)
+    return kept, outcomes[0] if outcomes and draws[count] < foresight else following

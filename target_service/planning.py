@@ -96,8 +96,7 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
     proposed = proposal.tokens if proposal is not None else []
     base, read = len(session.tokens), None
     if session.reader is not None:
-        announced = session.announced.get(session.key) if proposal is not None else None
-        selection = None if announced is None else announced.selection
+        selection = session.announced.get(session.key) if proposal is not None else None
         read = session.reader.read(selection, base, base + len(proposed))
     drafted = Drafted(
         tokens=proposed,

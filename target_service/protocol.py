@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from config import TargetSettings
+from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
-from target_service.session import Announced, DraftPeer, RoundKey, TargetSession
+from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
 from wire.messages import Announcement, Decline, DraftEvent, End, Proposal, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
@@ -110,7 +111,7 @@ class DraftProtocol:
         except UnknownReference as error:
             self._refuse(peer, session, str(error))
             return
-        session.announced[key] = Announced(selection, event.assumed_token)
+        session.announced[key] = selection
         session.stats.announced_bytes += len(event.selection)
         self._counters["announced_bytes"] += len(event.selection)
 
@@ -118,11 +119,13 @@ class DraftProtocol:
         if not self._is_current(peer, session, event):
             return
         self._check_proposal(session, event)
-        key = (event.at.epoch, event.at.round)
-        if key in session.proposals:
+        present = session.proposals.setdefault((event.at.epoch, event.at.round), [])
+        if any((item.at.base, item.assumed_token) == (event.at.base, event.assumed_token) for item in present):
             self._counters["repeated_frames"] += 1
             return
-        session.proposals[key] = event
+        if len(present) == MAX_BRANCHES:
+            raise InvalidArgument(f"session {session.id}: more than {MAX_BRANCHES} proposals for one round")
+        present.append(event)
 
     def _check_proposal(self, session: TargetSession, event: Proposal) -> None:
         """Raise InvalidArgument for a proposal that cannot be verified."""
@@ -152,12 +155,31 @@ class DraftProtocol:
         if at.epoch > session.epoch or at.round > session.round + 1:
             self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
             return False
-        committed = len(session.tokens)
-        if at.round == session.round and at.base != committed:
-            raise InvalidArgument(f"session {session.id}: base {at.base}, {committed} tokens are committed")
-        if not committed <= at.base <= committed + self._gamma + 1:
-            raise InvalidArgument(f"session {session.id}: base {at.base} cannot follow {committed} tokens")
-        return True
+        return self._fits(session, event)
+
+    def _fits(self, session: TargetSession, event: Announcement | Proposal) -> bool:
+        """Return whether an event of this round or the next fits the committed tokens; if not, it is stale.
+
+        Raises InvalidArgument for a base or an assumed token that no honest draft names.
+        """
+        base, committed, gamma = event.at.base, len(session.tokens), self._gamma
+        if event.at.round == session.round + 1:
+            if not committed < base <= committed + gamma + 1:
+                raise InvalidArgument(f"session {session.id}: base {base} cannot follow {committed} tokens")
+            return True
+        if isinstance(event, Announcement):  # made for the shortest of the outcomes that were drafted
+            if not committed - gamma <= base <= committed:
+                raise InvalidArgument(f"session {session.id}: base {base}, {committed} tokens are committed")
+            return True
+        if session.continues(event):
+            return True
+        if session.foreseen and abs(base - committed) <= gamma:
+            self._counters["stale_frames"] += 1  # for another outcome of the last verdict
+            return False
+        raise InvalidArgument(
+            f"session {session.id}: base {base} behind token {event.assumed_token}; {committed} tokens are committed, "
+            f"the last of them {session.tokens[-1]}"
+        )
 
     def _refuse(self, peer: DraftPeer, session: TargetSession, reason: str) -> None:
         self._counters["refused_frames"] += 1

@@ -10,7 +10,6 @@ from sparsity.selection import BlockSelection
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
 from wire.messages import At, Begin, Closed, Proposal, ServedEvent, TargetEvent, Verdict
-from wire.selection_codec import MAX_REFERENCES
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -22,14 +21,6 @@ class DraftPeer:
     name: str
     send: Callable[[TargetEvent], None]
     sessions: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Announced:
-    """What a draft announced for a round."""
-
-    selection: BlockSelection
-    assumed_token: int
 
 
 @dataclass
@@ -49,8 +40,9 @@ class TargetSession:
 
     tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
     its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
-    proposals. held: the selections of the rounds judged last; a draft that goes ahead may not know yet of the newest
-    verdict. last_judged: the round judged last, and its verdict.
+    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
+    current round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held:
+    what was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
     """
 
     id: str
@@ -66,8 +58,9 @@ class TargetSession:
     draft: DraftPeer | None = None
     drafted: bool = False
     usefulness: Usefulness = field(default_factory=Usefulness)
-    proposals: dict[RoundKey, Proposal] = field(default_factory=dict)
-    announced: dict[RoundKey, Announced] = field(default_factory=dict)
+    proposals: dict[RoundKey, list[Proposal]] = field(default_factory=dict)
+    foreseen: bool = False
+    announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
@@ -105,7 +98,7 @@ class TargetSession:
     @property
     def known_selections(self) -> dict[RoundKey, BlockSelection]:
         """What an announcement may refer to: of judged rounds, and of one that waits for its judgement."""
-        return self.held | {key: announced.selection for key, announced in self.announced.items()}
+        return self.held | self.announced
 
     def fail(self, error: ServiceError) -> None:
         """Tell the session's owner why it ends."""
@@ -117,18 +110,19 @@ class TargetSession:
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
-        proposal = self.proposals.get(self.key)
-        if proposal is None or (proposal.announces and self.key not in self.announced):
-            return None
-        return proposal
+        for proposal in self.proposals.get(self.key, ()):
+            if self.continues(proposal) and not (proposal.announces and self.key not in self.announced):
+                return proposal
+        return None
 
-    def foreseen(self, round_: int) -> int | None:
-        """Return the token that the draft assumed to be the last before `round_`, if it has said so in this epoch."""
-        announced = self.announced.get((self.epoch, round_))
-        if announced is not None:
-            return announced.assumed_token
-        proposal = self.proposals.get((self.epoch, round_))
-        return None if proposal is None else proposal.assumed_token
+    def continues(self, proposal: Proposal) -> bool:
+        """Return whether a proposal builds on just the tokens that are committed."""
+        return proposal.at.base == len(self.tokens) and proposal.assumed_token == self.tokens[-1]
+
+    def drafted_outcomes(self, base: int) -> list[int]:
+        """Return the tokens that the draft assumed to be the last before `base` where it drafted the next round."""
+        ahead = self.proposals.get((self.epoch, self.round + 1), ())
+        return [proposal.assumed_token for proposal in ahead if proposal.at.base == base]
 
     def commit(self, tokens: list[int], agreed: bool, judged: Proposal | None) -> None:
         """Append tokens and go to the next round; the epoch rises unless the draft foresaw the outcome.
@@ -136,16 +130,20 @@ class TargetSession:
         judged: the proposal that was verified, if the draft that made it still stands behind it.
         """
         if judged is not None and self.key in self.announced:
-            self.held[self.key] = self.announced[self.key].selection
-            for key in list(self.held)[:-MAX_REFERENCES]:
-                del self.held[key]
+            self.held = {self.key: self.announced[self.key]}
         self.tokens += tokens
         self.round += 1
         if not agreed:
             self.epoch += 1
+        self.foreseen = agreed
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
-        self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
+        # Of the next round's proposals those for other outcomes are of no use any more.
+        self.proposals = {
+            k: [proposal for proposal in v if self.continues(proposal)]
+            for k, v in self.proposals.items()
+            if self._is_ahead(k)
+        }
 
     def _is_ahead(self, key: RoundKey) -> bool:
         return key[0] == self.epoch and key[1] >= self.round
@@ -154,7 +152,7 @@ class TargetSession:
         """Go on without the present draft: nothing that it has sent counts any more."""
         if self.draft is not None:
             self.draft.sessions.discard(self.id)
-        self.draft, self.drafted = None, False
+        self.draft, self.drafted, self.foreseen = None, False, False
         self.epoch += 1
         self.proposals.clear()
         self.announced.clear()

@@ -163,12 +163,14 @@ class Verifier:
             session.reader.finish(output)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            verdict = imposed_verdict(item, verdict[1], imposed)
+            foresight = self.settings.synthetic_foresight
+            verdict = imposed_verdict(item, verdict[1], imposed, imposed if foresight < 0 else foresight)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
         self._index(session)
         self.counters["committed_tokens"] += len(commit.tokens)
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
+        self.counters["foreseen_rounds"] += session.foreseen
         session.emit(commit)
         if commit.finish_reason is not FinishReason.NONE:
             self._close(session)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class At(NamedTuple):
@@ -60,14 +60,19 @@ class Hello:
 
 @dataclass(frozen=True)
 class Announcement:
+    """The blocks that a round is to read, of those before at.base, where the first of its proposals begins."""
+
     at: At
-    assumed_token: int
     selection: bytes
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """`supports` has one entry a token, or none if the draft is greedy. `announces`: its round has an announcement."""
+    """Tokens for a round behind `assumed_token`, which is the last committed one, or will be if the verdict falls so.
+
+    A round that is drafted ahead may have several, for different outcomes of the verdict. `supports` has one entry a
+    token, or none if the draft is greedy. `announces`: its round has an announcement.
+    """
 
     at: At
     announces: bool

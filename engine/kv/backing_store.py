@@ -4,7 +4,6 @@ Only full pages are copied, once: what a round has rolled back is never copied, 
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,14 +12,6 @@ from torch import Tensor
 from engine.kv.tier_memory import PROGRAMS, Pages
 from kernels.backends import Backend
 from kernels.kv_gather import gather_blocks
-
-
-@dataclass
-class _Copy:
-    """Pages on their way to the store; `done` is None where copying does not return before it is done."""
-
-    pages: list[int]
-    done: torch.cuda.Event | None
 
 
 class BackingStore:
@@ -41,7 +32,8 @@ class BackingStore:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._waiting: dict[int, bool] = {}  # whether the page is read densely
         self._copying: dict[int, bool] = {}
-        self._copies: deque[_Copy] = deque()
+        # Pages on their way, and when they have come; None where copying does not return before it is done.
+        self._copies: deque[tuple[list[int], torch.cuda.Event | None]] = deque()
         self._movable: dict[int, None] = {}  # stored, and in a GPU page
         self._movable_dense: dict[int, None] = {}
 
@@ -81,7 +73,7 @@ class BackingStore:
                 done.record()
             for tensor in lists:
                 tensor.record_stream(self._stream)
-        self._copies.append(_Copy(pages, done))
+        self._copies.append((pages, done))
         return len(pages)
 
     def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:
@@ -99,11 +91,11 @@ class BackingStore:
     def take_up_copies(self, wait: bool) -> None:
         """Note what has been stored. wait: let the device, not the host, wait for what is on its way."""
         copies = self._copies
-        while copies and (wait or copies[0].done is None or copies[0].done.query()):
-            copy = copies.popleft()
-            if copy.done is not None:
-                torch.cuda.current_stream().wait_event(copy.done)
-            for page in copy.pages:
+        while copies and (wait or (done := copies[0][1]) is None or done.query()):
+            pages, done = copies.popleft()
+            if done is not None:
+                torch.cuda.current_stream().wait_event(done)
+            for page in pages:
                 dense = self._copying.pop(page)
                 self.holds[page] = True
                 (self._movable_dense if dense else self._movable)[page] = None
@@ -127,9 +119,9 @@ class BackingStore:
         for page in pages:
             for kept in (self._waiting, self._copying, self._movable, self._movable_dense):
                 kept.pop(page, None)
-            for copy in self._copies:  # a copy of what the page holds next does not count until it is done itself
-                if page in copy.pages:
-                    copy.pages.remove(page)
+            for copied, _ in self._copies:  # a copy of what the page holds next does not count until it is done itself
+                if page in copied:
+                    copied.remove(page)
 
     def check_integrity(self, gpu_page_of: np.ndarray) -> None:
         """Raise AssertionError unless what is stored is what is on the GPU, byte by byte."""

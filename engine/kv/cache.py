@@ -1,18 +1,15 @@
-"""What a runner and the services ask of a KV cache, wherever its pages lie.
+"""The KV of a model in pages of its device, and what a runner and the services ask of KV wherever its pages lie.
 
-`PagedKV` (engine.kv.paged) has all pages on the model's device. `TieredKV` (engine.kv.tiered) has a backing store in
-host memory, and only some of the pages on the GPU. Both answer the same questions, so that nobody outside asks which
-of them it has. The order of a pass:
+`TieredKV` (engine.kv.tiered) has a backing store in host memory, and only some of the pages on the GPU. Both answer the
+same questions, so that nobody outside asks which of them it has. The order of a pass:
 
     begin_pass        pages for the tokens to come, and GPU pages to write them to
     gpu_pages         where a sequence's pages lie in `k_pages` and `v_pages`, if it is resident
     can_fetch         otherwise: whether a step fetches what it lists (fetch_plan); else sequences are staged
     count_step        after a step that fetched: its counters, and whether everything found room
-
-The answers here are those of a KV that always lies on the model's device as a whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -20,14 +17,14 @@ from torch import Tensor
 
 from engine.kv.fetch import FetchPlan
 from engine.kv.group_means import GroupMeanPool, make_means
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros, pages_for
 from engine.kv.pool import PagePool
 from engine.kv.prefix_index import next_prefix
 from engine.kv.staged import StagedReads
 
 
 class KVCache:
-    """The KV tensors of one model, and the block tables over them.
+    """The KV tensors of one model, each page at the index of its number.
 
     k_pages, v_pages: one tensor a layer, [pages, kv_heads, PAGE_SIZE, head_dim]: a (page, head) is contiguous.
     pool: of page numbers; block tables name these. kept_layers: layers whose pages always lie at their page numbers,
@@ -38,17 +35,21 @@ class KVCache:
     offloads = False  # whether pages may leave the GPU for a backing store
 
     def __init__(
-        self, k_pages: list[Tensor], v_pages: list[Tensor], kv_heads: int, pool: PagePool, device: torch.device
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_pages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        sizes: list[int] | None = None,
     ) -> None:
-        self.k_pages, self.v_pages = k_pages, v_pages
-        self.kv_heads = kv_heads
-        self.device = device
-        self.pool = pool
+        """sizes: pages of each layer's tensors; `num_pages` each if None."""
+        shapes = [(size, kv_heads, PAGE_SIZE, head_dim) for size in sizes or [num_pages] * num_layers]
+        self.k_pages, self.v_pages = ([kv_zeros(shape, dtype, device) for shape in shapes] for _ in range(2))
+        self.num_layers, self.kv_heads, self.device = num_layers, kv_heads, torch.device(device)
+        self.pool = PagePool(num_pages)
         self.means: GroupMeanPool | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.k_pages)
 
     # Where pages lie.
 
@@ -87,18 +88,18 @@ class KVCache:
 
         width: blocks of its lists, at most; 0: it has none. dense_layers: that it reads wholly.
         """
-        return False
+        return self.offloads and width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
 
     def next_round(self) -> int:
         """Count a step that fetches, and return its number, which `fetch_plan` takes as a tensor."""
         return 0
 
     def fetch_plan(
-        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
         """Start to fetch what a step lists; None if everything always lies on the GPU. Launches only.
 
-        The arguments are those of engine.kv.fetch.fetch_listed.
+        The arguments are those of engine.kv.fetch.request_listed.
         """
         return None
 
@@ -109,21 +110,21 @@ class KVCache:
         """
         return True
 
-    def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
-        """Start to bring whole sequences together on the GPU; None if everything always lies there.
+    def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
+        """Bring whole sequences together on the GPU, as many neighbours at a time as there is room for.
 
-        Raises ValueError if they are more than there is room for; `staging_parts` says how many fit.
+        Each is to be read before the next is taken. Raises ValueError for a sequence that does not fit alone.
         """
-        return None
-
-    def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:
-        """Split neighbouring sequences into runs that can be staged together: ranges over the given indices."""
-        return [range(len(sequences))]
+        raise NotImplementedError(f"{type(self).__name__}: every sequence lies on the GPU, nothing is staged")
 
     # Checks, and what is told of it.
 
     def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
         """Raise ValueError for a sparse read that lists blocks of a layer whose KV is kept whole on the GPU."""
+        if not set(self.kept_layers) <= set(dense_layers):
+            raise ValueError(
+                f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
+            )
 
     def check_writable(self, pages: int, why: str) -> None:
         """Raise ValueError if so many pages cannot be written at once. why: who writes them, for the message."""
@@ -193,20 +194,6 @@ class KVCache:
         sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
         if self.means is not None:
             self.means.truncate(sequence)
-
-    def fork(self, sequence: SequenceKV) -> SequenceKV:
-        """Return another sequence with the same KV: full pages are shared, a partial last page is copied.
-
-        Raises OutOfPages if there is no page for the copy, NotImplementedError for KV that may leave the GPU.
-        """
-        shared = sequence.pages[: sequence.length // PAGE_SIZE]
-        twin = SequenceKV(sequence.length, list(shared), min(sequence.indexed, len(shared)), sequence.serial)
-        if sequence.length % PAGE_SIZE:
-            self.grow(twin, sequence.length)
-            for pages in (*self.k_pages, *self.v_pages):
-                pages[twin.pages[-1]] = pages[sequence.pages[len(shared)]]
-        self.pool.share(shared)
-        return twin
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""

@@ -6,14 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
-from engine.kv.tensors import kv_zeros
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, kv_zeros
 from kernels.backends import default_backend
 from kernels.group_means import make_group_means
 from kernels.paged_attention import GroupMeans
-
-# (pages int32 [groups, pages of a group], slots [groups] int64, the pool that they are of)
-MakeMeans = Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]
 
 
 class GroupMeanPool:
@@ -32,8 +28,8 @@ class GroupMeanPool:
         self.k, self.v, self.k_variance = (kv_zeros(shape, torch.float32, device) for _ in range(3))
         self.free = list(range(slots - 1, -1, -1))
 
-    def extend(self, sequence: SequenceKV, make: MakeMeans) -> None:
-        """Make the means of groups that are complete; every token of `sequence` must be committed."""
+    def extend(self, sequence: SequenceKV, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]) -> None:
+        """Make the means of groups that are complete, by KVCache.make_means; all tokens must be committed."""
         first, last = len(sequence.groups), sequence.length // self.group_size
         if first >= last:
             return

@@ -1,8 +1,11 @@
-"""Pages of KV: how many tokens one holds, and the block table of a sequence."""
+"""Pages of KV: how many tokens one holds, the block table of a sequence, and how KV tensors are allocated."""
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 PAGE_SIZE = 16  # tokens
 
@@ -46,3 +49,10 @@ class SequenceKV:
         del self.pages[keep:]
         self._in_table = min(self._in_table, keep)
         self.stored = min(self.stored, keep)
+
+
+def kv_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros, because what is masked still takes part in 0 * value. On a CPU they take memory when written."""
+    if torch.device(device).type != "cpu" or not math.prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

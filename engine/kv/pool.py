@@ -20,12 +20,13 @@ from engine.kv.prefix_index import Prefix, PrefixIndex
 class PagePool:
     """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
-    freed: pages that went back to the free list, in order, for who keeps anything else of them and empties the list.
+    freed: pages that went back to the free list, in order, for who keeps anything else of them, sets the list and
+    empties it.
     """
 
-    def __init__(self, num_pages: int, freed: list[int] | None = None) -> None:
+    def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.freed = freed
+        self.freed: list[int] | None = None
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._prefixes = PrefixIndex()
@@ -69,13 +70,6 @@ class PagePool:
                     self._reusable[page] = None
                 else:
                     self._give_back(page)
-
-    def share(self, pages: list[int]) -> None:
-        """Let one more sequence refer to held pages."""
-        for page in pages:
-            if self.references[page] < 1:
-                raise ValueError(f"page {page} is not held")
-            self.references[page] += 1
 
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""

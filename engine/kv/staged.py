@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.kv.counters import TierCounters
 from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.kv.tier_memory import TierMemory, bring_hits, bring_misses, cache_lines_of, rows_of
+from engine.kv.tier_memory import TierMemory, bring_hits, bring_misses, rows_of
 
 
 class StagedReads:
@@ -70,7 +70,7 @@ class StagedReads:
 
     def _bring_misses(self, index: int) -> None:
         memory = self._memory
-        self._lines[index] = lines = cache_lines_of(memory, index, self._wanted)
+        self._lines[index] = lines = memory.tables.line_of[index][self._wanted.long()]
         self._missed.index_add_(0, self._owner, (lines < 0).long())
         self._arrived[index] = None
         if memory.link is None:

@@ -28,7 +28,7 @@ class TierMemory:
 
     layers: their numbers in the model. on_gpu: a pair a layer, GPU pages. stored: a pair a layer, all pages, on the
     host. staging: two pairs, in which a layer's pages are brought together. tables: which rows are in which cache
-    lines; they say nothing until the offload is active. copies: from `stored` to `on_gpu`, of all layers.
+    lines; they say nothing until the offload is active. copies: from `stored` to `on_gpu`, of all layers, as rows.
     link: the stream that copies from the backing store beside the model; None on a CPU.
     """
 
@@ -63,25 +63,20 @@ def rows_of(pages: np.ndarray, kv_heads: int, device: torch.device) -> Tensor:
     return torch.from_numpy(rows.astype(np.int32)).to(device)
 
 
-def cache_lines_of(memory: TierMemory, index: int, rows: Tensor) -> Tensor:
-    """Return the cache line of each row in a layer, -1 where it is in the backing store alone: int32 [rows]."""
-    return memory.tables.line_of[index][rows.long()]
-
-
 def bring_hits(memory: TierMemory, index: int, buffer: int, lines: Tensor) -> None:
     """Copy what is in cache lines of a layer to the first rows of a staging buffer; negative lines are passed over."""
-    _bring(memory, memory.on_gpu[index], buffer, lines)
+    _bring(memory, memory.copies.destinations[index], buffer, lines)
 
 
 def bring_misses(memory: TierMemory, index: int, buffer: int, rows: Tensor, lines: Tensor) -> None:
     """Copy the rows of a layer that are in no cache line from the backing store to the same rows of a buffer."""
-    _bring(memory, memory.stored[index], buffer, rows.masked_fill(lines >= 0, -1))
+    _bring(memory, memory.copies.sources[index], buffer, rows.masked_fill(lines >= 0, -1))
 
 
 def _bring(memory: TierMemory, source: Pages, buffer: int, rows: Tensor) -> None:
     keys, values = memory.staging[buffer]
     gather_blocks(
-        (head_rows(source[0]), head_rows(source[1])),
+        source,
         (head_rows(keys), head_rows(values)),
         rows,
         torch.arange(len(rows), dtype=torch.int32, device=memory.device),

@@ -16,7 +16,7 @@ goes by the tables: sparse steps fetch what they list (engine.kv.fetch), others 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -25,15 +25,13 @@ from torch import Tensor
 from engine.kv.backing_store import BackingStore
 from engine.kv.cache import KVCache
 from engine.kv.counters import TierCounters
-from engine.kv.fetch import FetchPlan, fetch_listed
+from engine.kv.fetch import FetchPlan, request_listed, start_copies
 from engine.kv.gpu_pages import GpuPages
 from engine.kv.group_means import GroupMeanPool, make_means
 from engine.kv.host_memory import host_zeros
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
-from engine.kv.pool import PagePool
 from engine.kv.staged import StagedReads
-from engine.kv.tensors import kv_zeros
-from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, cache_lines_of, head_rows, rows_of
+from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
 from kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
@@ -63,13 +61,11 @@ class TieredKV(KVCache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         kept_layers: tuple[int, ...] = (),
-        stored: list[Pages] | None = None,
     ) -> None:
         """gpu_pages: pages that lie on the GPU at once; pages: in the backing store, in all.
 
         longest: tokens of a sequence, at most, which staged reads have room for. kept_layers: all of whose pages stay
-        on the GPU, at their numbers. stored: the store's memory of each layer in tiers, if it is there already (for a
-        GPU pinned; layers may share one if contents do not matter).
+        on the GPU, at their numbers.
         Raises ValueError for sizes that do not fit, MemoryError if the host has no room.
         """
         device = torch.device(device)
@@ -80,17 +76,13 @@ class TieredKV(KVCache):
             )
         if not 0 < gpu_pages <= pages:
             raise ValueError(f"{gpu_pages} GPU pages for {pages} pages in the backing store: expected 1 to {pages}")
-        of_page = (kv_heads, PAGE_SIZE, head_dim)
         sizes = [pages if layer in kept_layers else gpu_pages for layer in range(num_layers)]
-        keys, values = ([kv_zeros((size, *of_page), dtype, device) for size in sizes] for _ in range(2))
+        super().__init__(num_layers, kv_heads, head_dim, pages, dtype, device, sizes)
         self._freed: list[int] = []
-        super().__init__(keys, values, kv_heads, PagePool(pages, self._freed), device)
+        self.pool.freed = self._freed
         self.kept_layers = kept_layers
         layers = [layer for layer in range(num_layers) if layer not in kept_layers]
-        if stored is None:
-            stored = _make_store(len(layers), (pages, *of_page), dtype, device)
-        if any(part.shape != (pages, *of_page) for pair in stored for part in pair):
-            raise ValueError(f"a backing store that is there already must have pages of {(pages, *of_page)}")
+        stored = self._make_store(len(layers), (pages, kv_heads, PAGE_SIZE, head_dim), dtype)
         self.memory = self._make_memory(layers, stored, pages_for(longest), gpu_pages)
         self.store = BackingStore(self.memory.on_gpu, stored, pages, device, self.memory.backend)
         self.resident = GpuPages(gpu_pages, pages)
@@ -99,6 +91,9 @@ class TieredKV(KVCache):
         self._round = 0  # of the residency tables
         self._away = 0  # pages that are in the store alone
         self._last_work: list[SequenceKV] = []
+
+    def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
+        return [(host_zeros(shape, dtype, self.device), host_zeros(shape, dtype, self.device)) for _ in range(layers)]
 
     def _make_memory(self, layers: list[int], stored: list[Pages], staged: int, gpu_pages: int) -> TierMemory:
         on_gpu = [self.layer_pages(layer) for layer in layers]
@@ -147,19 +142,6 @@ class TieredKV(KVCache):
 
     def is_resident(self, sequence: SequenceKV) -> bool:
         return not self._away or self.resident.hold(sequence.table())
-
-    def adopt_stored(self, sequence: SequenceKV) -> None:
-        """Take it that the full pages of a sequence are stored, for who has put them there; they have no GPU pages yet.
-
-        For a new sequence: `grow` it, set its length, adopt, and `begin_pass`, which then makes the offload active.
-        Raises ValueError if a page has a GPU page.
-        """
-        self._forget_freed()
-        full = sequence.table()[: sequence.length // PAGE_SIZE]
-        if (self.resident.of[full] >= 0).any():
-            raise ValueError("adopt_stored is for pages that no GPU page was given for")
-        self._away += int((~self.store.holds[full]).sum())
-        self.store.holds[full] = True
 
     # Before a pass.
 
@@ -263,17 +245,14 @@ class TieredKV(KVCache):
 
     # Reading what is not resident.
 
-    def can_fetch(self, width: int, dense_layers: tuple[int, ...], block_size: int) -> bool:
-        return width > 0 and dense_layers == self.kept_layers and block_size % PAGE_SIZE == 0
-
     def next_round(self) -> int:
         self._round += 1
         return self._round
 
     def fetch_plan(
-        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor, overlap: bool = True
+        self, lists: Tensor, counts: Tensor, block_size: int, page_tables: Tensor, round: Tensor
     ) -> FetchPlan | None:
-        return fetch_listed(self.memory, lists, counts, block_size, page_tables, round, overlap)
+        return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
 
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
@@ -285,20 +264,18 @@ class TieredKV(KVCache):
         self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
         return True
 
-    def stage(self, sequences: list[SequenceKV]) -> StagedReads | None:
+    def stage(self, sequences: list[SequenceKV]) -> Iterator[StagedReads]:
         kept = {layer: self.layer_pages(layer) for layer in self.kept_layers}
-        return StagedReads(self.memory, kept, sequences, self.counters)
-
-    def staging_parts(self, sequences: Sequence[SequenceKV]) -> list[range]:
-        parts: list[range] = []
+        parts: list[list[SequenceKV]] = []
         room = 0
-        for i, sequence in enumerate(sequences):
+        for sequence in sequences:
             if len(sequence.pages) > room:
-                parts.append(range(i, i))
+                parts.append([])
                 room = self.memory.staged_pages
-            parts[-1] = range(parts[-1].start, i + 1)
+            parts[-1].append(sequence)
             room -= len(sequence.pages)
-        return parts
+        for part in parts:
+            yield StagedReads(self.memory, kept, part, self.counters)
 
     # Group means.
 
@@ -325,7 +302,7 @@ class TieredKV(KVCache):
         rows = rows_of(pages.reshape(-1), self.kv_heads, self.device)
         missed = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, layer in enumerate(memory.layers):
-            lines = cache_lines_of(memory, index, rows)
+            lines = memory.tables.line_of[index][rows.long()]  # negative where a row is in the store alone
             bring_hits(memory, index, 0, lines)
             bring_misses(memory, index, 0, rows, lines)
             missed += (lines < 0).sum()
@@ -334,12 +311,6 @@ class TieredKV(KVCache):
         self.counters.staged_pages += int(missed)
 
     # Checks, and sequences.
-
-    def check_dense_layers(self, dense_layers: tuple[int, ...]) -> None:
-        if not set(self.kept_layers) <= set(dense_layers):
-            raise ValueError(
-                f"layers {self.kept_layers} stay on the GPU to be read wholly; a step reads only {dense_layers} so"
-            )
 
     def check_writable(self, pages: int, why: str) -> None:
         if self.resident.count < pages:
@@ -353,16 +324,9 @@ class TieredKV(KVCache):
         self._offer(sequence, sequence.indexed)
         super().release(sequence)
 
-    def fork(self, sequence: SequenceKV) -> SequenceKV:
-        raise NotImplementedError("KV in tiers: sequences cannot be forked")
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless every GPU page has one owner and what is stored is there, byte by byte."""
         self.pool.check_integrity()
         self.resident.check_integrity()
         assert self._away == (self.store.holds & (self.resident.of < 0)).sum()
         self.store.check_integrity(self.resident.of)
-
-
-def _make_store(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Pages]:
-    return [(host_zeros(shape, dtype, device), host_zeros(shape, dtype, device)) for _ in range(layers)]

@@ -1,11 +1,9 @@
 """A causal LM of transformers: its weights, its dtype and device, and what identifies it."""
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from config.sections import LOAD_FORMATS
@@ -68,31 +66,3 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     if name not in dtypes:
         raise ValueError(f"dtype {name!r}: expected auto, {', '.join(dtypes)}")
     return dtypes[name]
-
-
-def model_hash(model: str) -> str:
-    """Return 16 hex digits that identify a model: a folder by config, file sizes and headers, a hub id by its name."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return hashlib.sha256(f"hub:{model}".encode()).hexdigest()[:16]
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as handle:
-            digest.update(f"{file.name}:{file.stat().st_size}".encode() + handle.read(65536))
-    return digest.hexdigest()[:16]
-
-
-def output_projections(model: nn.Module) -> list[Tensor]:
-    """Return each layer's attention output projection, [hidden, heads * head_dim].
-
-    Raises NotImplementedError for an architecture whose attention has none under a name that we know.
-    """
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        names = [name for name in ("o_proj", "out_proj", "dense", "c_proj", "wo") if hasattr(module, name)]
-        if layer is not None and names:
-            found[layer] = getattr(module, names[0]).weight.detach()
-    if sorted(found) != list(range(model.config.num_hidden_layers)):  # type: ignore[union-attr,arg-type]
-        raise NotImplementedError(f"{type(model).__name__}: no output projection of attention found in every layer")
-    return [found[layer] for layer in sorted(found)]

@@ -2,24 +2,16 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from engine.decoder import Decoder
 from engine.families import read_decoder, unbuilt_feature
 from engine.kv.cache import KVCache
-from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.kv.tiered import TieredKV
-from engine.loading.model import load_model
 from engine.loading.shape import read_shape
 from engine.model_runner import MAX_OVERHANG, ModelRunner
 from engine.modules import ModulesDecoder
-
-
-def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
-    """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs."""
-    return make_runner(load_model(model, dtype, device), kv_tokens, enforce_eager=True)
 
 
 def make_runner(
@@ -50,7 +42,7 @@ def _make_kv(
     of_weights = parameter.dtype, parameter.device
     pages = pages_for(kv_tokens)
     if not backing_tokens:
-        return PagedKV(*of_model, pages, *of_weights)
+        return KVCache(*of_model, pages, *of_weights)
     backing = backing_tokens // PAGE_SIZE
     return TieredKV(*of_model, min(pages, backing), backing, longest, *of_weights, kept_layers=dense_layers)
 

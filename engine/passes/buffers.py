@@ -12,7 +12,7 @@ from kernels.shared_budget import WORD
 
 
 def make_buffers(
-    shape: PassShape, kv: KVCache, device: torch.device, memory: Tensor | None = None, logits_rows: int | None = None
+    shape: PassShape, kv: KVCache, memory: Tensor | None = None, logits_rows: int | None = None
 ) -> Buffers:
     """Return the buffers of a shape, filled as for a pass without sequences.
 
@@ -29,7 +29,7 @@ def make_buffers(
         layout["group_counts"] = (shape.sequences,), torch.int32
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
-    buffers = Buffers(Staging(layout, device), Staging(_results_layout(shape), device))
+    buffers = Buffers(Staging(layout, kv.device), Staging(_results_layout(shape), kv.device))
     if memory is not None:
         buffers.tensors["memory"] = memory
         buffers.inputs.host["indices"][:] = -1

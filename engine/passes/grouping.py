@@ -36,14 +36,14 @@ class StepLimits:
         """Whether an input runs in a pass of its exact size."""
         # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
         # difference.
-        plain = item.drafted is None and not item.emitting and item.read is None
+        plain = item.drafted is None and item.read is None
         return len(item.tokens) > self.queries or (self.pinned and plain)
 
 
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.block_size, item.emitting)
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None)
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)
@@ -85,8 +85,6 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
     """Return the shape with how these inputs of one kind attend and what they give."""
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, kept=bool(kv.kept_layers))
-    if first.emitting:
-        return replace(shape, block_size=first.block_size, emitting=first.emitting)
     if first.drafted is not None:
         support = support_of([item.drafted for item in inputs if item.drafted is not None])
         shape = replace(shape, judged=True, support=support)

@@ -3,20 +3,11 @@
 import torch
 from torch import Tensor
 
-from engine.decoder import Attend, Decoder
+from engine.decoder import Decoder
 from engine.judging import judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.layer_attention import (
-    BlockWeights,
-    Heads,
-    LayerAttention,
-    LayerPages,
-    ListedReads,
-    ReadWeights,
-    Rows,
-    plan_reads,
-)
+from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
@@ -40,14 +31,11 @@ def run_pass(
     attention: Backend,
     layer_pages: LayerPages | None = None,
     prompt: Planned | None = None,
-    overlap: bool = True,
-    attend: Attend | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
     layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompt: FlashInfer's plan of the
-    dense layers. overlap: False fetches a layer's pages only when the layer wants them (to compare with).
-    attend: how the layers attend instead of what the shape says.
+    dense layers.
     """
     given = buffers.tensors
     if shape.decay is not None:
@@ -55,12 +43,9 @@ def run_pass(
     fetched = None
     if shape.fetches:
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
-        fetched = kv.fetch_plan(*listed, given["round"], overlap)
-    if attend is None:
-        attend = own = _attention_of(heads_of(decoder, kv), kv, shape, buffers, attention, fetched)
-        own.prompt = prompt
-        if layer_pages is not None:
-            own.pages = layer_pages
+        fetched = kv.fetch_plan(*listed, given["round"])
+    attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
+    attend.prompt, attend.pages = prompt, layer_pages or kv.layer_pages
     slots: Tensor | list[Tensor] = given["slots"]
     if shape.kept:
         slots = [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]
@@ -80,10 +65,9 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
 
 
 def _attention_of(
-    heads: Heads, kv: KVCache, shape: PassShape, buffers: Buffers, attention: Backend, fetched: FetchPlan | None
+    heads: Heads, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend, fetched: FetchPlan | None
 ) -> LayerAttention:
     """Return how the layers of a pass attend."""
-    given = buffers.tensors
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.queries)
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
@@ -91,14 +75,11 @@ def _attention_of(
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.kept:
         attend.tables_of = lambda layer: given["kept_tables"] if layer in kv.kept_layers else rows.tables
-    if shape.emitting:
-        attend.weights = weights = BlockWeights(shape.block_size, shape.emitting, shape.blocks)
-        buffers.block_weights = weights.by_layer
     if shape.width:
         attend.listed = _listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
     if shape.read_weights:
-        given["read_weights"] = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
-        attend.weights = ReadWeights(given["read_weights"])
+        attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
+        given["read_weights"] = attend.weights
     return attend
 
 

@@ -51,10 +51,7 @@ def lay_out_pass(
 def logits_rows_of(inputs: list[SequenceInput]) -> np.ndarray:
     """Return the rows of a pass that give logits, int64 [rows], in the order of the inputs."""
     ends = np.cumsum([len(item.tokens) for item in inputs])
-    counts = {"none": 0, "last": 1}
-    rows = [
-        np.arange(end - counts.get(item.logits, len(item.tokens)), end) for item, end in zip(inputs, ends, strict=True)
-    ]
+    rows = [np.arange(end - item.logits_rows, end) for item, end in zip(inputs, ends, strict=True)]
     return np.concatenate(rows).astype(np.int64)
 
 
@@ -80,10 +77,10 @@ def lay_out_rows(
         pages = kv.table() if gpu_pages is None else gpu_pages[i]
         here = slice(row, row + len(tokens))
         host["token_ids"][here], host["positions"][here] = tokens, at
-        host["slots"][here] = _slots_of(pages, at)
+        host["slots"][here] = slots_of(pages, at)
         host["block_tables"][i, : len(pages)] = pages if tables is None else tables[i]
         if "kept_slots" in host:
-            host["kept_slots"][here] = _slots_of(kv.table(), at)
+            host["kept_slots"][here] = slots_of(kv.table(), at)
             host["kept_tables"][i, : len(kv.pages)] = kv.table()
         host["lengths"][i] = kv.length + len(tokens)
         host["query_starts"][i] = row
@@ -91,7 +88,7 @@ def lay_out_rows(
     host["query_starts"][len(items) :] = row
 
 
-def _slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def slots_of(pages: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return where positions lie in pages, int64: page * PAGE_SIZE + offset."""
     slots: np.ndarray = pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return slots

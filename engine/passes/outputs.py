@@ -31,8 +31,6 @@ def read_outputs(
         _give_logits(buffers, inputs, outputs)
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
-        if shape.emitting:
-            output.block_weights = torch.stack([weights[i, :, :, :blocks] for weights in buffers.block_weights])
         if item.read is not None and item.read.emit_weights and shape.decay is None:
             output.read_weights = _by_layer(buffers, shape, kv, i, blocks, buffers.tensors["read_weights"][:, i], 0.0)
         if item.read is not None and item.read.report_blocks:
@@ -45,7 +43,7 @@ def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[Se
     """Logits stand in rows of their own where only some rows give them, else in the rows of all tokens."""
     row, of_all = 0, "logits_rows" not in buffers.tensors
     for item, output in zip(inputs, outputs, strict=True):
-        count = {"none": 0, "last": 1}.get(item.logits, len(item.tokens))
+        count = item.logits_rows
         row += len(item.tokens) if of_all else count
         if count:
             logits = buffers.tensors["logits"][row - count : row]

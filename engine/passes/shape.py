@@ -10,14 +10,14 @@ class PassShape:
     """All that the launches of a pass are specialised for.
 
     sequences: how many there is room for. rows: of all their tokens together. queries: of one sequence, at most. pages:
-    of one sequence, at most. block_size: tokens of a block, where blocks are read or weighed. emitting: queries of
-    each sequence that give their weights on blocks. width: blocks of a list, at most; 0: all layers are dense. groups:
-    group means of a sequence, at most; 0: none stand in. read_weights: whether listed blocks give their weights.
-    dense_layers: the layers without lists. decay: of what is remembered, where a budget is shared out in the pass.
-    judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but the first. support:
-    entries of a distribution that they were drawn from, at most; 0: all are greedy. pinned: whether splits of attention
-    are independent of the batch. kept: whether some layers' pages lie at their own numbers, others' where the KV put
-    them. fetches: whether block tables name pages of the backing store, and listed ones are fetched first.
+    of one sequence, at most. block_size: tokens of a block, where blocks are read. width: blocks of a list, at most; 0:
+    all layers are dense. groups: group means of a sequence, at most; 0: none stand in. read_weights: whether listed
+    blocks give their weights. dense_layers: the layers without lists. decay: of what is remembered, where a budget is
+    shared out in the pass. judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but
+    the first. support: entries of a distribution that they were drawn from, at most; 0: all are greedy. pinned: whether
+    splits of attention are independent of the batch. kept: whether some layers' pages lie at their own numbers, others'
+    where the KV put them. fetches: whether block tables name pages of the backing store, and listed ones are fetched
+    first.
     """
 
     sequences: int
@@ -25,7 +25,6 @@ class PassShape:
     queries: int
     pages: int
     block_size: int = 0
-    emitting: int = 0
     width: int = 0
     groups: int = 0
     read_weights: bool = False

@@ -7,8 +7,8 @@ import torch
 
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
-from engine.passes.layout import lay_out_rows
-from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.passes.layout import lay_out_rows, slots_of
+from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers, Layout, Staging
 from kernels.shared_top_k import WORD
 
@@ -19,7 +19,7 @@ class RoundShape:
 
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
-    announces nothing.
+    announces nothing. branches: of a sequence; 1: it runs pending tokens.
     """
 
     sequences: int
@@ -27,6 +27,12 @@ class RoundShape:
     pages: int
     sampled: bool
     method: str
+    branches: int = 1
+
+    @property
+    def rows(self) -> int:
+        """How many tokens are drafted at once: the branches of all sequences."""
+        return self.sequences * self.branches
 
     def blocks(self, settings: RoundSettings) -> int:
         """Return how many blocks a sequence has, at most."""
@@ -36,27 +42,38 @@ class RoundShape:
 def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions.
 
-    limits: of AnnouncementRequest. before, bitmaps: blocks announced last round and to announce, a bit each. known:
+    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. known:
     tokens that `kept` is of; 0: this round refreshes.
+
+    With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
+    own: where the KV of its own tokens begins; kept_own: whether these are written (a sequence with fewer branches
+    repeats its first one). totals: tokens of a sequence once the round has run. source, target: where KV is moved from
+    and to before anything is read, as places in the pages, -1 for none.
 
     The caller adds to the tensors, where settings.refresh_every > 1, kept [sequences, layers, heads, blocks] float32:
     RoundMemory's weights, then this round's.
     """
-    count, passes = shape.sequences, settings.gamma + 1
-    layout = rows_layout(count, count * shape.queries, shape.pages) | {
-        "temperature": ((count,), torch.float32),
-        "top_p": ((count,), torch.float32),
-        "uniforms": ((passes, count), torch.float64),
+    count, rows, passes = shape.sequences, shape.rows, settings.gamma + 1
+    layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
+        "temperature": ((rows,), torch.float32),
+        "top_p": ((rows,), torch.float32),
+        "uniforms": ((passes, rows), torch.float64),
         "limits": ((3, count), torch.int32),
     }
-    results: Layout = {"tokens": ((passes, count), torch.int32)}
+    if shape.branches > 1:
+        layout |= dict.fromkeys(("before", "own", "kept_own"), ((rows,), torch.int32))
+        layout |= dict.fromkeys(("source", "target"), ((count * passes,), torch.int64))
+        layout["totals"] = (count,), torch.int32
+    results: Layout = {"tokens": ((passes, rows), torch.int32)}
+    if settings.alternatives:
+        results["alternatives"] = (passes, rows, settings.alternatives), torch.int32
     if shape.sampled:
         support = min(settings.support, vocab)
-        results["ids"] = (passes, count, support), torch.int32
-        results["probs"] = (passes, count, support), torch.float32
+        results["ids"] = (passes, rows, support), torch.int32
+        results["probs"] = (passes, rows, support), torch.float32
     if shape.method:
         rows = len(settings.announcers[shape.method].projection)
-        layout["before"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
+        layout["announced"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
@@ -67,40 +84,78 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     return buffers
 
 
-def lay_out_round(buffers: Buffers, requests: list[RoundRequest]) -> None:
+def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]) -> None:
     """Bring the inputs of a round to the device."""
     buffers.inputs.begin()
     host = buffers.inputs.host
-    lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    if shape.branches > 1:
+        _lay_out_branches(host, shape, requests)
+    else:
+        lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
     if "known" in host:
         host["known"][:] = 0
     for i, item in enumerate(requests):
-        host["temperature"][i], host["top_p"][i] = item.temperature, item.top_p
-        host["uniforms"][:, i] = item.uniforms
+        rows = slice(i * shape.branches, (i + 1) * shape.branches)
+        host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p
+        if shape.branches == 1:
+            host["uniforms"][:, i] = item.uniforms
         if "known" in host and not item.refresh:
             assert item.memory is not None
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            host["before"][i] = 0
+            host["announced"][i] = 0
             if item.announce.before is not None:
-                host["before"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
+                host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
 
 
-def read_round(buffers: Buffers, requests: list[RoundRequest]) -> list[RoundOutput]:
+def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
+    """Write where branches leave their sequences, where their KV goes, and what is moved before."""
+    lay_out_rows(host, [(item.kv, []) for item in requests])
+    for name in ("before", "own", "kept_own", "totals"):
+        host[name][:] = 0
+    host["source"][:] = host["target"][:] = -1
+    passes = len(host["uniforms"])
+    for i, item in enumerate(requests):
+        branches = item.branches or (Branch(item.kv.length, item.tokens[0], item.uniforms),)
+        first = i * shape.branches
+        for row in range(shape.branches):
+            # A sequence with fewer branches runs its first one again, and writes no KV of it.
+            index = row if row < len(branches) else 0
+            branch, at = branches[index], first + row
+            host["token_ids"][at], host["before"][at] = branch.token, branch.length
+            host["own"][at], host["kept_own"][at] = item.kv.length + index * passes, row < len(branches)
+            host["uniforms"][:, at] = branch.uniforms
+        host["lengths"][i] = item.kv.length + 1
+        host["totals"][i] = item.kv.length + len(branches) * passes
+        if item.moved is not None:
+            here, table = slice(i * passes, i * passes + item.moved.count), item.kv.table()
+            steps = np.arange(item.moved.count)
+            host["source"][here] = slots_of(table, item.moved.source + steps)
+            host["target"][here] = slots_of(table, item.moved.target + steps)
+
+
+def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]) -> list[RoundOutput]:
     """Wait for a round and return its results, in the order of the requests."""
     results = buffers.results.fetch()
     tokens = results["tokens"].T.tolist()
+
+    def drafted(row: int, drawn: bool) -> DraftedTokens:
+        return DraftedTokens(
+            tokens[row],
+            results["ids"][:, row].copy() if drawn else None,
+            results["probs"][:, row].copy() if drawn else None,
+            results["alternatives"][:, row].copy() if "alternatives" in results else None,
+        )
+
     outputs = []
     for i, item in enumerate(requests):
-        drawn = item.temperature > 0
+        first = i * shape.branches
         outputs.append(
             RoundOutput(
-                tokens[i],
-                results["ids"][:, i].copy() if drawn else None,
-                results["probs"][:, i].copy() if drawn else None,
+                [drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
                 None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
             )

@@ -16,6 +16,7 @@ from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
+from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
 
@@ -44,7 +45,14 @@ class _Round:
         """Return where a pass adds the weights of its last queries."""
         if self.evidence is None:
             return None
-        return Evidence(self.evidence, 1 / (self.settings.gamma + 1), self.settings.block_size)
+        share = 1 / (self.settings.gamma + 1)
+        return Evidence(self.evidence, share, self.settings.block_size, self.shape.branches)
+
+    @property
+    def ends(self) -> Tensor:
+        """The tokens of each sequence once the round has run, int32 [sequences]."""
+        given = self.given
+        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.settings.gamma
 
 
 def run_round(
@@ -61,6 +69,9 @@ def run_round(
         sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
         evidence = torch.zeros(sizes, device=kv.device)
     round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
+    if shape.branches > 1:
+        for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
+            move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
     first = _lists_of_first_pass(round_) if settings.refresh_every > 1 else None
     logits = _run_first_pass(round_, first)
     if "kept" in given and evidence is not None:
@@ -68,18 +79,22 @@ def run_round(
     later = None
     if settings.read_share < 1:
         assert evidence is not None
-        later = _own_lists(round_, evidence)
+        later = _own_lists(round_, evidence, max_queries=shape.branches)
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
-    tokens, ids, probs = [], [], []
+    tokens, ids, probs, alternatives = [], [], [], []
     for index in range(settings.gamma + 1):
         token, support = _sample(logits, round_, index)
         tokens.append(token)
+        if settings.alternatives:
+            alternatives.append(logits.topk(settings.alternatives).indices)
         if support is not None:
             ids.append(support[0])
             probs.append(support[1])
         if index < settings.gamma:
             logits = _run_later_pass(round_, token, index, later)
     results["tokens"].copy_(torch.stack(tokens))
+    if alternatives:
+        results["alternatives"].copy_(torch.stack(alternatives))
     if ids:
         results["ids"].copy_(torch.stack(ids))
         results["probs"].copy_(torch.stack(probs))
@@ -91,7 +106,7 @@ def _announce(round_: _Round) -> Tensor:
     """Choose the blocks to announce: [sequences, rows, words] int64."""
     assert round_.evidence is not None
     announcer, limits = round_.settings.announcers[round_.shape.method], round_.given["limits"]
-    scores = predict_weights(announcer, round_.evidence, round_.given["before"], limits)
+    scores = predict_weights(announcer, round_.evidence, round_.given["announced"], limits)
     return choose_blocks(announcer, scores, limits, default_backend(scores.device))
 
 
@@ -99,8 +114,10 @@ def _announce(round_: _Round) -> Tensor:
 
 
 def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
-    """Run the pending tokens; return the logits of each sequence's last one: [sequences, vocab]."""
+    """Run what is pending, or each branch's first token; return the logits [rows, vocab] of what is drafted next."""
     given = round_.given
+    if round_.shape.branches > 1:
+        return _run_branches(round_, given["token_ids"], 0, lists, round_.evidence_of_pass())
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], round_.shape.queries)
     ends = (given["query_starts"][1:].long() - 1).clamp(min=0)
     tokens = given["token_ids"], given["positions"], given["slots"]
@@ -108,17 +125,38 @@ def _run_first_pass(round_: _Round, lists: ListedReads | None) -> Tensor:
 
 
 def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedReads | None) -> Tensor:
-    """Run the token drafted last, with `index` tokens of the round before it; return logits [sequences, vocab]."""
+    """Run the tokens drafted last, with `index` tokens of the round before them; return logits [rows, vocab]."""
+    evidence = round_.evidence_of_pass() if round_.shape.method else None
+    if round_.shape.branches > 1:
+        return _run_branches(round_, token, index + 1, lists, evidence)
     before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
     present = before > 0
     position = before.long() + index
-    page = tables.gather(1, (position // PAGE_SIZE)[:, None]).long()[:, 0]
-    slot = (page * PAGE_SIZE + position % PAGE_SIZE).where(present, -1)
+    slot = _slots_of(tables, position).where(present, -1)
     lengths = (before + index + 1).where(present, 0)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
-    evidence = round_.evidence_of_pass() if round_.shape.method else None
     rows = Rows(starts, lengths, tables, 1)
     return _run_pass(round_, rows, (token, position.where(present, 0), slot), lists, evidence, None)
+
+
+def _run_branches(
+    round_: _Round, token: Tensor, index: int, lists: ListedReads | None, evidence: Evidence | None
+) -> Tensor:
+    """Run a token of each branch, with `index` tokens of the branch before it; return logits [rows, vocab]."""
+    given, shape = round_.given, round_.shape
+    before, own = given["before"], given["own"]
+    tables = given["block_tables"].repeat_interleave(shape.branches, 0)
+    slots = _slots_of(tables, own.long() + index).where(given["kept_own"] > 0, -1)
+    visible = torch.stack((before, own, (own + index + 1).where(before > 0, 0)), 1)
+    starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=own.device)
+    rows = Rows(starts, given["totals"], given["block_tables"], shape.branches, visible)
+    return _run_pass(round_, rows, (token, before.long() + index, slots), lists, evidence, None)
+
+
+def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
+    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
+    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
+    return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _run_pass(
@@ -148,7 +186,7 @@ def _lists_of_first_pass(round_: _Round) -> ListedReads:
     column = torch.arange(evidence.shape[3], device=evidence.device)
     # What lies beyond may be of tokens that were taken back, or of another session.
     kept = given["kept"].masked_fill((column >= known[:, None])[:, None, None], 0)
-    lists = _own_lists(round_, kept, known, round_.shape.queries)
+    lists = _own_lists(round_, kept, known, max(round_.shape.queries, round_.shape.branches))
     unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
     evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
     return lists
@@ -181,7 +219,7 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
     settings, lengths, kv_heads = round_.settings, round_.given["lengths"], round_.kv.kv_heads
     sequences, layers, _, n = evidence.shape
     scores = evidence.unflatten(2, (kv_heads, -1)).sum(3).transpose(0, 1)  # [layers, sequences, kv_heads, n]
-    ends = -((-lengths - settings.gamma) // settings.block_size)  # blocks once the round has run
+    ends = -(-round_.ends // settings.block_size)  # blocks once the round has run
     recent = -(-lengths // settings.block_size) - settings.window_blocks
     if known is not None:
         recent = torch.minimum(recent, known)

@@ -18,7 +18,8 @@ class RoundSettings:
     gamma: tokens of a round. support: entries of a sampled token's distribution that are kept. block_size: tokens of a
     block. read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: always
     read by them. announcers: by the name of a method, how it announces. refresh_every: rounds from one dense first
-    pass of a session to its next, at most; 1: every round has one.
+    pass of a session to its next, at most; 1: every round has one. branches: that a round drafts at once, at most.
+    alternatives: how many of the likeliest tokens are told at each position.
     """
 
     gamma: int
@@ -29,6 +30,8 @@ class RoundSettings:
     window_blocks: int = 4
     announcers: Mapping[str, Announcer] = field(default_factory=dict)
     refresh_every: int = 1
+    branches: int = 1
+    alternatives: int = 0
 
     def __post_init__(self) -> None:
         if self.refresh_every < 1:
@@ -82,12 +85,41 @@ class AnnouncementRequest:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A continuation of a session's tokens that is drafted beside others.
+
+    It leaves them after the first `length` tokens, all of which have KV, and goes on with `token`. uniforms: [γ + 1]
+    float64.
+    """
+
+    length: int
+    token: int
+    uniforms: np.ndarray
+
+
+@dataclass(frozen=True)
+class MovedKV:
+    """KV of `count` tokens that a branch has left at position `source`, and that belongs at position `target`.
+
+    The two stretches do not overlap, unless they are the same.
+    """
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True)
 class RoundRequest:
     """A round of one session.
 
     tokens: pending ones, the last of them committed or guessed. temperature 0: greedy. uniforms: [γ + 1] float64.
     refresh: let the first pass be dense, and `memory` hold what it weighed; otherwise the pass reads by what `memory`
     holds. Both only count where settings.refresh_every > 1; without a memory nothing is held.
+
+    branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
+    most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
+    share the evidence and the announcement. moved: KV that is put in its place before anything is read.
     """
 
     kv: SequenceKV
@@ -98,23 +130,46 @@ class RoundRequest:
     announce: AnnouncementRequest | None
     memory: RoundMemory | None = None
     refresh: bool = True
+    branches: tuple[Branch, ...] = ()
+    moved: MovedKV | None = None
 
     def __post_init__(self) -> None:
+        if bool(self.tokens) == bool(self.branches):
+            raise ValueError("a round runs either pending tokens or branches: give one of the two")
+        if any(not 0 < branch.length <= self.kv.length for branch in self.branches):
+            raise ValueError(f"a branch leaves the {self.kv.length} tokens with KV elsewhere than behind one of them")
         if not self.refresh and (self.memory is None or self.memory.weights is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
 
 
 @dataclass(frozen=True)
-class RoundOutput:
-    """What a round gives. The KV then holds all pending tokens and γ more; kv.length is left to the caller.
+class DraftedTokens:
+    """What a round drafts behind its pending tokens or behind one of its branches.
 
-    tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy. bitmap:
-    uint64 [rows, words] of the blocks to announce, if asked for. blocks_read: over passes, layers and KV heads; None
-    where all passes are dense.
+    tokens: γ + 1, the last not run. ids, probs: [γ + 1, support] of each token's distribution, None if greedy.
+    alternatives: [γ + 1, settings.alternatives], the likeliest tokens at each position in falling order; None if no
+    alternatives were asked for.
     """
 
     tokens: list[int]
-    ids: np.ndarray | None
-    probs: np.ndarray | None
+    ids: np.ndarray | None = None
+    probs: np.ndarray | None = None
+    alternatives: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class RoundOutput:
+    """What a round gives. The KV then holds what was pending and γ tokens more; kv.length is left to the caller.
+
+    branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
+    blocks to announce, if asked for. blocks_read: over passes, layers and KV heads; None where all passes are dense.
+    """
+
+    branches: list[DraftedTokens]
     bitmap: np.ndarray | None
     blocks_read: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens drafted behind the first branch, or behind the pending tokens."""
+        return self.branches[0].tokens

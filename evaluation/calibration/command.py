@@ -6,9 +6,9 @@ from pathlib import Path
 from evaluation.calibration.files import calibrate_files
 from evaluation.calibration.plans import overlap_shares
 from evaluation.calibration.sums import CalibrationSettings
+from evaluation.plans import save_plan
 from evaluation.plots import plot_maps, plot_prunable
 from evaluation.run import add_pair
-from sparsity.plan import save_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

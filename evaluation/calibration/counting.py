@@ -12,13 +12,14 @@ from tqdm import tqdm
 
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.runner import Runner
+from engine.model_runner import ModelRunner
+from evaluation.attending import forward_weighing
 from evaluation.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
 
 
 def calibrate(
-    draft: Runner,
-    target: Runner,
+    draft: ModelRunner,
+    target: ModelRunner,
     texts: list[list[int]],
     settings: CalibrationSettings,
     projections: list[Tensor],
@@ -51,8 +52,8 @@ def _usable(tokens: list[int], settings: CalibrationSettings) -> int:
 
 
 def _samples(
-    draft: Runner,
-    target: Runner,
+    draft: ModelRunner,
+    target: ModelRunner,
     tokens: list[int],
     settings: CalibrationSettings,
     projections: list[Tensor],
@@ -64,12 +65,14 @@ def _samples(
         for start in range(0, _usable(tokens, settings), settings.stride):
             chunk = tokens[start : start + settings.stride]
             sampled = start + settings.stride > settings.skipped
-            emitting = settings.queries if sampled else 0
             means: list[Tensor | None] = []
             for runner, sequence in zip(runners, sequences, strict=True):
-                step = SequenceInput(sequence, chunk, block_size=settings.block_size, emitting=emitting)
-                (output,) = runner.forward([step])
-                means.append(None if output.block_weights is None else output.block_weights.mean(1).cpu())
+                if sampled:
+                    _, weights = forward_weighing(runner, sequence, chunk, settings.block_size, settings.queries, False)
+                    means.append(weights.mean(1).cpu())
+                else:
+                    runner.forward([SequenceInput(sequence, chunk)])
+                    means.append(None)
             if means[1] is not None:
                 means[1] = means[1].unflatten(1, (target.kv.kv_heads, -1)).sum(2)
             yield means[0], means[1]
@@ -80,7 +83,7 @@ def _samples(
             runner.kv.release(sequence)
 
 
-def _value_spread(target: Runner, sequence: SequenceKV, projections: list[Tensor]) -> Tensor:
+def _value_spread(target: ModelRunner, sequence: SequenceKV, projections: list[Tensor]) -> Tensor:
     """Mean length of what leaving a token out can change through each KV head: |W_o (v - v̄)|, [layers * kv_heads]."""
     spread = []
     pages = torch.tensor(sequence.pages)

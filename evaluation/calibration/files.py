@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.kv.pages import PAGE_SIZE
-from engine.loading.model import default_device, load_model, model_hash, output_projections, resolve_dtype
-from engine.loading.runner import load_runner, make_runner
+from engine.loading.model import default_device, load_model, resolve_dtype
+from engine.loading.runner import make_runner
 from engine.loading.tokenizer import load_tokenizer
 from evaluation.calibration.counting import calibrate
 from evaluation.calibration.plans import to_plan
 from evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
+from evaluation.models import load_runner, model_hash, output_projections
 from sparsity.plan import Plan
 
 

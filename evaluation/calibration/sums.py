@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.runner import Runner
 from evaluation.calibration.head_map import top_k_overlap
 from evaluation.calibration.layer_map import layer_similarity
+from evaluation.choice import choose_over_all
 from kernels.selection import nucleus_mask
-from sparsity.choice import choose_over_all
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ n · exp(q·k̄ + ½ Σ q_d² var_d).
 device; `weights` turns what the kernel leaves into the softmax weights of blocks.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import check_backend
 from kernels.paged_attention.inputs import MAX_VARIANCE_TERM, Batch, BlockLists, GroupMeans, check_batch
-from kernels.paged_attention.launch import attend_emitting, attend_in_triton
+from kernels.paged_attention.launch import attend_in_triton
 from kernels.paged_attention.reference import (
     add_weights_of_listed_in_torch,
     attend_in_torch,
@@ -23,7 +24,7 @@ from kernels.paged_attention.reference import (
     pool_blocks,
     weights_of_last_queries_in_torch,
 )
-from kernels.paged_attention.weights import add_weights_of_listed, weights_of_last_queries, weights_of_listed
+from kernels.paged_attention.weights import weigh_last_queries, weights_of_listed
 from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -62,7 +63,7 @@ def paged_attention(
     check_backend("paged_attention", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
-        return attend_in_triton(batch, blocks, means, work)
+        return attend_in_triton(batch, blocks, means, work)[0]
     return attend_in_torch(batch, blocks, means)[0]
 
 
@@ -83,7 +84,7 @@ def paged_attention_with_read_weights(
     check_backend("paged_attention_with_read_weights", backend)
     check_batch(batch, blocks, means)
     if backend == "triton":
-        out, sums = attend_emitting(batch, blocks, means, work, blocks.block_size)
+        out, sums = attend_in_triton(batch, blocks, means, work, blocks.block_size)
         return out, weights_of_listed(batch, sums, blocks, weights_out)
     out, weights = attend_in_torch(batch, blocks, means, emit=True)
     assert weights is not None
@@ -110,26 +111,36 @@ def paged_attention_with_block_weights(
     if backend == "triton":
         if width is None:
             raise ValueError("paged_attention_with_block_weights: the Triton backend needs width and max_queries")
-        out, sums = attend_emitting(batch, None, None, work, block_size)
-        return out, weights_of_last_queries(batch, sums, block_size, emitting, width)
+        out, sums = attend_in_triton(batch, None, None, work, block_size)
+        shape = len(batch.kv_lengths), emitting, batch.heads, width
+        weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
+        weigh_last_queries(batch, sums, weights, emitting)
+        return out, weights
     weights = weights_of_last_queries_in_torch(batch, block_size, emitting)
     padded = weights if width is None else F.pad(weights, (0, width - weights.shape[-1]))
     return attend_in_torch(batch)[0], padded
 
 
 def add_listed_weights(
-    batch: Batch, blocks: BlockLists, sums: Tensor, share: float, backend: str = "torch", work: Work | None = None
+    batch: Batch,
+    blocks: BlockLists,
+    sums: Tensor,
+    share: float,
+    backend: str = "torch",
+    work: Work | None = None,
+    emitting: int = 1,
 ) -> Tensor:
-    """Attend over lists, and add `share` of the last query's weight on each listed block to `sums`, in place.
+    """Attend over lists, and add `share` of a mean weight on each listed block to `sums`, in place.
 
-    sums: [sequences, heads, n] float32, its last dimension contiguous. Returns the output [tokens, heads, head_dim].
+    The mean is that of each sequence's last `emitting` queries. sums: [sequences, heads, n] float32, its last dimension
+    contiguous. Returns the output [tokens, heads, head_dim].
     The other arguments and what is raised: as for `paged_attention`.
     """
     check_backend("add_listed_weights", backend)
     check_batch(batch, blocks)
     if backend == "triton":
-        out, block_sums = attend_emitting(batch, blocks, None, work, blocks.block_size)
-        add_weights_of_listed(batch, block_sums, blocks, sums, share)
+        out, block_sums = attend_in_triton(batch, blocks, None, work, blocks.block_size)
+        weigh_last_queries(batch, block_sums, sums, emitting, blocks, share)
         return out
-    add_weights_of_listed_in_torch(batch, blocks, sums, share)
+    add_weights_of_listed_in_torch(batch, blocks, sums, share, emitting)
     return attend_in_torch(batch, blocks)[0]

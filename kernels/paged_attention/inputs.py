@@ -51,6 +51,9 @@ class Batch:
     kv_lengths: [sequences] int32, tokens with KV, the queries' own included
     query_starts: [sequences + 1] int32, first query row of each sequence
     scale: of the scores. max_queries: no sequence has more queries; only Triton needs it
+    visible: [tokens, 3] int32, for queries that are on different branches of one sequence: a query with the numbers
+        (before, first, last) sees the KV positions below `before` and those from `first` up to `last` - 1; None: each
+        query sees its own position and all before it
     """
 
     queries: Tensor
@@ -61,6 +64,7 @@ class Batch:
     query_starts: Tensor
     scale: float
     max_queries: int = 0
+    visible: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -91,6 +95,10 @@ def check_batch(batch: Batch, blocks: BlockLists | None = None, means: GroupMean
         raise ValueError(f"paged_attention: {heads} query heads are no multiple of {kv_heads} KV heads")
     if means is not None and blocks is None:
         raise ValueError("paged_attention: group means stand in for blocks that lists leave out; give lists")
+    if batch.visible is not None and batch.visible.shape != (len(batch.queries), 3):
+        raise ValueError(
+            f"paged_attention: visible has the shape {tuple(batch.visible.shape)}, expected ({len(batch.queries)}, 3)"
+        )
     if blocks is None:
         return
     size = blocks.block_size

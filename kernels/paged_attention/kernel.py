@@ -40,7 +40,6 @@ def _kv_places(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
     """Of the tokens at `place` in what an item reads: where they lie, their positions, and whether they are there.
@@ -49,6 +48,7 @@ def _kv_places(
     """
     tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width = source
     if SPARSE:
+        PIECE: tl.constexpr = min(BLOCK, PAGE)
         # Where a token lies and which it is are two loads side by side: neither waits for the other.
         list_row = sequence * KV_HEADS + kv_head
         inside = place < tokens
@@ -99,6 +99,7 @@ def partial_attention_kernel(
     partial_max_ptr,
     partial_sum_ptr,
     block_sums_ptr,
+    visible_ptr,
     scale_log2,
     items,
     table_stride,
@@ -113,7 +114,6 @@ def partial_attention_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -121,13 +121,14 @@ def partial_attention_kernel(
     SPARSE: tl.constexpr,
     MEANS: tl.constexpr,
     EMIT: tl.constexpr,
-    SPREAD: tl.constexpr,
+    BRANCHED: tl.constexpr,
     PDL: tl.constexpr,
     MAX_VARIANCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program's stretch of the row of tiles; a partial result at slot (program + item) for each item in it."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4
     source = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
     program = tl.program_id(0)
     total = tl.load(tile_starts_ptr + items)
@@ -155,7 +156,7 @@ def partial_attention_kernel(
                 tokens = tl.load(counts_ptr + sequence * KV_HEADS + kv_head) * BLOCK
             place = (tile - tl.load(tile_starts_ptr + item)) * TILE + offs_tile
             at, _position, _there = _kv_places(
-                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, PIECE, SPARSE
+                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
             )
             _ask_for(k_ptr, at, DIM)
             _ask_for(v_ptr, at, DIM)
@@ -174,7 +175,13 @@ def partial_attention_kernel(
         head = kv_head * GROUP + offs_row % GROUP
         q_at = ((start + query) * HEADS + head).to(tl.int64) * DIM
         q = tl.load(q_ptr + q_at[:, None] + offs_dim[None, :], mask=real[:, None], other=0.0)
-        limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
+        if BRANCHED:
+            visible_at = visible_ptr + (start + query) * 3
+            limit = tl.load(visible_at, mask=real, other=0) - 1
+            own_first = tl.load(visible_at + 1, mask=real, other=0)
+            own_last = tl.load(visible_at + 2, mask=real, other=0)
+        else:
+            limit = tl.where(real, length - queries + query, -1)  # the last position that a row may see
         maximum = tl.full([ROWS], -float("inf"), tl.float32)
         total_weight = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -186,12 +193,15 @@ def partial_attention_kernel(
         for t in tl.range(tile - first, tl.minimum(stop - first, token_tiles), num_stages=STAGES):
             place = t * TILE + offs_tile
             at, position, there = _kv_places(
-                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, PIECE, SPARSE
+                place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
             )
             k = tl.load(k_ptr + at[None, :] + offs_dim[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            # `limit` lies below `length`: what is not there is not seen either.
-            scores = tl.where(position[None, :] <= limit[:, None], scores, -float("inf"))
+            # `limit` and `own_last` lie below `length`: what is not there is not seen either.
+            seen = position[None, :] <= limit[:, None]
+            if BRANCHED:
+                seen |= (position[None, :] >= own_first[:, None]) & (position[None, :] < own_last[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
             higher = tl.maximum(maximum, tl.max(scores, 1))
             base = tl.where(higher == -float("inf"), 0.0, higher)
             p = tl.exp2(scores - base[:, None])

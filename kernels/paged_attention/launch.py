@@ -13,48 +13,53 @@ from kernels.paged_attention.work import GROUP_TILE, Work, plan_work, row_tiles_
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted: a tile
 
+Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
+
 
 @dataclass(frozen=True)
 class BlockSums:
     """log2 of each row's softmax weight on each block, and in all; rows as `partial_attention_kernel` numbers them.
 
-    blocks: [items * queries of a tile * group, width] float32; total: [items * queries of a tile * group] float32
+    blocks: [items * queries of a tile * group, width] float32, of width 0 where no weights are emitted
+    total: [items * queries of a tile * group] float32, filled where weights are emitted
+    block_size: tokens of a block, 0: no weights are emitted
     layout: what kernels that read these take as keyword arguments
     """
 
     blocks: Tensor
     total: Tensor
+    block_size: int
     layout: dict[str, int]
 
 
-def attend_in_triton(batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None) -> Tensor:
-    """Return the output [tokens, heads, dim]; arguments as for `paged_attention`.
-
-    Raises NotImplementedError for a head dimension that is no power of two from 16, ValueError without max_queries or
-    for queries or pages that are not contiguous.
-    """
-    return _attend(batch, blocks, means, work, 0)[0]
-
-
-def attend_emitting(
-    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, block_size: int
+def attend_in_triton(
+    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, emit_block_size: int = 0
 ) -> tuple[Tensor, BlockSums]:
-    """Return the output, and the sums of the weights on blocks of `block_size` tokens, of all or of those listed.
+    """Return the output [tokens, heads, dim], and the sums of the weights on blocks, of all or of those listed.
 
-    Raises what `attend_in_triton` raises, and NotImplementedError for a block size that is no power of two up to
-    MAX_EMITTED.
+    emit_block_size: tokens of a block whose weights are summed; 0: none are. The others: as for `paged_attention`.
+    Raises NotImplementedError for a head dimension that is no power of two from 16 and for an emit_block_size that is
+    no power of two up to MAX_EMITTED, ValueError without max_queries or for queries or pages that are not contiguous.
     """
-    if block_size & (block_size - 1) or block_size > MAX_EMITTED:
-        raise NotImplementedError(
-            f"paged_attention: weights of blocks of {block_size} tokens; Triton emits for powers of two up to "
-            f"{MAX_EMITTED}"
-        )
-    out, sums = _attend(batch, blocks, means, work, block_size)
-    assert sums is not None
-    return out, sums
+    _check(batch, emit_block_size)
+    tables, device = batch.block_tables, batch.queries.device
+    model = batch.kv_heads, batch.group, batch.dim, batch.max_queries
+    work = work or plan_work(*model, tables, batch.kv_lengths, batch.page_size, blocks, means)
+    tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
+    layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
+    items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group
+    width = 0
+    if emit_block_size:
+        whole = tables.shape[1] * batch.page_size // emit_block_size + 1
+        width = max(1, whole if blocks is None else blocks.lists.shape[2])
+    block_sums = torch.empty(items * rows, width, dtype=torch.float32, device=device)
+    total = torch.empty(items * rows, dtype=torch.float32, device=device)
+    sums = BlockSums(block_sums, total, emit_block_size, layout)
+    partial = _attend_in_parts(batch, blocks, means, work, items, rows, sums)
+    return _merge(batch, work, items, rows, partial, sums), sums
 
 
-def _check(batch: Batch) -> None:
+def _check(batch: Batch, emit_block_size: int) -> None:
     dim = batch.dim
     if dim < 16 or dim & (dim - 1):
         raise NotImplementedError(f"paged_attention: heads of {dim} dimensions; Triton takes powers of two from 16")
@@ -62,31 +67,13 @@ def _check(batch: Batch) -> None:
         raise ValueError("paged_attention: the Triton backend needs max_queries, as a number of the host's")
     if not (batch.queries.is_contiguous() and batch.k_pages.is_contiguous()):
         raise ValueError("paged_attention: the Triton backend needs contiguous queries and pages")
-
-
-def _attend(
-    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, work: Work | None, emit_block_size: int
-) -> tuple[Tensor, BlockSums | None]:
-    """emit_block_size: tokens of a block whose weights are summed; 0: none are."""
-    _check(batch)
-    tables, device = batch.block_tables, batch.queries.device
-    model = batch.kv_heads, batch.group, batch.dim, batch.max_queries
-    work = work or plan_work(*model, tables, batch.kv_lengths, batch.page_size, blocks, means)
-    tile_queries, row_tiles = row_tiles_of(batch.max_queries, batch.group)
-    layout = {"HEADS": batch.heads, "KV_HEADS": batch.kv_heads, "row_tiles": row_tiles, "QUERIES": tile_queries}
-    items, rows = len(batch.kv_lengths) * batch.kv_heads * row_tiles, tile_queries * batch.group
-    sums: BlockSums | None = None
-    if emit_block_size:
-        whole = tables.shape[1] * batch.page_size // emit_block_size + 1
-        width = max(1, whole if blocks is None else blocks.lists.shape[2])
-        block_sums = torch.empty(items * rows, width, dtype=torch.float32, device=device)
-        total = torch.empty(items * rows, dtype=torch.float32, device=device)
-        sums = BlockSums(block_sums, total, layout)
-    partial = _attend_in_parts(batch, blocks, means, work, items, rows, layout, emit_block_size, sums)
-    return _merge(batch, work, items, rows, layout, partial, sums), sums
-
-
-Partial = tuple[Tensor, Tensor, Tensor]  # outputs [(programs + items) * rows, dim], maxima and sums [the same rows]
+    if batch.visible is not None and not batch.visible.is_contiguous():
+        raise ValueError("paged_attention: the Triton backend needs a contiguous `visible`")
+    if emit_block_size & (emit_block_size - 1) or emit_block_size > MAX_EMITTED:
+        raise NotImplementedError(
+            f"paged_attention: weights of blocks of {emit_block_size} tokens; Triton emits for powers of two up to "
+            f"{MAX_EMITTED}"
+        )
 
 
 def _attend_in_parts(
@@ -96,16 +83,14 @@ def _attend_in_parts(
     work: Work,
     items: int,
     rows: int,
-    layout: dict[str, int],
-    emit_block_size: int,
-    sums: BlockSums | None,
+    sums: BlockSums,
 ) -> Partial:
+    """Return the partial results; fills `sums.blocks`. items: all of the batch; rows: of an item."""
     tuning, device, nothing = work.tuning, batch.queries.device, batch.kv_lengths  # not used where it stands
     programs = len(work.first_items)
     slots = (programs + items) * rows
     partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
     partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
-    block_size = emit_block_size or (1 if blocks is None else blocks.block_size)
     listed = (nothing, nothing) if blocks is None else (blocks.lists, blocks.counts)
     stand_ins = (nothing,) * 5 if means is None else (means.k, means.v, means.k_variance, means.tables, means.counts)
     partial_attention_kernel[(programs,)](
@@ -113,25 +98,25 @@ def _attend_in_parts(
         *(batch.block_tables, batch.kv_lengths, batch.query_starts),
         *(*listed, nothing if work.pieces is None else work.pieces, work.tile_starts, work.first_items),
         *(*stand_ins, nothing if work.unread is None else work.unread),
-        *(partial, partial_max, partial_sum, partial_max if sums is None else sums.blocks),
+        *(partial, partial_max, partial_sum, sums.blocks),
+        nothing if batch.visible is None else batch.visible,
         *(batch.scale * LOG2_E, items, batch.block_tables.shape[1]),
         0 if blocks is None else blocks.lists.shape[2],
         0 if means is None else max(1, means.tables.shape[1]),
-        0 if sums is None else sums.blocks.shape[1],
-        **layout,
+        sums.blocks.shape[1],
+        **sums.layout,
         ROWS=max(16, power_of_two(rows)),
         DIM=batch.dim,
         PAGE=batch.page_size,
-        BLOCK=block_size,
-        PIECE=min(block_size, batch.page_size),
+        BLOCK=sums.block_size or (1 if blocks is None else blocks.block_size),
         TILE=tuning.tile,
         GROUP_TILE=GROUP_TILE,
         MIN_TILES=tuning.least_tiles,
         STAGES=tuning.stages,
         SPARSE=blocks is not None,
         MEANS=means is not None,
-        EMIT=sums is not None,
-        SPREAD=sums is not None and 8 <= block_size <= tuning.tile // 4,
+        EMIT=sums.block_size > 0,
+        BRANCHED=batch.visible is not None,
         MAX_VARIANCE=MAX_VARIANCE_TERM,
         PRECISION="ieee" if batch.queries.dtype == torch.float32 else "tf32",
         num_warps=tuning.warps,
@@ -140,21 +125,19 @@ def _attend_in_parts(
     return partial, partial_max, partial_sum
 
 
-def _merge(
-    batch: Batch, work: Work, items: int, rows: int, layout: dict[str, int], partial: Partial, sums: BlockSums | None
-) -> Tensor:
-    """Return the output; fills `sums.total`."""
+def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, sums: BlockSums) -> Tensor:
+    """Return the output; fills `sums.total`, if weights are emitted."""
     out = torch.empty_like(batch.queries)
     tuning, programs = work.tuning, len(work.first_items)
     splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2)))
     merge_kernel[(items, rows)](
-        *(*partial, work.tile_starts, batch.query_starts, out, partial[1] if sums is None else sums.total),
+        *(*partial, work.tile_starts, batch.query_starts, out, sums.total),
         *(items, programs),
-        **layout,
+        **sums.layout,
         SPLITS=splits,
         DIM=batch.dim,
         MIN_TILES=tuning.least_tiles,
-        EMIT=sums is not None,
+        EMIT=sums.block_size > 0,
         num_warps=1 if splits <= 16 else 4,  # a lane then holds all splits of its columns
         **overlapping_launch(batch.queries.device),
     )

@@ -26,16 +26,17 @@ def attend_in_torch(
         if not len(rows):
             continue
         if blocks is None:
-            out[own] = _attend(rows, *_all_pages(batch, i, length), length, scale)
+            keys, values, positions = _all_pages(batch, i, length)
+            out[own] = _attend(rows, keys, values, _visible(batch, i, positions), scale)
             continue
         listed = _entries_that_count(blocks, i)
-        read = _listed(batch, i, length, blocks, listed)
+        keys, values, positions = _listed(batch, i, length, blocks, listed)
+        mask = _visible(batch, i, positions)
         if means is None and not emit:
-            out[own] = _attend(rows, *read, length, scale)
+            out[own] = _attend(rows, keys, values, mask, scale)
             continue
         groups = None if means is None else _stand_ins(means, i, blocks, listed)
-        keys, values, positions = read
-        probs = _probabilities(pack_heads(rows, batch.kv_heads), keys, positions, len(rows), length, scale, groups)
+        probs = _probabilities(pack_heads(rows, batch.kv_heads), keys, mask, scale, groups)
         if groups is not None:
             values = torch.cat([values, groups.v.to(values.dtype)], 1)
         out[own] = _unpack((probs.to(values.dtype) @ values).to(queries.dtype), len(rows))
@@ -63,25 +64,24 @@ def _listed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values [kv_heads, width * block_size, dim] of listed blocks; positions [kv_heads, the same].
 
-    listed: [kv_heads, width] bool, which entries of the lists count; the others' positions are `length`.
+    listed: [kv_heads, width] bool, which entries of the lists count; the others' positions are `length`. KV is copied
+    in pieces of a block or a page, whichever is smaller.
     """
-    page_size, block_size, dim = batch.page_size, blocks.block_size, batch.dim
-    table, pools = batch.block_tables[sequence].long(), (batch.k_pages, batch.v_pages)
+    page_size, block_size, kv_heads = batch.page_size, blocks.block_size, batch.kv_heads
+    piece, table = min(page_size, block_size), batch.block_tables[sequence].long()
     offsets = torch.arange(block_size, device=table.device)
     positions = blocks.lists[sequence].long().where(listed, 0)[..., None] * block_size + offsets
     if blocks.slots is not None:
-        there = listed.repeat_interleave(block_size // page_size, 1)
-        rows = blocks.slots[sequence].where(there, 0).flatten().long()
-        keys, values = (
-            pages.view(-1, page_size * dim).index_select(0, rows).view(len(listed), -1, dim) for pages in pools
-        )
-    elif block_size < page_size:
-        flat = positions.flatten(1)
-        keys, values = (gather_tokens(pages, table[flat // page_size], flat % page_size) for pages in pools)
+        rows = blocks.slots[sequence].where(listed.repeat_interleave(block_size // page_size, 1), 0).long()
     else:
-        pages_of = positions[..., ::page_size].flatten(1) // page_size
-        physical = table[pages_of.clamp(max=len(table) - 1)]  # a last block may reach beyond the table
-        keys, values = (gather_pages(pages, physical) for pages in pools)
+        begins = positions[..., ::piece].flatten(1)
+        pages = table[(begins // page_size).clamp(max=len(table) - 1)]  # a last block may reach beyond the table
+        rows = pages * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]
+        rows = rows * (page_size // piece) + begins % page_size // piece
+    keys, values = (
+        pool.view(-1, piece * batch.dim).index_select(0, rows.flatten()).view(kv_heads, -1, batch.dim)
+        for pool in (batch.k_pages, batch.v_pages)
+    )
     return keys, values, positions.where(listed[..., None], length).flatten(1)
 
 
@@ -120,13 +120,6 @@ def gather_pages(pages: Tensor, physical: Tensor) -> Tensor:
     return pages.view(-1, page_size * dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
 
 
-def gather_tokens(pages: Tensor, physical: Tensor, offsets: Tensor) -> Tensor:
-    """Return single tokens [kv_heads, n, dim], of which `physical` and `offsets` [kv_heads, n] say page and place."""
-    kv_heads, page_size, dim = pages.shape[1:]
-    rows = (physical * kv_heads + torch.arange(kv_heads, device=pages.device)[:, None]) * page_size + offsets
-    return pages.view(-1, dim).index_select(0, rows.flatten()).view(kv_heads, -1, dim)
-
-
 def pack_heads(queries: Tensor, kv_heads: int) -> Tensor:
     """Return queries [rows, heads, dim] as [kv_heads, group * rows, dim]: a KV head's query heads side by side."""
     rows, _, dim = queries.shape
@@ -139,18 +132,27 @@ def _unpack(out: Tensor, rows: int) -> Tensor:
     return out.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, -1, dim)
 
 
-def _visible(positions: Tensor, rows: int, length: int) -> Tensor:
-    """Return which positions each of the last `rows` of `length` tokens may see: bool [1 or kv_heads, rows, n]."""
-    return positions[:, None, :] <= torch.arange(length - rows, length, device=positions.device)[:, None]
+def _visible(batch: Batch, sequence: int, positions: Tensor, last: int | None = None) -> Tensor:
+    """Return which of `positions` [1 or kv_heads, n] a sequence's queries may see: bool [1 or kv_heads, queries, n].
+
+    last: only of so many last queries; None: of all.
+    """
+    end, length = int(batch.query_starts[sequence + 1]), int(batch.kv_lengths[sequence])
+    count = end - int(batch.query_starts[sequence]) if last is None else last
+    at = positions[:, None, :]
+    if batch.visible is None:
+        return at <= torch.arange(length - count, length, device=positions.device)[:, None]
+    before, first, stop = batch.visible[end - count : end].T[..., None]
+    return (at < before) | ((at >= first) & (at < stop))
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, length: int, scale: float) -> Tensor:
-    """Attend once. queries [rows, heads, dim]; keys, values [kv_heads, n, dim]; positions [1 or kv_heads, n]."""
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attend once. queries [rows, heads, dim]; keys, values [kv_heads, n, dim]; visible [1 or kv_heads, rows, n]."""
     rows, heads, _ = queries.shape
     kv_heads, n = keys.shape[:2]
     if n == 0:
         return torch.zeros_like(queries)
-    mask = _visible(positions, rows, length).repeat(1, heads // kv_heads, 1)
+    mask = visible.repeat(1, heads // kv_heads, 1)
     out = F.scaled_dot_product_attention(
         pack_heads(queries, kv_heads)[None], keys[None], values[None], attn_mask=mask[None], scale=scale
     )[0]
@@ -158,19 +160,14 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, le
 
 
 def _probabilities(
-    packed: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    rows: int,
-    length: int,
-    scale: float,
-    groups: StandIns | None = None,
+    packed: Tensor, keys: Tensor, visible: Tensor, scale: float, groups: StandIns | None = None
 ) -> Tensor:
     """Return the softmax weights of keys and stand-ins, float32 [kv_heads, group * rows, n + groups].
 
-    packed: queries as `pack_heads` gives them; the others as for `_attend`. A row that sees nothing has zeros.
+    packed: queries as `pack_heads` gives them, group * rows; the others as for `_attend`. A row that sees nothing has
+    zeros.
     """
-    mask = _visible(positions, rows, length).repeat(1, packed.shape[1] // rows, 1).expand(len(keys), -1, -1)
+    mask = visible.repeat(1, packed.shape[1] // visible.shape[1], 1).expand(len(keys), -1, -1)
     scores = (packed @ keys.mT).float() * scale
     if groups is not None:
         q = packed.float() * scale
@@ -191,23 +188,27 @@ def weights_of_last_queries_in_torch(batch: Batch, block_size: int, emitting: in
         if length:  # else an empty place of a batch
             packed = pack_heads(batch.queries[end - emitting : end], batch.kv_heads)
             keys, _, positions = _all_pages(batch, i, length)
-            probs = _probabilities(packed, keys, positions, emitting, length, batch.scale)
+            probs = _probabilities(packed, keys, _visible(batch, i, positions, emitting), batch.scale)
             blocks = pool_blocks(probs[..., :length], block_size)
             out[i, :, :, : blocks.shape[-1]] = _unpack(blocks, emitting)
     return out
 
 
-def add_weights_of_listed_in_torch(batch: Batch, blocks: BlockLists, sums: Tensor, share: float) -> None:
-    """Add `share` of the last query's weight on each listed block to `sums` [sequences, heads, n], in place."""
+def add_weights_of_listed_in_torch(
+    batch: Batch, blocks: BlockLists, sums: Tensor, share: float, emitting: int = 1
+) -> None:
+    """Add `share` of the last queries' mean weight on each listed block to `sums` [sequences, heads, n], in place."""
     for i, length in enumerate(batch.kv_lengths.tolist()):
         if not length or not blocks.lists.shape[2]:
             continue
-        last = batch.queries[batch.query_starts[i + 1] - 1][None]
+        end = batch.query_starts[i + 1]
+        last = pack_heads(batch.queries[end - emitting : end], batch.kv_heads)
         listed = _entries_that_count(blocks, i)
         keys, _, positions = _listed(batch, i, length, blocks, listed)
-        probs = _probabilities(pack_heads(last, batch.kv_heads), keys, positions, 1, length, batch.scale)
+        probs = _probabilities(last, keys, _visible(batch, i, positions, emitting), batch.scale)
+        weights = pool_blocks(probs, blocks.block_size).unflatten(1, (batch.group, emitting)).mean(2)
         at = blocks.lists[i].long().where(listed, 0).repeat_interleave(batch.group, 0)
-        sums[i].scatter_add_(1, at, share * pool_blocks(probs, blocks.block_size).flatten(0, 1))
+        sums[i].scatter_add_(1, at, share * weights.flatten(0, 1))
 
 
 def pool_blocks(weights: Tensor, block_size: int) -> Tensor:

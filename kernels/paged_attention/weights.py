@@ -8,18 +8,26 @@ from kernels.paged_attention.inputs import Batch, BlockLists
 from kernels.paged_attention.launch import BlockSums
 
 
-def weights_of_last_queries(batch: Batch, sums: BlockSums, block_size: int, emitting: int, width: int) -> Tensor:
-    """Return the weights of each sequence's last queries on all blocks: [sequences, emitting, heads, width] float32."""
-    shape = (len(batch.kv_lengths), emitting, batch.heads, width)
-    weights = torch.empty(shape, dtype=torch.float32, device=batch.queries.device)
-    _block_weights_kernel[(len(batch.kv_lengths) * emitting * batch.heads, -(-width // 1024))](
-        *(sums.blocks, sums.total, batch.kv_lengths, batch.query_starts, weights),
-        *(width, sums.blocks.shape[1], emitting),
+def weigh_last_queries(
+    batch: Batch, sums: BlockSums, out: Tensor, emitting: int = 1, blocks: BlockLists | None = None, share: float = 1.0
+) -> None:
+    """Write the weights of each sequence's last queries on all blocks to `out` [sequences, emitting, heads, width].
+
+    With lists: add `share` of their mean weight on each listed block to `out` [sequences, heads, n]. `out` is float32,
+    its last dimension contiguous.
+    """
+    lengths = batch.kv_lengths  # also for lists, where there are none, just so that something is given
+    listed = (lengths, lengths) if blocks is None else (blocks.lists, blocks.counts)
+    width = out.shape[-1] if blocks is None else blocks.lists.shape[2]
+    rows = len(lengths) * batch.heads * (emitting if blocks is None else 1)
+    _query_weights_kernel[(rows, -(-width // 1024) or 1)](
+        *(sums.blocks, sums.total, *listed, batch.query_starts, out),
+        *(width, sums.blocks.shape[1], emitting, out.stride(0), share / emitting, out.shape[-1]),
         **sums.layout,
-        UNIT=block_size,
+        UNIT=sums.block_size,
+        LISTED=blocks is not None,
         CHUNK=1024,
     )
-    return weights
 
 
 def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights: Tensor | None = None) -> Tensor:
@@ -40,53 +48,14 @@ def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights
     return weights
 
 
-def add_weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, out: Tensor, share: float) -> None:
-    """Add `share` of the last query's weight on each listed block to `out` [sequences, heads, n] float32, in place."""
-    width = blocks.lists.shape[2]
-    _add_listed_weights_kernel[(len(batch.kv_lengths) * batch.heads, -(-width // 1024) or 1)](
-        *(sums.blocks, sums.total, blocks.lists, blocks.counts, batch.query_starts, out),
-        *(width, sums.blocks.shape[1], out.stride(0), share, out.shape[2]),
-        **sums.layout,
-        CHUNK=1024,
-    )
+@jit
+def _row_of(item, query, head, QUERIES: tl.constexpr, GROUP: tl.constexpr):
+    """The row of `BlockSums` of a query's head; item: the first of its sequence and KV head, head: within the group."""
+    return (item + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head
 
 
 @jit
-def _block_weights_kernel(
-    block_sums_ptr,
-    log_sums_ptr,
-    counts_ptr,
-    starts_ptr,
-    out_ptr,
-    width: tl.constexpr,
-    block_sums_stride: tl.constexpr,
-    emitting: tl.constexpr,
-    row_tiles,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Dense attention: out [sequences, emitting, heads, width], each row's weights; counts: tokens, UNIT a block."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    row = tl.program_id(0)
-    head = row % HEADS
-    place = (row // HEADS) % emitting
-    sequence = row // (HEADS * emitting)
-    query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting + place
-    query = tl.maximum(query, 0)  # an empty place of a batch has none
-    item = (sequence * KV_HEADS + head // GROUP) * row_tiles + query // QUERIES
-    at = item * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
-    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = block < tl.cdiv(tl.load(counts_ptr + sequence), UNIT)
-    sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
-    weights = tl.exp2(sums - tl.load(log_sums_ptr + at))
-    tl.store(out_ptr + row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width)
-
-
-@jit
-def _add_listed_weights_kernel(
+def _query_weights_kernel(
     block_sums_ptr,
     log_sums_ptr,
     lists_ptr,
@@ -95,6 +64,7 @@ def _add_listed_weights_kernel(
     out_ptr,
     width: tl.constexpr,
     block_sums_stride: tl.constexpr,
+    emitting: tl.constexpr,
     out_stride,
     share,
     n: tl.constexpr,
@@ -102,23 +72,39 @@ def _add_listed_weights_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    LISTED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`share` of the last query's weights on listed blocks to out [sequences, heads, n], one sequence's head a row."""
+    """The weights of one head of the last `emitting` queries.
+
+    Dense: those of one query, stored to out [sequences, emitting, heads, n]; counts: tokens, UNIT a block.
+    LISTED: `share` of those of all, added to out [sequences, heads, n]; counts: blocks of a list.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head = tl.program_id(0) % HEADS
-    sequence = tl.program_id(0) // HEADS
+    TOGETHER: tl.constexpr = emitting if LISTED else 1
+    row = tl.program_id(0)
+    head = row % HEADS
+    sequence = row // (HEADS * (emitting // TOGETHER))
+    first = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - emitting
+    if not LISTED:
+        first += row // HEADS % emitting
     list_row = sequence * KV_HEADS + head // GROUP
-    query = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence) - 1
-    query = tl.maximum(query, 0)
-    at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + head % GROUP
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    inside = place < tl.load(counts_ptr + list_row)
-    sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
-    block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
-    target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
-    before = tl.load(target, mask=inside, other=0.0)
-    tl.store(target, before + share * tl.exp2(sums - tl.load(log_sums_ptr + at)), mask=inside)
+    inside = place < (tl.load(counts_ptr + list_row) if LISTED else tl.cdiv(tl.load(counts_ptr + sequence), UNIT))
+    weights = tl.zeros([CHUNK], tl.float32)
+    for index in tl.static_range(TOGETHER):
+        query = tl.maximum(first + index, 0)  # an empty place of a batch has none
+        at = _row_of(list_row * row_tiles, query, head % GROUP, QUERIES, GROUP)
+        sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + place, mask=inside, other=-float("inf"))
+        weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
+    if LISTED:
+        block = tl.load(lists_ptr + list_row * width + place, mask=inside, other=0)
+        target = out_ptr + sequence.to(tl.int64) * out_stride + head * n + block
+        before = tl.load(target, mask=inside, other=0.0)
+        tl.store(target, before + share * weights, mask=inside)
+    else:
+        tl.store(out_ptr + row.to(tl.int64) * n + place, tl.where(inside, weights, 0.0), mask=place < n)
 
 
 @jit
@@ -147,8 +133,7 @@ def _read_weights_kernel(
     weights = tl.zeros([CHUNK], tl.float32)
     rows = tl.where(tl.program_id(1) * CHUNK < count, queries * GROUP, 0)
     for row in tl.range(0, rows):
-        query = row // GROUP
-        at = (list_row * row_tiles + query // QUERIES) * QUERIES * GROUP + (query % QUERIES) * GROUP + row % GROUP
+        at = _row_of(list_row * row_tiles, row // GROUP, row % GROUP, QUERIES, GROUP)
         sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
         weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
     weights = weights / tl.maximum(queries, 1)

@@ -90,15 +90,10 @@ def plan_work(
     longest = block_tables.shape[1] * page_size if blocks is None else blocks.lists.shape[-1] * blocks.block_size
     per_sequence = kv_heads * row_tiles
     starts, first_items = _share_tiles(kv_lengths, longest, per_sequence, row_tiles, blocks, means, tuning)
-    pieces = unread = None
-    if blocks is not None:
-        pieces = _find_pieces(blocks, block_tables, page_size) if blocks.slots is None else blocks.slots
-    if means is not None:
-        assert blocks is not None
-        unread = _count_unread(blocks, means)
-    if blocks is not None and blocks.counts.dim() == 3:
-        return Work(tuning, starts, first_items, pieces, unread)
-    return Work(tuning, starts[0], first_items[0], pieces, unread)
+    if blocks is None:
+        return Work(tuning, starts, first_items)
+    pieces = _find_pieces(blocks, block_tables, page_size) if blocks.slots is None else blocks.slots
+    return Work(tuning, starts, first_items, pieces, None if means is None else _count_unread(blocks, means))
 
 
 def _share_tiles(
@@ -110,13 +105,13 @@ def _share_tiles(
     means: GroupMeans | None,
     tuning: Tuning,
 ) -> tuple[Tensor, Tensor]:
-    """Return `Work.tile_starts` and first_items, with a leading dimension for layers.
+    """Return `Work.tile_starts` and first_items.
 
     longest: tokens that an item reads, at most; per_sequence: items of a sequence.
     """
     device = kv_lengths.device
     items = len(kv_lengths) * per_sequence
-    layers = blocks.counts.shape[0] if blocks is not None and blocks.counts.dim() == 3 else 1
+    layers = () if blocks is None else blocks.counts.shape[:-2]
     programs = tuning.programs * _multiprocessors(device)
     if blocks is not None:
         programs = max(1, programs - LEFT_FREE)
@@ -125,9 +120,9 @@ def _share_tiles(
         tiles = -(-longest // tuning.tile) + -(-groups // GROUP_TILE)
         programs = max(1, items * -(-tiles // tuning.segment))
     counts = kv_lengths if blocks is None else blocks.counts
-    starts = torch.empty(layers, items + 1, dtype=torch.int32, device=device)
-    first_items = torch.empty(layers, programs, dtype=torch.int32, device=device)
-    _tile_starts_kernel[(layers,)](
+    starts = torch.empty(*layers, items + 1, dtype=torch.int32, device=device)
+    first_items = torch.empty(*layers, programs, dtype=torch.int32, device=device)
+    _tile_starts_kernel[(*layers, 1)](
         *(counts, counts if means is None else means.counts, starts, first_items),
         *(items, programs, per_sequence, per_sequence if blocks is None else row_tiles),
         UNIT=1 if blocks is None else blocks.block_size,

@@ -4,36 +4,26 @@ The entries in the second bracket, some thousand, are listed as candidates. Ever
 kernel decides is stored for the next, so that results depend on nothing but the inputs.
 """
 
+import kernels.rejection.layout as layout
 from kernels.backends import follow, jit, tl
-from kernels.rejection.layout import (
-    BELOW_FROM,
-    BELOW_LOWER,
-    FROM,
-    LOWER,
-    MASS,
-    PEAK,
-    UPTO,
-    WANTED,
-    depth_of,
-    logits_at,
-    scale_of,
-)
-
-EDGES = 8  # depths at which a round sums; _sums_of_eight is written for them
+from kernels.rejection.layout import EDGES, FLOATS, depth_of, logits_at, scale_of
 
 
 @jit
-def _by_eights(taken, weights, CHUNK: tl.constexpr):
-    """The sums of what is taken over eight neighbours, which one thread holds: [CHUNK / 8]"""
-    return tl.sum(tl.reshape(tl.where(taken, weights, 0.0), [CHUNK // 8, 8]), 1)
-
-
-@jit
-def _sums_of_eight(parts):
-    """The sums of eight vectors, [8], by one reduction across threads."""
-    evens = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
-    odds = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
-    return tl.reshape(tl.sum(tl.join(evens, odds), 0), [8])
+def _store_sums(edges_ptr, sums_ptr, at, split, depth, edges, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """Store a chunk's mass above each of eight edges, and, once for a position, these."""
+    weights = tl.exp2(-depth)
+    parts = ()
+    for k in tl.static_range(EDGES):
+        if split == 0:
+            tl.store(edges_ptr + at * EDGES + k, edges[k])
+        above = tl.where(depth < edges[k], weights, 0.0)
+        # Over eight neighbours, which one thread holds; then all eight by one reduction across threads.
+        parts = parts + (tl.sum(tl.reshape(above, [CHUNK // 8, 8]), 1),)  # type: ignore[assignment]
+    evens = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))  # type: ignore[misc]
+    odds = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))  # type: ignore[misc]
+    sums = tl.reshape(tl.sum(tl.join(evens, odds), 0), [8])
+    tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), sums)
 
 
 @jit
@@ -48,12 +38,10 @@ def coarse_kernel(
     edges_ptr,
     sums_ptr,
     gamma,
-    every,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
-    EDGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A position's peak and mass; a chunk's mass above each of EDGES depths that share out the possible ones."""
@@ -66,33 +54,28 @@ def coarse_kernel(
     splits = tl.arange(0, SPLITS_2)
     best = tl.load(best_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
     sums = tl.load(chunk_sums_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=0.0)
+    floats_ptr += at * FLOATS
     peak = tl.max(best, 0)
     mass = tl.sum(sums * tl.exp2(-depth_of(best, peak, scale)), 0)
     top_p = tl.load(top_p_ptr + row).to(tl.float32)
     if split == 0:
-        tl.store(floats_ptr + PEAK * every + at, peak)
-        tl.store(floats_ptr + MASS * every + at, mass)
-        tl.store(floats_ptr + WANTED * every + at, top_p * mass)
+        tl.store(floats_ptr + layout.PEAK, peak)
+        tl.store(floats_ptr + layout.MASS, mass)
+        tl.store(floats_ptr + layout.WANTED, top_p * mass)
     if top_p < 1:
         # The entries at and behind the threshold weigh at least (1 - top_p) of all, and are at most VOCAB: so much
         # over VOCAB is the least that the threshold's own can weigh. The margin is for rounding.
         reach = tl.log2(VOCAB / (mass * (1.0 - top_p))) + 0.01
         index = split * CHUNK + tl.arange(0, CHUNK)
         depth = depth_of(logits_at(logits_ptr, at, index, VOCAB), peak, scale)
-        weights = tl.exp2(-depth)
-        parts = ()
+        edges = ()
         for k in tl.static_range(EDGES):
-            edge = reach * ((k + 1) / EDGES)
-            if split == 0:
-                tl.store(edges_ptr + at * EDGES + k, edge)
-            parts = parts + (_by_eights(depth < edge, weights, CHUNK),)  # type: ignore[assignment]
-        tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), _sums_of_eight(parts))
+            edges = edges + (reach * ((k + 1) / EDGES),)  # type: ignore[assignment]
+        _store_sums(edges_ptr, sums_ptr, at, split, depth, edges, CHUNK, SPLITS)
 
 
 @jit
-def _crossing(
-    edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr, EDGES: tl.constexpr
-):
+def _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS: tl.constexpr, SPLITS_2: tl.constexpr):
     """Between which of the ascending edges the mass reaches `wanted`: `lower` and the mass `below` it come first.
 
     Returns the bracket [lower, upper), the mass below it, its share of mass that is wanted still, and the mass in the
@@ -130,12 +113,10 @@ def fine_kernel(
     edges_ptr,
     sums_ptr,
     gamma,
-    every,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
-    EDGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A chunk's mass above each of EDGES depths in the bracket, ever closer to where the threshold should be."""
@@ -147,32 +128,27 @@ def fine_kernel(
     if (at % (gamma + 1) > tl.load(counts_ptr + row)) | (scale == 0) | (top_p >= 1):
         return
     logits = logits_at(logits_ptr, at, split * CHUNK + tl.arange(0, CHUNK), VOCAB)  # while other loads wait
-    peak = tl.load(floats_ptr + PEAK * every + at)
-    wanted = tl.load(floats_ptr + WANTED * every + at)
+    floats_ptr += at * FLOATS
+    peak = tl.load(floats_ptr + layout.PEAK)
+    wanted = tl.load(floats_ptr + layout.WANTED)
     lower, upper, below, inside, before, after = _crossing(
-        coarse_ptr, coarse_sums_ptr, at, wanted, 0.0, 0.0, SPLITS, SPLITS_2, EDGES
+        coarse_ptr, coarse_sums_ptr, at, wanted, 0.0, 0.0, SPLITS, SPLITS_2
     )
     if split == 0:
-        tl.store(floats_ptr + LOWER * every + at, lower)
-        tl.store(floats_ptr + BELOW_LOWER * every + at, below)
+        tl.store(floats_ptr + layout.LOWER, lower)
+        tl.store(floats_ptr + layout.BELOW_LOWER, below)
     # Mass per depth taken as a line between the means with the neighbours: where it has reached what is wanted.
     share = tl.minimum(tl.maximum((wanted - below) / tl.maximum(inside, 1e-30), 0.0), 1.0)
     here, there = before + inside, inside + after
     both = share * (here + there)
     guess = both / tl.maximum(here + tl.sqrt(tl.maximum(here * here + (there - here) * both, 0.0)), 1e-30)
-    depth = depth_of(logits, peak, scale)
-    weights = tl.exp2(-depth)
-    parts = ()
-    for k in tl.static_range(EDGES):
+    edges = ()
+    for k in tl.static_range(EDGES - 1):
         # -1/2, -1/8, … and …, 1/16, 1/4; the last edge is the bracket's own.
         part = guess - 2.0 * 0.25 ** (k + 1) if k < EDGES // 2 else guess + 0.25 ** (EDGES - 1 - k)
-        edge = lower + (upper - lower) * tl.minimum(tl.maximum(part, 0.0), 1.0)
-        if k == EDGES - 1:
-            edge = upper
-        if split == 0:
-            tl.store(edges_ptr + at * EDGES + k, edge)
-        parts = parts + (_by_eights(depth < edge, weights, CHUNK),)  # type: ignore[assignment]
-    tl.store(sums_ptr + (at * SPLITS + split) * EDGES + tl.arange(0, EDGES), _sums_of_eight(parts))
+        edges = edges + (lower + (upper - lower) * tl.minimum(tl.maximum(part, 0.0), 1.0),)  # type: ignore[assignment]
+    depth = depth_of(logits, peak, scale)
+    _store_sums(edges_ptr, sums_ptr, at, split, depth, edges + (upper,), CHUNK, SPLITS)
 
 
 @jit
@@ -187,12 +163,10 @@ def list_kernel(
     listed_ptr,
     listed_counts_ptr,
     gamma,
-    every,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
-    EDGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Which entries of a chunk lie in the second round's bracket, ascending."""
@@ -204,15 +178,15 @@ def list_kernel(
     if (at % (gamma + 1) > tl.load(counts_ptr + row)) | (scale == 0) | (top_p >= 1):
         return
     logits = logits_at(logits_ptr, at, split * CHUNK + tl.arange(0, CHUNK), VOCAB)  # while other loads wait
-    peak = tl.load(floats_ptr + PEAK * every + at)
-    wanted = tl.load(floats_ptr + WANTED * every + at)
-    lower = tl.load(floats_ptr + LOWER * every + at)
-    below = tl.load(floats_ptr + BELOW_LOWER * every + at)
-    lower, upper, below, _, _, _ = _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2, EDGES)
+    floats_ptr += at * FLOATS
+    peak = tl.load(floats_ptr + layout.PEAK)
+    wanted = tl.load(floats_ptr + layout.WANTED)
+    lower = tl.load(floats_ptr + layout.LOWER)
+    below = tl.load(floats_ptr + layout.BELOW_LOWER)
+    lower, upper, below, _, _, _ = _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2)
     if split == 0:
-        tl.store(floats_ptr + FROM * every + at, lower)
-        tl.store(floats_ptr + UPTO * every + at, upper)
-        tl.store(floats_ptr + BELOW_FROM * every + at, below)
+        tl.store(floats_ptr + layout.FROM, lower)
+        tl.store(floats_ptr + layout.BELOW_FROM, below)
     inner = tl.arange(0, CHUNK)
     depth = depth_of(logits, peak, scale)
     inside = (depth >= lower) & (depth < upper)

@@ -1,29 +1,17 @@
 """A row's verdict from those of its positions, and the draw of its next token."""
 
+import kernels.rejection.layout as layout
 from kernels.backends import follow, jit, tl
-from kernels.rejection.layout import (
-    CUT,
-    KEPT,
-    LAST,
-    LIKELIEST,
-    PASSED,
-    PEAK,
-    bits_of,
-    depth_of,
-    is_kept,
-    logits_at,
-    scale_of,
-    weight_of,
-)
+from kernels.rejection.layout import FLOATS, INTS, SUPPORT, bits_of, depth_of, is_kept, logits_at, scale_of, weight_of
 
 
 @jit
-def _target_probs(logits_ptr, floats_ptr, ints_ptr, at, every, scale, index, VOCAB: tl.constexpr):
+def _target_probs(logits_ptr, floats_ptr, ints_ptr, at, scale, index, VOCAB: tl.constexpr):
     """The target's truncated distribution at a position, of these entries of the vocabulary."""
-    peak = tl.load(floats_ptr + PEAK * every + at)
-    kept = tl.load(floats_ptr + KEPT * every + at)
-    cut = tl.load(ints_ptr + CUT * every + at)
-    last = tl.load(ints_ptr + LAST * every + at)
+    peak = tl.load(floats_ptr + at * FLOATS + layout.PEAK)
+    kept = tl.load(floats_ptr + at * FLOATS + layout.KEPT)
+    cut = tl.load(ints_ptr + at * INTS + layout.CUT)
+    last = tl.load(ints_ptr + at * INTS + layout.LAST)
     bits = bits_of(depth_of(logits_at(logits_ptr, at, index, VOCAB), peak, scale))
     inside = is_kept(bits, index, cut, last) & (index < VOCAB)
     return tl.where(inside, weight_of(bits) / kept, 0.0)
@@ -43,15 +31,12 @@ def weights_kernel(
     accepted_ptr,
     following_ptr,
     gamma,
-    every,
-    rows,
     support,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     PLACES: tl.constexpr,
-    SUPPORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A row's verdict, and of one chunk the weights that its next token is drawn with; their sum, and that of p."""
@@ -60,22 +45,23 @@ def weights_kernel(
     count = tl.load(counts_ptr + row).to(tl.int32)
     places = tl.arange(0, PLACES)
     proposed = places < count
-    passed = tl.load(ints_ptr + PASSED * every + row * (gamma + 1) + places, mask=proposed, other=0)
+    passed_ptr = ints_ptr + row * (gamma + 1) * INTS + layout.PASSED
+    passed = tl.load(passed_ptr + places * INTS, mask=proposed, other=0)
     accepted = tl.min(tl.where(proposed & (passed != 0), PLACES, places), 0)
     at = row * (gamma + 1) + accepted
     scale = scale_of(temperature_ptr, row)
     if split == 0:
         tl.store(accepted_ptr + row, accepted)
         if scale == 0:
-            tl.store(following_ptr + row, tl.load(ints_ptr + LIKELIEST * every + at))
+            tl.store(following_ptr + row, tl.load(ints_ptr + at * INTS + layout.LIKELIEST))
     if scale == 0:
         return
     inner = tl.arange(0, CHUNK)
-    probs = _target_probs(logits_ptr, floats_ptr, ints_ptr, at, every, scale, split * CHUNK + inner, VOCAB)
+    probs = _target_probs(logits_ptr, floats_ptr, ints_ptr, at, scale, split * CHUNK + inner, VOCAB)
     chunk_ptr = weights_ptr + (row.to(tl.int64) * SPLITS + split) * CHUNK
     tl.store(chunk_ptr + inner, probs)
     total = tl.sum(probs, 0)
-    tl.store(chunk_sums_ptr + (rows + row) * SPLITS + split, total)
+    tl.store(chunk_sums_ptr + (row * 2 + 1) * SPLITS + split, total)
     if accepted < count:
         # The draft's few entries are taken off in memory, by other threads than wrote them.
         tl.debug_barrier()
@@ -89,7 +75,16 @@ def weights_kernel(
             tl.store(chunk_ptr + near, tl.maximum(p - q, 0.0), mask=ours)
         tl.debug_barrier()
         total = tl.sum(tl.load(chunk_ptr + inner), 0)
-    tl.store(chunk_sums_ptr + row * SPLITS + split, total)
+    tl.store(chunk_sums_ptr + row * 2 * SPLITS + split, total)
+
+
+@jit
+def _drawn(weights, threshold, N: tl.constexpr):
+    """The first of N entries up to which the weight is more than `threshold`."""
+    index = tl.arange(0, N)
+    past = tl.where((tl.cumsum(weights, 0) > threshold) & (weights > 0), index, N)
+    # u close to 1 may round up to the total: then the last of positive weight is meant.
+    return tl.minimum(tl.min(past, 0), tl.max(tl.where(weights > 0, index, 0), 0))
 
 
 @jit
@@ -105,8 +100,6 @@ def draw_kernel(
     accepted_ptr,
     following_ptr,
     gamma,
-    every,
-    rows,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -122,27 +115,19 @@ def draw_kernel(
     at = row * (gamma + 1) + tl.load(accepted_ptr + row)
     splits = tl.arange(0, SPLITS_2)
     there = splits < SPLITS
-    sums = tl.load(chunk_sums_ptr + row * SPLITS + splits, mask=there, other=0.0)
+    sums = tl.load(chunk_sums_ptr + row * 2 * SPLITS + splits, mask=there, other=0.0)
     # Rounding can leave an empty residual where p and q are equal; then p itself is the right draw.
     empty = tl.sum(sums, 0) == 0
     if empty:
-        sums = tl.load(chunk_sums_ptr + (rows + row) * SPLITS + splits, mask=there, other=0.0)
+        sums = tl.load(chunk_sums_ptr + (row * 2 + 1) * SPLITS + splits, mask=there, other=0.0)
     wide = sums.to(tl.float64)
-    ends = tl.cumsum(wide, 0)
     threshold = tl.load(uniforms_ptr + at).to(tl.float64) * tl.sum(wide, 0)
-    # u close to 1 may round up to the total: then the last of positive weight is meant, here and below.
-    chunk = tl.minimum(
-        tl.min(tl.where((ends > threshold) & (sums > 0), splits, SPLITS_2), 0), tl.max(tl.where(sums > 0, splits, 0), 0)
-    )
+    chunk = _drawn(wide, threshold, SPLITS_2)
     rest = (threshold - tl.sum(tl.where(splits < chunk, wide, 0.0), 0)).to(tl.float32)
     inner = tl.arange(0, CHUNK)
     if empty:
-        weights = _target_probs(logits_ptr, floats_ptr, ints_ptr, at, every, scale, chunk * CHUNK + inner, VOCAB)
+        weights = _target_probs(logits_ptr, floats_ptr, ints_ptr, at, scale, chunk * CHUNK + inner, VOCAB)
     else:
         weights = tl.load(weights_ptr + (row.to(tl.int64) * SPLITS + chunk) * CHUNK + inner)
-    ends_inside = tl.cumsum(weights, 0)
-    token = tl.minimum(
-        tl.min(tl.where((ends_inside > rest) & (weights > 0), inner, CHUNK), 0),
-        tl.max(tl.where(weights > 0, inner, 0), 0),
-    )
+    token = _drawn(weights, rest, CHUNK)
     tl.store(following_ptr + row, chunk * CHUNK + token)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from kernels.backends import follow, jit, power_of_two, tl
 from kernels.rejection.layout import depth_of, logits_at, scale_of, split_vocabulary
 
 
@@ -11,19 +11,15 @@ def judge_greedy_in_triton(logits: Tensor, draft_tokens: Tensor, draft_counts: T
     """Judge as `kernels.rejection.judge_greedy` describes it."""
     (rows, gamma), device = draft_tokens.shape, logits.device
     cut = split_vocabulary(logits, gamma)
-    splits, every, overlap = cut["SPLITS"], rows * (gamma + 1), overlapping_launch(device)
+    splits, every = cut["SPLITS"], rows * (gamma + 1)
     accepted, following = torch.empty(2, rows, dtype=torch.int32, device=device)
     if not rows:
         return accepted, following
     best = torch.empty(every, splits, dtype=torch.float32, device=device)
     tokens = torch.empty(every, splits, dtype=torch.int32, device=device)
-    best_kernel[(splits, every)](logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False, **overlap)
+    best_kernel[(splits, every)](logits, draft_counts, best, best, tokens, best, gamma, **cut, SAMPLED=False)
     _greedy_verdict_kernel[(rows,)](
-        *(best, tokens, draft_tokens, draft_counts, accepted, following, gamma),
-        SPLITS=splits,
-        SPLITS_2=cut["SPLITS_2"],
-        PLACES=power_of_two(gamma + 1),
-        **overlap,
+        best, tokens, draft_tokens, draft_counts, accepted, following, gamma, **cut, PLACES=power_of_two(gamma + 1)
     )
     return accepted, following
 
@@ -82,6 +78,8 @@ def _greedy_verdict_kernel(
     accepted_ptr,
     following_ptr,
     gamma,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     PLACES: tl.constexpr,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.backends import jit, power_of_two, tl, triton
+from kernels.backends import jit, overlapping_launch, power_of_two, tl, triton
 
 CHUNK = 4096  # entries of the vocabulary that a program takes; at most 32768: lists hold int16
 MAX_GAMMA = 31
@@ -16,27 +16,31 @@ MAX_GAMMA = 31
 # A number that kernels may refer to; they are defined without Triton too.
 _constant: Callable[[int], Any] = int if triton is None else tl.constexpr
 
-# Floats of a position that kernels hand on, each [rows * (γ + 1)].
+EDGES = _constant(8)  # depths at which a round sums (kernels.rejection.bracket)
+SUPPORT = _constant(128)  # entries of a draft's distribution that are taken at once
+
+# Floats of a position that kernels hand on: [rows * (γ + 1), FLOATS].
 PEAK = _constant(0)  # the largest logit
 MASS = _constant(1)  # all weights' sum
 WANTED = _constant(2)  # the share of it to be kept
 LOWER = _constant(3)  # the threshold's bracket after the first round: a depth, and the mass above it
 BELOW_LOWER = _constant(4)
-FROM = _constant(5)  # and after the second: candidates have depths in [from, upto)
-UPTO = _constant(6)
-BELOW_FROM = _constant(7)
-KEPT = _constant(8)  # the sum of the weights that are kept
-FLOATS = 9
+FROM = _constant(5)  # and after the second: candidates have at least this depth
+BELOW_FROM = _constant(6)
+KEPT = _constant(7)  # the sum of the weights that are kept
+FLOATS = _constant(8)
 # And integers.
 CUT = _constant(0)  # bits of the largest depth that is kept
 LAST = _constant(1)  # the last index that is kept at just this depth
 PASSED = _constant(2)  # whether the drafted token passes its test
 LIKELIEST = _constant(3)  # of greedy rows
-INTS = 4
+INTS = _constant(4)
 
 
 def split_vocabulary(logits: Tensor, gamma: int) -> dict[str, int]:
-    """Return how rows of logits are split; a variant is compiled for each vocabulary and each power of two of γ + 1.
+    """Return how rows of logits are split, and arguments of overlapping launches.
+
+    A variant is compiled for each vocabulary and each power of two of γ + 1.
 
     Raises NotImplementedError for more than MAX_GAMMA drafted tokens.
     """
@@ -44,7 +48,8 @@ def split_vocabulary(logits: Tensor, gamma: int) -> dict[str, int]:
         raise NotImplementedError(f"judging {gamma} drafted tokens; Triton takes up to {MAX_GAMMA}")
     vocab = logits.shape[2]
     splits = -(-vocab // CHUNK)
-    return {"VOCAB": vocab, "CHUNK": CHUNK, "SPLITS": splits, "SPLITS_2": power_of_two(splits)}
+    cut = {"VOCAB": vocab, "CHUNK": CHUNK, "SPLITS": splits, "SPLITS_2": power_of_two(splits)}
+    return cut | overlapping_launch(logits.device)
 
 
 @jit

@@ -1,24 +1,9 @@
 """A position's threshold, found among its candidates by bisection on the bits of their depths; the token's test."""
 
+import kernels.rejection.layout as layout
 from kernels.backends import follow, jit, tl
 from kernels.rejection.greedy import likeliest_of
-from kernels.rejection.layout import (
-    BELOW_FROM,
-    CUT,
-    FROM,
-    KEPT,
-    LAST,
-    LIKELIEST,
-    MASS,
-    PASSED,
-    PEAK,
-    WANTED,
-    bits_of,
-    depth_of,
-    is_kept,
-    scale_of,
-    weight_of,
-)
+from kernels.rejection.layout import FLOATS, INTS, SUPPORT, bits_of, depth_of, is_kept, scale_of, weight_of
 
 
 @jit
@@ -127,10 +112,10 @@ def verdict_kernel(
     counts_ptr,
     temperature_ptr,
     top_p_ptr,
-    best_ptr,
-    tokens_ptr,
     floats_ptr,
     ints_ptr,
+    best_ptr,
+    tokens_ptr,
     listed_ptr,
     listed_counts_ptr,
     draft_tokens_ptr,
@@ -138,14 +123,12 @@ def verdict_kernel(
     support_probs_ptr,
     uniforms_ptr,
     gamma,
-    every,
     support,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    SUPPORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A position's threshold, and whether its drafted token passes."""
@@ -158,27 +141,29 @@ def verdict_kernel(
         return
     drafted = tl.load(draft_tokens_ptr + row * gamma + place, mask=place < count, other=-1).to(tl.int32)
     scale = scale_of(temperature_ptr, row)
+    floats_ptr += at * FLOATS
+    ints_ptr += at * INTS
     if scale == 0:
         only = at + tl.arange(0, 1)
         likeliest = tl.sum(likeliest_of(best_ptr, tokens_ptr, only, only >= 0, SPLITS, SPLITS_2), 0)
-        tl.store(ints_ptr + LIKELIEST * every + at, likeliest)
-        tl.store(ints_ptr + PASSED * every + at, (likeliest == drafted).to(tl.int32))
+        tl.store(ints_ptr + layout.LIKELIEST, likeliest)
+        tl.store(ints_ptr + layout.PASSED, (likeliest == drafted).to(tl.int32))
     else:
-        peak = tl.load(floats_ptr + PEAK * every + at)
+        peak = tl.load(floats_ptr + layout.PEAK)
         if tl.load(top_p_ptr + row).to(tl.float32) < 1:
             splits = tl.arange(0, SPLITS_2)
             row_ptr, lists_ptr = logits_ptr + at.to(tl.int64) * VOCAB, listed_ptr + at.to(tl.int64) * SPLITS * CHUNK
             held = tl.load(listed_counts_ptr + at * SPLITS + splits, mask=splits < SPLITS, other=0)
-            wanted = tl.load(floats_ptr + WANTED * every + at)
-            bracket = (wanted, tl.load(floats_ptr + FROM * every + at), tl.load(floats_ptr + BELOW_FROM * every + at))
+            wanted = tl.load(floats_ptr + layout.WANTED)
+            bracket = (wanted, tl.load(floats_ptr + layout.FROM), tl.load(floats_ptr + layout.BELOW_FROM))
             source = (row_ptr, lists_ptr, held, tl.max(held, 0), peak, scale)
             cut, last, kept = _threshold(source, bracket, VOCAB, CHUNK, SPLITS_2, CANDIDATES)
         else:
             cut, last = 0x7F800000, -1  # all of finite depth
-            kept = tl.load(floats_ptr + MASS * every + at)
-        tl.store(ints_ptr + CUT * every + at, cut)
-        tl.store(ints_ptr + LAST * every + at, last)
-        tl.store(floats_ptr + KEPT * every + at, kept)
+            kept = tl.load(floats_ptr + layout.MASS)
+        tl.store(ints_ptr + layout.CUT, cut)
+        tl.store(ints_ptr + layout.LAST, last)
+        tl.store(floats_ptr + layout.KEPT, kept)
         if place < count:
             draft = row * gamma + place
             q = tl.zeros([SUPPORT], tl.float32)
@@ -192,4 +177,4 @@ def verdict_kernel(
             p = tl.where(is_kept(bits, drafted, cut, last), weight_of(bits) / kept, 0.0)
             u = tl.load(uniforms_ptr + draft).to(tl.float64)
             passed = u * tl.sum(q, 0).to(tl.float64) < p.to(tl.float64)
-            tl.store(ints_ptr + PASSED * every + at, passed.to(tl.int32))
+            tl.store(ints_ptr + layout.PASSED, passed.to(tl.int32))

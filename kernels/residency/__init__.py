@@ -20,12 +20,11 @@ All operations are kernels without a host round trip: they may be captured in a 
 must follow each other (one stream). Lists are of blocks, which are runs of a sequence's pages; what is outside of a
 table (say, -1) is as if not listed.
 
-`tables` holds the tables, `request` makes what a step lists hits, `clock` chooses victims, `find` looks up lines,
-`missing` counts blocks that are not wholly there, `placement` pins, stores and drops pages. Each has its torch twin.
+`tables` holds the tables, `request` makes what a step lists hits, in Triton by `request_kernels`; `find` looks up lines
+and counts blocks that are not wholly there; `placement` pins, stores and drops pages. Each has its torch twin.
 """
 
-from kernels.residency.find import find_block_lines
-from kernels.residency.missing import count_missing_blocks
+from kernels.residency.find import count_missing_blocks, find_block_lines
 from kernels.residency.placement import drop_pages, mark_stored, pin_gpu_pages
 from kernels.residency.request import request_blocks
 from kernels.residency.tables import ResidencyTables, Transfers, clear_tables, empty_tables

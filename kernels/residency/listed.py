@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import follow, jit, overlapping_launch, tl
-from kernels.residency import sizes
+from kernels.backends import jit, tl
 
 
 def pages_of_blocks(pages: int, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int) -> Tensor:
@@ -34,17 +33,3 @@ def pages_at(list_ptr, page_table_ptr, place, inside, pages, head, kv_heads, max
     logical = block * PER_BLOCK + place % PER_BLOCK
     page = tl.load(page_table_ptr + logical, mask=known & (logical < max_pages), other=-1)
     return page * kv_heads + head, (page >= 0) & (page < pages // kv_heads)
-
-
-def clear_numbers(numbers: Tensor) -> None:
-    """numbers: int32."""
-    count = numbers.numel()
-    overlap = overlapping_launch(numbers.device)
-    _clear_kernel[(-(-count // sizes.CLEARED),)](numbers, count, CHUNK=sizes.CLEARED, **overlap)
-
-
-@jit
-def _clear_kernel(numbers_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    follow(PDL)
-    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(numbers_ptr + place, tl.zeros([CHUNK], tl.int32), mask=place < count)

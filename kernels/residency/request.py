@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels.backends import check_backend
-from kernels.residency.clock import advance_hand
 from kernels.residency.listed import pages_of_blocks
 from kernels.residency.request_kernels import launch_request
-from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_tensor
+from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_tensor, empty_transfers
 
 
 def request_blocks(
@@ -35,19 +34,11 @@ def request_blocks(
     check_backend("request_blocks", backend)
     check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
     check_tensor("request_blocks", "round", round, (1,), torch.int32, tables.page_in.device)
-    if backend == "torch":
-        return _torch_request(tables, pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block), round)
-    return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
-
-
-def _torch_request(tables: ResidencyTables, pages: Tensor, round: Tensor) -> Transfers:
-    """pages: [rows, sequences, kv_heads, n] int32, -1 where there is none."""
-    pages = pages.flatten(1)
-    rows = len(pages)
-    transfers = Transfers(
-        torch.empty_like(pages), torch.empty_like(pages), pages.new_empty(rows), pages.new_empty(rows)
-    )
-    for row in range(rows):
+    if backend == "triton":
+        return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
+    pages = pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block).flatten(1)
+    transfers = empty_transfers(tables.rows, pages.shape[1], pages.device)
+    for row in range(tables.rows):
         _request_row(tables, row, pages[row][pages[row] >= 0], int(round), transfers)
     return transfers
 
@@ -61,7 +52,7 @@ def _request_row(tables: ResidencyTables, row: int, wanted: Tensor, now: int, tr
             tables.referenced[row, line] = 1
             tables.stamps[row, line] = now
     missing = [page for page, line in zip(pages, lines, strict=True) if line < 0]
-    victims = advance_hand(tables, row, len(missing), now)
+    victims = _advance_hand(tables, row, len(missing), now)
     for i, (page, line) in enumerate(zip(missing, victims, strict=False)):
         old = int(tables.page_in[row, line])
         if old >= 0:
@@ -73,3 +64,24 @@ def _request_row(tables: ResidencyTables, row: int, wanted: Tensor, now: int, tr
     transfers.pages[row, : len(missing)] = torch.tensor(missing, dtype=torch.int32)
     transfers.counts[row] = len(victims)
     transfers.overflow[row] = len(missing) - len(victims)
+
+
+def _advance_hand(tables: ResidencyTables, row: int, wanted: int, now: int) -> list[int]:
+    """Up to `wanted` victims, in the order in which the hand finds them; moves the hand and clears bits."""
+    if not wanted:
+        return []
+    stamps, dirty, bits = (t[row].tolist() for t in (tables.stamps, tables.dirty, tables.referenced))
+    hand = int(tables.hand[row])
+    victims: dict[int, None] = {}  # in order; the second sweep finds them again, which changes nothing
+    for _ in range(2 * tables.lines):
+        if len(victims) == wanted:
+            break
+        if stamps[hand] < now and not dirty[hand]:
+            if bits[hand]:
+                bits[hand] = 0
+            else:
+                victims[hand] = None
+        hand = (hand + 1) % tables.lines
+    tables.referenced[row] = tables.referenced.new_tensor(bits)
+    tables.hand[row] = hand
+    return list(victims)

@@ -1,128 +1,67 @@
 """The three kernels of a request: claims, the survey of missing pages and lines, and the placing."""
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 from kernels.residency import sizes
-from kernels.residency.clock import loose_lines
-from kernels.residency.listed import clear_numbers, pages_at
+from kernels.residency.listed import pages_at
 from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ResidencyTables, Transfers
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What the kernels of one request leave for each other, and the sizes of their grids. All int32.
-
-    firsts, claimed: [rows, items], of each part of a list its first claims, and all of its claims. tallies: [rows, 2,
-    chunks], lines that the hand may take. begun: [rows], where the hand stood. stretch: claims of a part, at most.
-    """
-
-    firsts: Tensor
-    claimed: Tensor
-    tallies: Tensor
-    begun: Tensor
-    parts: int
-    stretch: int
-    joiners: int
-    sweepers: int
-
-    @property
-    def items(self) -> int:
-        return self.firsts.shape[1]
-
-    @property
-    def chunks(self) -> int:
-        return self.tallies.shape[2]
+from kernels.residency.tables import ResidencyTables, Transfers, empty_transfers
 
 
 def launch_request(
     tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int, round: Tensor
 ) -> Transfers:
-    """request_blocks, by Triton; the arguments have been checked."""
+    """request_blocks, by Triton; the arguments have been checked.
+
+    The kernels leave for each other, all int32: firsts and claimed [rows, items], of each part of a list its first
+    claims, and all of its claims, of which it has `stretch` at most; tallies [rows, 2, chunks], lines that the hand may
+    take; begun [rows], where the hand stood.
+    """
     rows, sequences, kv_heads, width = lists.shape
     listed = width * pages_per_block
     parts = max(1, min(sizes.PARTS, -(-listed // sizes.LISTED)))
     stretch = -(-listed // parts)
     items = sequences * kv_heads * parts
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=lists.device)
-
-    transfers = Transfers(new(rows, items * stretch), new(rows, items * stretch), new(rows), new(rows))
+    transfers = empty_transfers(rows, items * stretch, lists.device)
     if not items * stretch:
         transfers.counts.zero_()
         transfers.overflow.zero_()
         return transfers
-    chunks = -(-tables.lines // sizes.SWEPT)
-    work = _Work(
-        firsts=new(rows, items),
-        claimed=new(rows, items),
-        tallies=new(rows, 2, chunks),
-        begun=new(rows),
-        parts=parts,
-        stretch=stretch,
-        joiners=-(-items // sizes.JOINED),
-        sweepers=min(sizes.SWEEPERS, chunks),
-    )
-    clear_numbers(work.firsts)
-    claims = transfers.lines  # until the lines are known
-    _claim(tables, work, (lists, counts, page_tables), pages_per_block, round, claims)
-    _survey(tables, work, round, claims, transfers.pages)
-    _place(tables, work, round, transfers)
-    return transfers
-
-
-def _claim(
-    tables: ResidencyTables,
-    work: _Work,
-    listed: tuple[Tensor, Tensor, Tensor],
-    pages_per_block: int,
-    round: Tensor,
-    claims: Tensor,
-) -> None:
-    lists, counts, page_tables = listed
-    _claim_kernel[(work.items, tables.rows)](
+    chunks, joiners = -(-tables.lines // sizes.SWEPT), -(-items // sizes.JOINED)
+    sweepers = min(sizes.SWEEPERS, chunks)
+    firsts, claimed = lists.new_zeros(rows, items), lists.new_empty(rows, items)
+    tallies, begun = lists.new_empty(rows, 2, chunks), lists.new_empty(rows)
+    claims, missing = transfers.lines, transfers.pages  # claims until the lines are known
+    overlap, end = overlapping_launch(lists.device), (tables.pages, tables.lines)
+    _claim_kernel[(items, rows)](
         *(lists.contiguous(), counts.contiguous(), page_tables.contiguous(), round),
-        *(tables.line_of, tables.referenced, tables.stamps, tables.hand),
-        *(work.begun, claims, work.claimed, work.firsts),
-        *(tables.pages, tables.lines, lists.shape[2], lists.shape[3], page_tables.shape[1], work.parts, work.stretch),
+        *(tables.line_of, tables.referenced, tables.stamps, tables.hand, begun, claims, claimed, firsts),
+        *(*end, kv_heads, width, page_tables.shape[1], parts, stretch),
         PER_BLOCK=pages_per_block,
         CHUNK=sizes.LISTED,
         num_warps=warps_for(sizes.LISTED),
-        **overlapping_launch(lists.device),
+        **overlap,
     )
-
-
-def _survey(tables: ResidencyTables, work: _Work, round: Tensor, claims: Tensor, missing: Tensor) -> None:
-    _survey_kernel[(work.joiners + work.sweepers, tables.rows)](
-        *(claims, work.claimed, work.firsts, round, work.begun),
-        *(tables.line_of, tables.referenced, tables.stamps, tables.dirty, missing, work.tallies),
-        *(tables.pages, tables.lines, work.joiners, work.chunks, work.items, work.stretch),
-        ITEMS=power_of_two(work.items),
+    swept: dict[str, int] = {"ITEMS": power_of_two(items), "CHUNK": sizes.SWEPT, "num_warps": warps_for(sizes.SWEPT)}
+    _survey_kernel[(joiners + sweepers, rows)](
+        *(claims, claimed, firsts, round, begun),
+        *(tables.line_of, tables.referenced, tables.stamps, tables.dirty, missing, tallies),
+        *(*end, joiners, chunks, items, stretch),
         JOINED=sizes.JOINED,
         CLAIMS=sizes.CLAIMS,
-        CHUNK=sizes.SWEPT,
-        num_warps=warps_for(sizes.SWEPT),
-        **overlapping_launch(claims.device),
+        **swept,
+        **overlap,
     )
-
-
-def _place(tables: ResidencyTables, work: _Work, round: Tensor, transfers: Transfers) -> None:
-    _place_kernel[(work.sweepers, tables.rows)](
-        *(work.firsts, round, work.begun, work.tallies),
+    _place_kernel[(sweepers, rows)](
+        *(firsts, round, begun, tallies),
         *(tables.line_of, tables.page_in, tables.referenced, tables.stamps, tables.dirty, tables.hand),
-        *(transfers.pages, transfers.lines, transfers.counts, transfers.overflow),
-        *(tables.pages, tables.lines, work.chunks, work.items, work.stretch),
-        ITEMS=power_of_two(work.items),
-        CHUNKS=power_of_two(work.chunks),
-        CHUNK=sizes.SWEPT,
-        num_warps=warps_for(sizes.SWEPT),
-        **overlapping_launch(round.device),
+        *(missing, transfers.lines, transfers.counts, transfers.overflow, *end, chunks, items, stretch),
+        CHUNKS=power_of_two(chunks),
+        **swept,
+        **overlap,
     )
+    return transfers
 
 
 @jit
@@ -206,6 +145,21 @@ def _claim_kernel(
 
 
 @jit
+def _loose_lines(round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK: tl.constexpr):
+    """The lines of a chunk in the order of the hand, and what it may take: at once, and if it comes again."""
+    now = tl.load(round_ptr)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = place < lines
+    line = tl.load(begun_ptr + row) + place
+    line = tl.where(line >= lines, line - lines, line)
+    stamp = tl.load(stamps_ptr + row * lines + line, mask=there, other=0)
+    unsaved = tl.load(dirty_ptr + row * lines + line, mask=there, other=1)
+    bit = tl.load(referenced_ptr + row * lines + line, mask=there, other=0)
+    loose = there & (stamp < now) & (unsaved == 0)
+    return line, (loose & (bit == 0)).to(tl.int32), (loose & (bit != 0)).to(tl.int32)
+
+
+@jit
 def _survey_kernel(
     claims_ptr,
     claimed_ptr,
@@ -257,7 +211,7 @@ def _survey_kernel(
                 at += tl.sum(first, 1)
         else:
             for chunk in tl.range(part - joiners, chunks, tl.num_programs(0) - joiners):
-                _slot, ready, later = loose_lines(
+                _slot, ready, later = _loose_lines(
                     round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK
                 )
                 tl.store(tallies_ptr + row * 2 * chunks + chunk, tl.sum(ready, 0))
@@ -312,7 +266,7 @@ def _place_kernel(
         chunk = sweeper
         ready_before = tl.sum(tl.where(one < chunk, ready_of, 0), 0)
         while (chunk < chunks) & (ready_before < missing):
-            line, ready, later = loose_lines(
+            line, ready, later = _loose_lines(
                 round_ptr, begun_ptr, referenced_ptr, stamps_ptr, dirty_ptr, row, chunk, lines, CHUNK
             )
             before = ready_before + tl.cumsum(ready, 0) - ready

@@ -7,7 +7,6 @@ JOINED = 16  # programs' claims that one program joins
 CLAIMS = 32  # of each of these, at once
 SWEPT = 1024  # cache lines whose fate a program decides
 SWEEPERS = 32  # programs that share a row's lines: all are there at once, and gone where nothing is missing
-CLEARED = 1024
 
 
 def warps_for(chunk: int) -> int:

@@ -32,17 +32,12 @@ class ResidencyTables:
                 f"ResidencyTables: line_of {shapes[0]} and page_in {shapes[1]}; they are [rows, pages] and "
                 "[rows, lines], with one of each at least"
             )
-        rows, lines = self.page_in.shape
-        for name, shape, dtype in (
-            ("line_of", (rows, self.line_of.shape[1]), torch.int32),
-            ("page_in", (rows, lines), torch.int32),
-            ("referenced", (rows, lines), torch.uint8),
-            ("stamps", (rows, lines), torch.int32),
-            ("dirty", (rows, lines), torch.uint8),
-            ("hand", (rows,), torch.int32),
-        ):
-            check_tensor("ResidencyTables", name, getattr(self, name), shape, dtype, self.page_in.device)
-            if not getattr(self, name).is_contiguous():
+        by_name = {"line_of": (self.rows, self.pages), "hand": (self.rows,)}
+        for name, tensor in vars(self).items():
+            shape = by_name.get(name, (self.rows, self.lines))
+            dtype = torch.uint8 if name in ("referenced", "dirty") else torch.int32
+            check_tensor("ResidencyTables", name, tensor, shape, dtype, self.page_in.device)
+            if not tensor.is_contiguous():
                 raise ValueError(f"ResidencyTables: {name} must be contiguous")
 
     @property
@@ -76,6 +71,13 @@ class Transfers:
     overflow: Tensor
 
 
+def empty_transfers(rows: int, width: int, device: torch.device) -> Transfers:
+    """Transfers of these sizes, in which nothing is said yet."""
+    pages, lines = torch.empty(2, rows, width, dtype=torch.int32, device=device)
+    counts, overflow = torch.empty(2, rows, dtype=torch.int32, device=device)
+    return Transfers(pages, lines, counts, overflow)
+
+
 def empty_tables(rows: int, pages: int, lines: int, device: torch.device | str = "cpu") -> ResidencyTables:
     """Tables of `rows` rows, in which nothing is cached."""
 
@@ -103,7 +105,11 @@ def clear_tables(tables: ResidencyTables) -> None:
 def check_tensor(
     operation: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+    """Raise ValueError unless the tensor is so; -1 in `shape` is any size."""
+    sizes = len(shape) == tensor.dim() and all(
+        want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not sizes or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
             f"{operation}: {name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, "
             f"not {shape} {dtype} on {device}"
@@ -119,25 +125,18 @@ def check_blocks(
     kv_heads: int,
     pages_per_block: int,
 ) -> None:
-    if lists.dim() != 4:
-        raise ValueError(f"{operation}: lists are [rows, sequences, heads, width], not {tuple(lists.shape)}")
-    if page_tables.dim() != 2:
-        raise ValueError(f"{operation}: page_tables are [sequences, pages], not {tuple(page_tables.shape)}")
     if pages_per_block < 1:
         raise ValueError(f"{operation}: a block of {pages_per_block} pages")
     check_heads(operation, tables, kv_heads)
-    sequences, width, device = lists.shape[1], lists.shape[3], tables.page_in.device
-    shape = tables.rows, sequences, kv_heads
-    check_tensor(operation, "lists", lists, (*shape, width), torch.int32, device)
-    check_tensor(operation, "counts", counts, shape, torch.int32, device)
-    check_tensor(operation, "page_tables", page_tables, (sequences, page_tables.shape[1]), torch.int32, device)
+    device = tables.page_in.device
+    check_tensor(operation, "lists", lists, (tables.rows, -1, kv_heads, -1), torch.int32, device)
+    check_tensor(operation, "counts", counts, tuple(lists.shape[:3]), torch.int32, device)
+    check_tensor(operation, "page_tables", page_tables, (lists.shape[1], -1), torch.int32, device)
 
 
 def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:
-    if pages.dim() != 1:
-        raise ValueError(f"{operation}: pages are [n], not {tuple(pages.shape)}")
     check_heads(operation, tables, kv_heads)
-    check_tensor(operation, "pages", pages, tuple(pages.shape), torch.int32, tables.page_in.device)
+    check_tensor(operation, "pages", pages, (-1,), torch.int32, tables.page_in.device)
 
 
 def check_heads(operation: str, tables: ResidencyTables, kv_heads: int) -> None:

@@ -1,18 +1,18 @@
 """From rows of block weights to compact, ascending block lists: top-k and nucleus.
 
-`reference` is in torch. By Triton, a threshold is searched for on the weights' bits, sorting nothing (`search`): in
-one program for a row that fits its registers (`short_rows`), by several for a longer one (`long_rows`).
+`reference` is in torch; `short_rows` searches for a threshold on the weights' bits by Triton, sorting nothing.
 """
 
-import torch
 from torch import Tensor
 
-import kernels.selection.short_rows as short_rows
 from kernels.backends import check_backend
-from kernels.selection.long_rows import select_long_rows
 from kernels.selection.reference import check_mass, compact, nucleus_mask, rank_in_row, top_k_mask
+from kernels.selection.short_rows import CHUNK, select_short_rows
 
 __all__ = ["compact", "nucleus_mask", "rank_in_row", "select_nucleus", "select_top_k", "top_k_mask"]
+
+# Rows of more than CHUNK blocks take the reference on a GPU too: a kernel of their own would take 0.04 to 0.13 ms where
+# a sort takes 0.05 to 1.8, of a step of tens of ms, and only methods other than the default have such rows.
 
 
 def select_top_k(
@@ -28,7 +28,9 @@ def select_top_k(
     """
     check_backend("select_top_k", backend)
     if backend == "triton":
-        return _select_rows("select_top_k", weights, valid, k, None, width)
+        width = weights.shape[1] if width is None else width
+        if weights.shape[1] <= CHUNK:
+            return select_short_rows("select_top_k", weights, valid, k, 0.0, width)
     return compact(top_k_mask(weights, valid, k), width)
 
 
@@ -39,28 +41,12 @@ def select_nucleus(
 
     Sorting-free (SpecAttn, Algorithm 2): bisection on the threshold. The lower bound is returned, so the
     selection never holds less than `mass`. Arguments, result and what is raised: as for `select_top_k`; 0 < mass <= 1.
-    `torch` halves 24 times; `triton` goes on until no weight lies between the bounds, and adds in float32.
+    The reference halves 24 times; the kernel goes on until no weight lies between the bounds, and adds in float32.
     """
     check_backend("select_nucleus", backend)
+    check_mass(mass)
     if backend == "triton":
-        check_mass(mass)
-        return _select_rows("select_nucleus", weights, valid, None, mass, width)
+        width = weights.shape[1] if width is None else width
+        if weights.shape[1] <= CHUNK:
+            return select_short_rows("select_nucleus", weights, valid, None, mass, width)
     return compact(nucleus_mask(weights, valid, mass), width)
-
-
-def _select_rows(
-    operation: str, weights: Tensor, valid: Tensor, k: Tensor | None, mass: float | None, width: int | None
-) -> tuple[Tensor, Tensor]:
-    if weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(
-            f"{operation}: backend 'triton' needs contiguous float32 weights, got {weights.dtype} with strides "
-            f"{weights.stride()}"
-        )
-    rows, n = weights.shape
-    lists = torch.empty(rows, n if width is None else width, dtype=torch.int32, device=weights.device)
-    counts = torch.empty(rows, dtype=torch.int32, device=weights.device)
-    if rows:
-        valid = valid.contiguous()  # it may be one number, expanded
-        select = select_long_rows if n > short_rows.CHUNK else short_rows.select_short_rows
-        select(weights, valid, valid if k is None else k.contiguous(), mass, lists, counts)
-    return lists, counts

@@ -1,4 +1,7 @@
-"""Top-k and nucleus of rows in plain torch: the reference that the Triton kernels are tested against."""
+"""Top-k and nucleus of rows in plain torch: what the Triton kernel is tested against, and what long rows take.
+
+On a GPU nothing here waits for the host but `compact` where it is given no width, so that graphs can capture it.
+"""
 
 import torch
 from torch import Tensor
@@ -45,11 +48,12 @@ def nucleus_mask(weights: Tensor, valid: Tensor, mass: float) -> Tensor:
 def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Turn bool [rows, n] into ascending lists [rows, width] int32, padded with 0, and counts [rows] int32.
 
-    width: at least the greatest count, which it is if None.
+    width: the greatest count if None; a longer list is cut to it.
     """
     counts = chosen.sum(1, dtype=torch.int32)
     if width is None:
         width = int(counts.max()) if counts.numel() else 0
+    counts = counts.clamp(max=width)
     order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :width].to(torch.int32)
     order = torch.nn.functional.pad(order, (0, width - order.shape[1]))
     return order.where(torch.arange(width, device=chosen.device) < counts[:, None], 0), counts

@@ -47,7 +47,7 @@ def test_calibrate_the_bundled_pair(tmp_path: Path) -> None:
 
 
 def test_the_bundled_plan_is_for_the_bundled_pair() -> None:
-    from engine.loading.model import model_hash
+    from evaluation.models import model_hash
 
     plan = load_plan(models.PLAN)
     assert plan.provenance["target_hash"] == model_hash(str(models.TARGET))

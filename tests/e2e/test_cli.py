@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from evaluation.plans import save_plan, uniform_plan
 from models import TARGET
-from sparsity.plan import save_plan, uniform_plan
 from tests.client import APPROXIMATE, generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack

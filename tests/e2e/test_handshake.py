@@ -1,6 +1,7 @@
 """Draft and target that do not fit refuse each other, naming both sides; the target lives on."""
 
 import asyncio
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,12 +100,11 @@ def _support(token: int, probability: float) -> Support:
 
 
 HEADS = BY_TARGET_HEAD.rows(load_plan(PLAN))  # of the bundled plan's default method
-TWO_TO_31 = b"\x80\x80\x80\x80\x08"
 BAD_EVENTS = {
     "indices out of range": lambda at: Announcement(at, 0, _selection(HEADS, 5)),
     "heads the plan does not have": lambda at: Announcement(at, 0, _selection(HEADS + 1)),
-    "garbage announcement": lambda at: Announcement(at, 0, b"\x02\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: Announcement(at, 0, b"\x02\x00" + bytes([HEADS]) + TWO_TO_31 + bytes(9)),
+    "garbage announcement": lambda at: Announcement(at, 0, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
+    "2^31 blocks": lambda at: Announcement(at, 0, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
     "empty proposal": lambda at: Proposal(at, False, 0, []),
     "too many tokens": lambda at: Proposal(at, False, 0, [1] * 5),
     "token outside the vocabulary": lambda at: Proposal(at, False, 0, [4096]),

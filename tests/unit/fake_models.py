@@ -14,17 +14,25 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import Drafted, judge, lay_out_verdicts, support_of, verdict_layout
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
-from engine.rounds.requests import AnnouncementRequest, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import (
+    AnnouncementRequest,
+    Branch,
+    DraftedTokens,
+    MovedKV,
+    RoundOutput,
+    RoundRequest,
+    RoundSettings,
+)
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
+from evaluation.plans import uniform_plan
 from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
-from sparsity.plan import uniform_plan
 from wire import messages as m
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
@@ -93,7 +101,7 @@ class FakeRunner(Runner):
     """
 
     def __init__(self, logits: Logits, ends: bool, layers: int, heads: int, pages: int, recent: int = RECENT) -> None:
-        self.kv = PagedKV(layers, KV_HEADS, 2, pages)
+        self.kv = KVCache(layers, KV_HEADS, 2, pages)
         self.vocab_size = VOCAB
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
         self.pages_read: list[int] = []  # by each input that wants all its logits
@@ -101,9 +109,11 @@ class FakeRunner(Runner):
         self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
         self._rounds: RoundSettings | None = None
 
-    def tokens_in(self, kv: SequenceKV) -> list[int]:
-        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[: kv.length]
-        assert (content[:, 0] == np.arange(kv.length)).all()
+    def tokens_in(self, kv: SequenceKV, length: int | None = None) -> list[int]:
+        """The tokens of the first `length` positions, of all if that is None."""
+        length = kv.length if length is None else length
+        content = self.kv.k_pages[-1].numpy()[kv.pages, 0].astype(int).reshape(-1, 2)[:length]
+        assert (content[:, 0] == np.arange(length)).all()
         return content[:, 1].tolist()
 
     def block_weights(self, history: list[int], block_size: int, heads: int) -> Tensor:
@@ -119,7 +129,7 @@ class FakeRunner(Runner):
         self._fail()
         assert len({id(item.kv) for item in inputs}) == len(inputs)
         for item in inputs:
-            item.check()
+            assert item.tokens
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         for item in inputs:
             self._write(item.kv, item.kv.length, item.tokens)
@@ -132,9 +142,11 @@ class FakeRunner(Runner):
         if self.errors:
             raise self.errors.pop(0)
 
-    def _write(self, kv: SequenceKV, start: int, tokens: list[int]) -> None:
-        for position, token in enumerate(tokens, start):
-            page, row = kv.pages[position // PAGE_SIZE], position % PAGE_SIZE
+    def _write(self, kv: SequenceKV, start: int, tokens: list[int], at: int | None = None) -> None:
+        """Write KV from `start` on, of tokens whose positions begin `at` another number if one is given."""
+        for index, token in enumerate(tokens):
+            page, row = kv.pages[(start + index) // PAGE_SIZE], (start + index) % PAGE_SIZE
+            position = (start if at is None else at) + index
             for keys in self.kv.k_pages:
                 keys[page, :, row] = torch.tensor([position, token], dtype=keys.dtype)
 
@@ -253,44 +265,71 @@ class FakeRunner(Runner):
         assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)
         for item in requests:
-            self.kv.grow(item.kv, item.kv.length + len(item.tokens) + self._rounds.gamma)
+            own = len(item.branches) * (self._rounds.gamma + 1)
+            self.kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._rounds.gamma))
+            if item.moved is not None:
+                self._move(item.kv, item.moved)
         return [self._draft(item, self._rounds) for item in requests]
 
+    def _move(self, kv: SequenceKV, moved: MovedKV) -> None:
+        for step in range(moved.count):
+            at = [(kv.pages[p // PAGE_SIZE], p % PAGE_SIZE) for p in (moved.source + step, moved.target + step)]
+            (from_page, from_row), (page, row) = at
+            for keys in self.kv.k_pages:
+                keys[page, :, row] = keys[from_page, :, from_row]
+
     def _draft(self, item: RoundRequest, settings: RoundSettings) -> RoundOutput:
-        self._write(item.kv, item.kv.length, item.tokens)
-        base = item.kv.length + len(item.tokens)
+        branches, length = item.branches, item.kv.length
+        if not branches:
+            self._write(item.kv, length, item.tokens[:-1])
+            length += len(item.tokens) - 1
+            branches = (Branch(length, item.tokens[-1], item.uniforms),)
+        blocks = pages_for(min(branch.length for branch in branches) + 1)
+        drafted, weights = [], []
+        for index, branch in enumerate(branches):
+            own = length + index * (settings.gamma + 1)
+            tokens, seen = self._draft_branch(item, settings, branch, own)
+            drafted.append(tokens)
+            weights += [each[..., :blocks] for each in seen]
+        bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
+        return RoundOutput(drafted, bitmap)
+
+    def _draft_branch(
+        self, item: RoundRequest, settings: RoundSettings, branch: Branch, own: int
+    ) -> tuple[DraftedTokens, list[Tensor]]:
+        """Return what is drafted behind a branch, whose KV goes to positions from `own` on, and its block weights."""
+        read = self._read_all(item.kv, branch.length, [None] * self.kv.num_layers)
+        history = self._check(read, branch.length, branch.length - 1)
+        token, drawn = branch.token, item.temperature > 0
         tokens: list[int] = []
-        supports: list[tuple[Tensor, Tensor]] = []
-        weights = []
+        supports, alternatives, weights = [], [], []
         for index in range(settings.gamma + 1):
-            length = base + index
-            history = self._check(self._read_all(item.kv, length, [None] * self.kv.num_layers), length, length - 1)
-            blocks = pages_for(base)
-            weights.append(self.block_weights(history, settings.block_size, self.heads)[..., :blocks])
-            token, support = self._sample(item, settings, self.logits(history), index)
+            self._write(item.kv, own + index, [token], at=len(history))
+            history.append(token)
+            weights.append(self.block_weights(history, settings.block_size, self.heads))
+            logits = self.logits(history)
+            token, support = self._sample(item, settings, logits, index, branch.uniforms)
             tokens.append(token)
             supports.append(support)
-            if index < settings.gamma:
-                self._write(item.kv, length, [token])
+            alternatives.append(np.argsort(-logits, kind="stable")[: settings.alternatives])
         ids, probs = (torch.cat(part).numpy() for part in zip(*supports, strict=True))
-        bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
-        drawn = item.temperature > 0
-        return RoundOutput(tokens, ids if drawn else None, probs if drawn else None, bitmap)
+        likeliest = np.stack(alternatives) if settings.alternatives else None
+        return DraftedTokens(tokens, ids if drawn else None, probs if drawn else None, likeliest), weights
 
     def _sample(
-        self, item: RoundRequest, settings: RoundSettings, logits: np.ndarray, index: int
+        self, item: RoundRequest, settings: RoundSettings, logits: np.ndarray, index: int, uniforms: np.ndarray
     ) -> tuple[int, tuple[Tensor, Tensor]]:
         if item.temperature == 0:
             return int(logits.argmax()), (torch.zeros(1, 1), torch.zeros(1, 1))
         heat, top_p = torch.tensor([item.temperature]), torch.tensor([item.top_p])
         probs = truncated_probs(torch.from_numpy(logits)[None], heat, top_p)
         ids, top = limit_support(probs, settings.support)
-        pick = draw(top, torch.from_numpy(item.uniforms[index : index + 1]))
+        pick = draw(top, torch.from_numpy(uniforms[index : index + 1]))
         return int(ids[0, pick[0]]), (ids, top)
 
 
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
-    """weights: [γ + 1, layers, heads, blocks], of each query"""
+    """weights: [queries, layers, heads, blocks], of each query"""
     announcer = settings.announcers[request.method]
     evidence = weights.mean(0)[None]
     before = torch.zeros(1, len(announcer.projection), -(-evidence.shape[-1] // 64), dtype=torch.int64)

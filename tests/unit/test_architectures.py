@@ -16,10 +16,10 @@ from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading import runner as loading_runner
 from engine.loading.model import load_model
-from engine.loading.runner import load_runner
 from engine.loading.shape import read_shape
 from engine.modules import ModulesDecoder
 from engine.runner import Runner
+from evaluation.models import load_runner
 from kernels.backends import Backend
 
 SIZES: dict[str, Any] = {

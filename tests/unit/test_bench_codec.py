@@ -18,19 +18,17 @@ from sparsity.selection import BlockSelection
 
 
 def test_the_bundled_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The whole benchmark, each thing once. With sticky selections the average is within the goal."""
+    """The whole benchmark, each thing once. What the default method announces is within the goal on average."""
     file = tmp_path / "rows.json"
     main(["bench", "codec", "--repeats", "1", "--json", str(file)])
     content = json.loads(file.read_text())
     rows = {(row["trace"], row["coding"]): row for row in content["rows"]}
     assert {trace for trace, _ in rows} >= {"ahead", "ahead sticky", "draft heads", "ahead, recorded"}
-    ours, bitmap = rows["ahead sticky", "announcement"], rows["ahead sticky", "bitmap"]
-    assert (ours["heads"], ours["blocks"]) == (256, 6250)
-    assert ours["mean"] <= codec.GOAL_BYTES
-    assert bitmap["mean"] == bitmap["most"] == 200_000
     for trace in ("ahead", "ahead sticky", "draft heads"):
-        sizes = [row["mean"] for (name, _), row in rows.items() if name == trace]
-        assert min(sizes) == rows[trace, "announcement"]["mean"]
+        ours, alone = rows[trace, "announcement"], rows[trace, "no reference"]
+        assert (ours["heads"], ours["blocks"]) == (256, 6250)
+        assert ours["mean"] < alone["mean"] <= alone["most"] < 2 * codec.GOAL_BYTES
+    assert rows["ahead sticky", "announcement"]["mean"] < rows["ahead", "announcement"]["mean"] <= codec.GOAL_BYTES
     for churn in content["churn"]:
         assert churn["selected"] == pytest.approx(0.1, abs=0.001)
         assert churn["churn"] == pytest.approx(churn["recorded_churn"], abs=0.01)

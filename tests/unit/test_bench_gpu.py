@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import serve
 from benchmarks.gpu_timing import Head, TimedRow, report, require_gpu
 from benchmarks.shapes import SHAPES, Shape, read_shape_of
 from cli.main import main
@@ -52,44 +51,3 @@ def test_without_a_gpu_there_is_one_line(name: str) -> None:
         main(["bench", name])
     with pytest.raises(ValueError, match="torch sees none"):
         require_gpu()
-
-
-def test_a_model_folder_has_the_shape_and_a_tokenizer(tmp_path: Path) -> None:
-    serve.write_model(tmp_path / "target", "tiny", 4096, 700)
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "target")
-    assert (config.num_hidden_layers, config.head_dim, config.max_position_embeddings) == (2, 16, 700)
-    assert (tmp_path / "target" / "tokenizer.json").exists()
-    assert not list((tmp_path / "target").glob("*.safetensors"))
-
-
-def test_the_services_are_measured_without_and_with_a_draft(tmp_path: Path) -> None:
-    file = tmp_path / "serve.json"
-    sizes = ["--sessions", "2", "--context", "200", "--tokens", "150", "--read-share", "1", "--no-ahead"]
-    main(["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", *sizes, "--json", str(file)])
-    rows = {row["what"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"no draft, dense", "draft, dense verify", "draft, sparse verify"}
-    assert rows["no draft, dense"]["tokens_a_round"] == 1
-    assert 1 < rows["draft, dense verify"]["tokens_a_round"] <= 5
-    assert rows["draft, sparse verify"]["kv_read"] < 1
-    assert all(row["tokens_a_second"] > 0 for row in rows.values())
-    assert all(row["kv_fetched"] == 0 for row in rows.values())
-
-
-def test_the_services_are_measured_over_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 44 pages about 30 lie on the device."""
-    file = tmp_path / "serve.json"
-    sizes = ["--sessions", "2", "--context", "200", "--tokens", "150", "--read-share", "1", "--no-ahead"]
-    memory = ["--host-kv-memory", "0.001", "--kv-memory", "0.0005"]
-    shapes = ["--target-shape", "tiny", "--draft-shape", "tiny"]
-    main(["bench", "serve", *shapes, *sizes, *memory, "--sparse-only", "--json", str(file)])
-    content = json.loads(file.read_text())
-    assert content["command"].endswith("--no-ahead " + " ".join([*memory, "--sparse-only"]))
-    (row,) = content["rows"]
-    assert row["what"] == "draft, sparse verify" and row["tokens_a_second"] > 0
-    assert row["kv_fetched"] > 0
-    assert "fetched" in capsys.readouterr().out
-
-
-def test_a_memory_of_nothing_is_refused() -> None:
-    with pytest.raises(SystemExit, match="must be positive; leave out what is not wanted"):
-        main(["bench", "serve", "--kv-memory", "0"])

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.offload import Bench, OffloadSettings, choose_cases, home_bytes, report, rounds_of, selections
 from benchmarks.offload_check import Check, compare_logits
+from benchmarks.offload_kv import HomeKV
 from benchmarks.offload_sessions import beside_frames, frame_bytes, hot_share, sessions_that_fit
 from benchmarks.offload_steps import (
     IN_STEP,
@@ -30,7 +31,6 @@ from benchmarks.shapes import SHAPES, random_decoder
 from cli.main import main
 from engine.decoder import Decoder
 from engine.kv.pages import SequenceKV
-from engine.kv.tiered import TieredKV
 from sparsity.selection import BlockSelection
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
     monkeypatch.setattr(bench, "_fits", lambda each, hot: room or hot < 1 or each.batch <= 4)
     if harmed:  # the last session's first page, when resident steps have run
 
-        def harm(*arguments: Any) -> TieredKV:
+        def harm(*arguments: Any) -> HomeKV:
             bench.home[0][0][7 * 64] += 1
             return tiered_kv(*arguments)
 
@@ -201,14 +201,15 @@ def test_sessions_in_tiers_are_compared_with_resident_ones(
 
 
 def test_only_pages_without_frames_are_adopted() -> None:
-    kv = TieredKV(1, 1, 4, 4, 8, 16)
+    home = make_home(CASE, 2, CPU)
+    kv = tiered_kv(CASE, 0.5, home, CPU)
     sequence = SequenceKV()
     kv.begin_pass([(sequence, 20)])
     sequence.length = 20
     with pytest.raises(ValueError, match="no GPU page"):
         kv.adopt_stored(sequence)
-    with pytest.raises(ValueError, match="there already"):
-        TieredKV(1, 1, 4, 4, 8, 16, stored=[(torch.zeros(7, 1, 16, 4), torch.zeros(8, 1, 16, 4))])
+    with pytest.raises(ValueError, match="a home must have pages of"):
+        tiered_kv(CASE, 0.5, (home[0], [part[:, :1] for part in home[1]]), CPU)
 
 
 @pytest.mark.parametrize("share", [1 / 32, 1 / 16, 1 / 10, 1 / 8])

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import models
-from engine.loading.model import load_model, output_projections
-from engine.loading.runner import load_runner
+from engine.loading.model import load_model
 from engine.model_runner import ModelRunner
 from evaluation.calibration import (
     CalibrationSettings,
@@ -23,6 +22,7 @@ from evaluation.calibration import (
 )
 from evaluation.calibration.head_map import top_k_overlap
 from evaluation.calibration.layer_map import layer_similarity
+from evaluation.models import load_runner, output_projections
 from models import DEMO_TEXT
 
 SETTINGS = CalibrationSettings(

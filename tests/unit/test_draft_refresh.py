@@ -145,8 +145,8 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
     made: list[Tensor] = []
     own = engine.rounds.launches._own_lists
 
-    def look(*arguments: Any) -> Any:
-        lists = own(*arguments)
+    def look(*arguments: Any, **keywords: Any) -> Any:
+        lists = own(*arguments, **keywords)
         made.append(engine.rounds.launches._listed(lists.blocks)[:, 0])
         return lists
 

@@ -15,13 +15,13 @@ import models
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
-from engine.inputs import SequenceInput
-from engine.kv.paged import PagedKV
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
 from engine.model_runner import ModelRunner
 from engine.sampling import USE_DRAFT, Sampling, uniforms
+from evaluation.attending import forward_weighing
 from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
 from sparsity.plan import load_plan
@@ -51,7 +51,7 @@ def runner() -> ModelRunner:
 def reference(runner: ModelRunner) -> ModelRunner:
     decoder = modules_decoder(load_model(str(models.DRAFT), torch.float32, DEVICE))
     sizes = runner.kv.num_layers, runner.kv.kv_heads, runner.kv.k_pages[0].shape[3]
-    kv = PagedKV(*sizes, pages_for(1024), device=DEVICE)
+    kv = KVCache(*sizes, pages_for(1024), device=DEVICE)
     return ModelRunner(decoder, kv, VOCAB, 1000, attention_backend="torch")
 
 
@@ -62,11 +62,9 @@ def run_all(reference: ModelRunner, text: list[int], drafted: list[int]) -> tupl
     their weights over blocks, [layers, heads, blocks].
     """
     kv, queries = SequenceKV(), len(drafted) + 1
-    item = SequenceInput(kv, [*text, *drafted], "all", block_size=PLAN.block_size, emitting=queries)
-    (output,) = reference.forward([item])
+    logits, weights = forward_weighing(reference, kv, [*text, *drafted], PLAN.block_size, queries)
     reference.kv.release(kv)
-    assert output.logits is not None and output.block_weights is not None
-    return output.logits[-queries:].cpu(), output.block_weights.mean(1).cpu()
+    return logits[-queries:].cpu(), weights.mean(1).cpu()
 
 
 class Side:
@@ -146,7 +144,9 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
         if isinstance(event, Proposal):
             proposals.setdefault(event.at.session, []).append(event)
     passes = {
-        event.at: run_all(reference, side.peer.sessions[name].tokens[: event.at.base], event.tokens)
+        event.at: run_all(
+            reference, [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token], event.tokens
+        )
         for name, events in proposals.items()
         for event in events
     }
@@ -180,16 +180,15 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
         assert set(proposals) == set("abcde")
         events = []
         for name, session in side.peer.sessions.items():
-            is_ahead = session.round == session.judged + 1
+            is_ahead = session.ahead is not None
             assert is_ahead == ahead or turn > 0, "guesses that fail end drafting ahead"
-            proposed = session.tokens[session.committed :][:GAMMA]
-            guess = session.tokens[session.base - 1] if is_ahead else session.guess
-            assert guess is not None
+            assert session.drafted is not None
+            *proposed, guess = session.drafted.tokens
             # Everything, a part, nothing.
             accepted = GAMMA if turn % 2 == 0 else turn // 2
             extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % VOCAB
             epoch = session.epoch + (accepted < GAMMA or not is_ahead)
-            place = At(name, epoch, session.judged + 1, session.committed)
+            place = At(name, epoch, session.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
     assert announced == set("abde")
     side.close()

@@ -49,7 +49,7 @@ class DraftStand:
     @property
     def state(self) -> Any:
         session = self.peer.sessions["a"]
-        known = (session.at, list(session.tokens), session.committed, session.judged, session.proposal)
+        known = (session.at, list(session.tokens), session.committed, session.round, session.drafted, session.ahead)
         return *known, session.kv.length, list(session.kv.pages)
 
 
@@ -281,15 +281,15 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
 
     def goes_ahead(name: str) -> bool:
         session = crowd.peer.sessions[name]
-        went = session.round == session.judged + 1
+        went = session.ahead is not None
         crowd.reject(name)
         crowd.run()
         return went
 
     tried = [goes_ahead("a") for _ in range(40)]
     assert tried[:5] == [True] * 5
-    assert [turn for turn in range(10, 40) if tried[turn]] == [16, 32]
-    assert crowd.peer.sessions["b"].round == 1
+    assert [turn for turn in range(10, 40) if tried[turn]] == [15, 31]
+    assert crowd.peer.sessions["b"].ahead is not None
     crowd.drafter.receive(crowd.peer, m.End("b"))
     crowd.run()
     assert all(goes_ahead("a") for _ in range(4))

@@ -16,12 +16,12 @@ import torch
 import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
-from engine.loading.runner import load_runner
 from engine.model_runner import ModelRunner
 from evaluation import cases, command, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
+from evaluation.models import load_runner
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
 from models import DEMO_TEXT
@@ -283,7 +283,7 @@ def test_attention_that_is_announced() -> None:
     always = (PLAN.sink_blocks + 2) / blocks  # a sink, the window of one block, the round's own
     assert continuations.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
     assert continuations.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
-    one = BlockSelection(rows, 10, np.array([5]))
+    one = BlockSelection.from_keys(rows, 10, np.array([5]))
     mass, of_mandatory = continuations.announced_mass(weights, one, PLAN, base)
     assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
 

@@ -33,23 +33,23 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "dtype", "host", "pairs"),
+    ("row_bytes", "dtype", "host"),
     [
-        (1024, torch.bfloat16, "source", 2),
-        (4096, torch.uint8, "neither", 1),
-        (6144, torch.float32, "destination", 2),  # not a power of two
-        (4112, torch.uint8, "source", 1),  # 16 bytes beyond one: a piece that is mostly masked off
-        (65536, torch.float16, "source", 2),
+        (1024, torch.bfloat16, "source"),
+        (4096, torch.uint8, "neither"),
+        (6144, torch.float32, "destination"),  # not a power of two
+        (4112, torch.uint8, "source"),  # 16 bytes beyond one: a piece that is mostly masked off
+        (65536, torch.float16, "source"),
     ],
 )
 @pytest.mark.parametrize(("count", "programs"), [(0, 3), (1, 3), (13, 1), (13, 2), (16, 40)])
 @backends
 def test_rows_arrive_and_no_others(
-    backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: str, pairs: int
+    backend: str, count: int, programs: int, row_bytes: int, dtype: torch.dtype, host: str
 ) -> None:
     n, m, capacity = 23, 19, 16
-    sources = [random_bytes(n, row_bytes, dtype, seed) for seed in range(pairs)]
-    before = [random_bytes(m, row_bytes, dtype, seed + 2) for seed in range(pairs)]
+    sources = [random_bytes(n, row_bytes, dtype, seed) for seed in range(2)]
+    before = [random_bytes(m, row_bytes, dtype, seed + 2) for seed in range(2)]
     torch.manual_seed(count)
     origins, places = torch.randint(n, (capacity,)), torch.randperm(m)[:capacity]
     origins[torch.rand(capacity) < 0.3] = -1  # passed over
@@ -58,10 +58,11 @@ def test_rows_arrive_and_no_others(
         for origin, place in zip(origins[:count].tolist(), places[:count].tolist(), strict=True):
             if origin >= 0:
                 tensor[place] = source[origin]
-    destinations = tuple(on_host(t) if host == "destination" else t.to(DEVICE, copy=True) for t in before)
+    keys, values = (on_host(t) if host == "destination" else t.to(DEVICE, copy=True) for t in before)
+    from_keys, from_values = (on_host(t) if host == "source" else t.to(DEVICE) for t in sources)
     gather_blocks(
-        tuple(on_host(t) if host == "source" else t.to(DEVICE) for t in sources),
-        destinations,
+        (from_keys, from_values),
+        (keys, values),
         ints(origins.tolist()),
         ints(places.tolist()),
         ints([count]),
@@ -70,7 +71,7 @@ def test_rows_arrive_and_no_others(
     )
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert all(same_bytes(*both) for both in zip(destinations, wanted, strict=True))
+    assert all(same_bytes(*both) for both in zip((keys, values), wanted, strict=True))
 
 
 @backends
@@ -124,8 +125,8 @@ def test_lists_longer_than_what_is_in_flight(in_flight: int, monkeypatch: pytest
 def arguments(**changes: Any) -> dict[str, Any]:
     """Valid arguments of gather_blocks, some of them replaced."""
     return {
-        "sources": (on_host(torch.zeros(4, 64)),),
-        "destinations": (torch.zeros(3, 64, device=DEVICE),),
+        "sources": (on_host(torch.zeros(4, 64)),) * 2,
+        "destinations": (torch.zeros(3, 64, device=DEVICE),) * 2,
         "source_rows": ints([3, 0]),
         "destination_rows": ints([1, 2]),
         "count": ints([2]),
@@ -137,21 +138,12 @@ def arguments(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"destinations": (torch.zeros(3, 32, device=DEVICE),)}, "rows differ"),
-        ({"destinations": (torch.zeros(64, device=DEVICE),)}, "rows differ"),
-        ({"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),)}, "float32 into torch.int32"),
-        ({"destinations": (torch.zeros(3, 128, device=DEVICE)[:, ::2],)}, "contiguous"),
-        ({"sources": (torch.zeros(64, 4).T,)}, "contiguous"),
-        ({"sources": (torch.zeros(4, 64),) * 2}, "2 sources into 1"),
-        ({"sources": (), "destinations": ()}, "0 sources into 0"),
-        ({name: (torch.zeros(4, 64),) * 3 for name in ("sources", "destinations")}, "3 sources into 3"),
-        (
-            {
-                "sources": (torch.zeros(4, 64), torch.zeros(5, 64)),
-                "destinations": (torch.zeros(3, 64, device=DEVICE),) * 2,
-            },
-            r"pairs differ, \(5, 64\)",
-        ),
+        ({"destinations": (torch.zeros(3, 32, device=DEVICE),) * 2}, r"rows differ, \(4, 64\) .* and \(3, 32\)"),
+        ({"destinations": (torch.zeros(64, device=DEVICE),) * 2}, "rows differ"),
+        ({"destinations": (torch.zeros(3, 64, dtype=torch.int32, device=DEVICE),) * 2}, "float32 and .* torch.int32"),
+        ({"destinations": (torch.zeros(3, 128, device=DEVICE)[:, ::2],) * 2}, "contiguous"),
+        ({"sources": (torch.zeros(64, 4).T,) * 2}, "contiguous"),
+        ({"sources": (torch.zeros(4, 64), torch.zeros(5, 64))}, r"keys and values differ, \(4, 64\) and \(5, 64\)"),
         ({"source_rows": ints([3, 0]).long()}, "int32"),
         ({"count": ints([2]).long()}, "int32"),
         ({"count": ints([2, 2])}, "one count"),
@@ -166,7 +158,7 @@ def test_what_does_not_fit_is_refused(backend: str, changes: dict[str, Any], mat
 
 
 def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
-    odd = {"sources": (torch.zeros(4, 6, device=DEVICE),), "destinations": (torch.zeros(3, 6, device=DEVICE),)}
+    odd = {"sources": (torch.zeros(4, 6, device=DEVICE),) * 2, "destinations": (torch.zeros(3, 6, device=DEVICE),) * 2}
     with pytest.raises(ValueError, match="16-byte words"):
         gather_blocks(**arguments(**odd), backend="triton")
     # Pageable memory; without a GPU, tensors of no memory stand for those on another device.
@@ -175,7 +167,7 @@ def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
         name: value.to(device) for name, value in arguments().items() if isinstance(value, Tensor)
     }
     there, pageable = torch.zeros(4, 64, device=device), torch.zeros(4, 64)
-    for sources, destinations in (((pageable,), (there,)), ((there,), (pageable,))):
+    for sources, destinations in (((pageable,) * 2, (there,) * 2), ((there,) * 2, (pageable,) * 2)):
         with pytest.raises(ValueError, match="pinned"):
             gather_blocks(sources, destinations, **elsewhere, programs=2, backend="triton")
     with pytest.raises(NotImplementedError):
@@ -185,9 +177,9 @@ def test_the_kernel_needs_whole_words_and_pinned_memory() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
 def test_a_captured_graph_serves_any_list() -> None:
     source = on_host(random_bytes(50, 4096, torch.bfloat16, 0))
-    destination = torch.zeros(40, 2048, dtype=torch.bfloat16, device=DEVICE)
+    destination, other = torch.zeros(2, 40, 2048, dtype=torch.bfloat16, device=DEVICE)
     origins, places, count = ints([0] * 40), ints(list(range(40))), ints([1])
-    call = ((source,), (destination,), origins, places, count, 4, "triton")
+    call = ((source, source), (destination, other), origins, places, count, 4, "triton")
     gather_blocks(*call)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,11 +1,12 @@
 """Counting of blocks that are not hot, on both backends, against its definition."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from kernels.residency import count_missing_blocks
+from kernels.residency import count_missing_blocks, empty_tables
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +44,9 @@ def by_hand(given: dict[str, torch.Tensor], per_block: int) -> list[int]:
 def test_missing_blocks(per_block: int, backend: str) -> None:
     given = case(per_block, 40, per_block, DEVICE)
     before = {name: value.clone() for name, value in given.items()}
-    missing = count_missing_blocks(**given, kv_heads=KV_HEADS, pages_per_block=per_block, backend=backend)
+    line_of, lists, counts, page_tables = given.values()
+    tables = replace(empty_tables(LAYERS, line_of.shape[1], 1, DEVICE), line_of=line_of)
+    missing = count_missing_blocks(tables, lists, counts, page_tables, KV_HEADS, per_block, backend)
     totals = by_hand({name: value.cpu() for name, value in given.items()}, per_block)
     assert missing.tolist() == totals
     assert 0 < sum(totals) < int(given["counts"].sum())

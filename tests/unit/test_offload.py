@@ -264,18 +264,6 @@ def test_the_fewest_gpu_pages_that_work(model: Any, plain: Any, method: str) -> 
         run(model, 5, case)
 
 
-def test_steps_that_emit_weights(model: Any) -> None:
-    results = []
-    for gpu_pages in (0, 45):
-        side = Side(model, gpu_pages, PLAN, "dense")
-        side.read_prompts(200)
-        inputs = [SequenceInput(kv, tokens(5, i), "all", None, 16, 2) for i, kv in enumerate(side.sequences)]
-        results.append(side.runner.forward(inputs))
-    for one, other in zip(*results, strict=True):
-        compare(other.logits, one.logits, False)
-        compare(other.block_weights, one.block_weights, False)
-
-
 def test_rounds_are_not_drafted_over_tiers(model: Any) -> None:
     with pytest.raises(NotImplementedError, match="no backing store"):
         Side(model, 45, PLAN, "dense").runner.prepare_rounds(RoundSettings(4, 16, 0))

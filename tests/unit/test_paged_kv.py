@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.kv.cache import KVCache
 from engine.kv.group_means import GroupMeanPool
-from engine.kv.paged import PagedKV
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.sampling import Sampling
+from evaluation.forks import fork
 from orchestrator.ledger import Ledger, LedgerError, Record
 from wire.messages import At, Commit, Exactness, FinishReason
 
@@ -53,7 +54,7 @@ class Sessions(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = PagedKV(LAYERS, HEADS, 1, PAGES, torch.float64)
+        self.kv = KVCache(LAYERS, HEADS, 1, PAGES, torch.float64)
         self.ledger = Ledger()
         self.live: dict[str, Session] = {}
         self.opened = 0
@@ -277,7 +278,7 @@ TestSessions.settings = settings(max_examples=120, stateful_step_count=50)
 # What the machine reaches only now and then
 
 
-def filled(kv: PagedKV, tokens: list[int]) -> SequenceKV:
+def filled(kv: KVCache, tokens: list[int]) -> SequenceKV:
     """A sequence that has read `tokens` and offers them."""
     sequence = SequenceKV()
     kv.grow(sequence, len(tokens))
@@ -286,8 +287,8 @@ def filled(kv: PagedKV, tokens: list[int]) -> SequenceKV:
     return sequence
 
 
-def small() -> PagedKV:
-    return PagedKV(1, 1, 1, 8)
+def small() -> KVCache:
+    return KVCache(1, 1, 1, 8)
 
 
 def test_a_prefix_is_reused_while_it_is_held_and_after() -> None:
@@ -400,7 +401,7 @@ class Forks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = PagedKV(LAYERS, HEADS, 1, PAGES)
+        self.kv = KVCache(LAYERS, HEADS, 1, PAGES)
         self.kv.keep_group_means(GROUP, SLOTS)
         self.live: list[Forked] = []
         self.next = 1
@@ -451,11 +452,11 @@ class Forks(RuleBasedStateMachine):
         partial = item.kv.length % PAGE_SIZE > 0
         if partial and not self.kv.pool.available:
             with pytest.raises(OutOfPages):
-                self.kv.fork(item.kv)
+                fork(self.kv, item.kv)
             assert self.kv.pool.references == references
             return
         available = self.kv.pool.available
-        twin = self.kv.fork(item.kv)
+        twin = fork(self.kv, item.kv)
         assert self.kv.pool.available == available - partial
         assert (twin.length, twin.groups, item.kv.groups) == (item.kv.length, [], groups)
         self.live.append(Forked(twin, item.written))
@@ -547,10 +548,10 @@ TestForks.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_a_fork_that_finds_no_page_changes_nothing() -> None:
-    kv = PagedKV(1, 1, 1, 2)
+    kv = KVCache(1, 1, 1, 2)
     sequence = filled(kv, list(range(20)))
     with pytest.raises(OutOfPages):
-        kv.fork(sequence)
+        fork(kv, sequence)
     kv.release(sequence)
     assert kv.pool.held == 0
     kv.pool.check_integrity()
@@ -561,7 +562,7 @@ def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
     kv = small()
     tokens = list(range(40))
     sequence = filled(kv, tokens)
-    twin = kv.fork(sequence)
+    twin = fork(kv, sequence)
     assert (twin.indexed, twin.serial) == (sequence.indexed, sequence.serial)
     with pytest.raises(ValueError, match="2 pages are indexed"):
         kv.truncate(twin, 31)
@@ -580,19 +581,18 @@ def test_a_twin_offers_its_prefix_as_the_original_does() -> None:
 def test_a_shared_page_is_held_until_all_let_go() -> None:
     pool = PagePool(2)
     (page,) = pool.allocate(1)
-    pool.share([page])
-    pool.share([page])
+    pool.index(page, (0, (1,)))
+    for _ in range(2):
+        assert pool.match((0, (1,))) is not None
     for _ in range(2):
         pool.release([page])
         assert (pool.held, pool.available) == (1, 1)
-    pool.index(page, (0, (1,)))
     pool.release([page])
     assert pool.held == 0
     with pytest.raises(ValueError, match=f"page {page} is not held"):  # it is only kept for its prefix
-        pool.share([page])
+        pool.index(page, (0, (1,)))
     pool.evict_one()
-    with pytest.raises(ValueError, match=f"page {page} is not held"):
-        pool.share([page])
+    assert pool.match((0, (1,))) is None
     pool.check_integrity()
 
 
@@ -603,7 +603,7 @@ def test_groups_are_whole_pages(group_size: int) -> None:
 
 
 def test_there_are_as_many_slots_as_groups_fit_the_pages() -> None:
-    kv = PagedKV(1, 1, 1, 9)
+    kv = KVCache(1, 1, 1, 9)
     kv.keep_group_means(32)
     assert kv.means is not None
     assert len(kv.means.free) == 4

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from config import TargetSettings
 from engine.inputs import SequenceOutput
 from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
+from evaluation.plans import save_plan, uniform_plan
 from models import PLAN
-from sparsity.announce import BY_DRAFT_HEAD, announce, draft_heads
-from sparsity.methods import METHODS
-from sparsity.plan import Plan, PlanError, load_plan, overridden, save_plan, uniform_plan
+from sparsity.announce import BY_DRAFT_HEAD, announce
+from sparsity.methods import METHODS, load_served_plan
+from sparsity.plan import Plan, PlanError, load_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.service import run
@@ -174,11 +175,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_plan(tmp_path / "none.json")
 
 
-def test_another_budget() -> None:
-    assert overridden(SMALL) == SMALL
-    assert overridden(SMALL, 1.0, "sts") == replace(SMALL, budget=1.0, method="sts")
+def test_another_budget(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    save_plan(SMALL, file)
+    assert load_served_plan(file, 0.0, "") == SMALL
+    assert load_served_plan(file, 1.0, "sts") == replace(SMALL, budget=1.0, method="sts")
     with pytest.raises(PlanError, match="budget"):
-        overridden(SMALL, 1.5)
+        load_served_plan(file, 1.5, "")
 
 
 def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_services_refuse_a_plan_that_they_cannot_serve(tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError)) as refusal:
         opened(SMALL, method="sts")
     assert not isinstance(refusal.value, PlanError)
-    assert overridden(SMALL, method="sts").hash != SMALL.hash == overridden(SMALL, method="ahead").hash
+    assert replace(SMALL, method="sts").hash != SMALL.hash == replace(SMALL, method="ahead").hash
 
 
 def test_the_map_of_the_nearest_budget_counts() -> None:
@@ -233,6 +236,11 @@ def read_by(plan: Plan, base: int, length: int, selection: BlockSelection) -> np
     reader.finish(SequenceOutput())
     assert reader.chosen is not None
     return reader.chosen.numpy()
+
+
+def draft_heads(plan: Plan) -> list[tuple[int, int]]:
+    """The draft heads that sparse layers listen to, in the order of an announcement's rows."""
+    return sorted({pair for layer in plan.sparse_layers for pair in plan.head_map[layer]})
 
 
 @settings(max_examples=60)
@@ -274,7 +282,7 @@ def test_what_is_read_is_what_was_announced_and_what_must_be(context: tuple[Plan
 @given(contexts(), st.integers(1, 70))
 def test_budget_1_reads_every_block(context: tuple[Plan, int, np.ndarray], more: int) -> None:
     plan, base, weights = context
-    plan = overridden(plan, 1.0)
+    plan = replace(plan, budget=1.0)
     read = read_by(plan, base, base + more, sts(plan, base, weights))
     assert read.shape[-1] == plan.num_blocks(base + more)
     assert read.all()

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.residency import (
     ResidencyTables,
     Transfers,
+    count_missing_blocks,
     drop_pages,
     empty_tables,
     find_block_lines,
@@ -37,11 +38,11 @@ def found_lines(
     kv_heads: int,
     per_block: int,
     backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """find_block_lines, with -1 beyond the counts."""
-    lines, missing = find_block_lines(tables, lists, counts, page_tables, kv_heads, per_block, backend)
+    lines = find_block_lines(tables, lists, counts, page_tables, kv_heads, per_block, backend)
     place = torch.arange(lines.shape[3], device=lines.device)
-    return lines.masked_fill(place >= counts[..., None] * per_block, -1), missing
+    return lines.masked_fill(place >= counts[..., None] * per_block, -1)
 
 
 def ints(values: Any, device: str = DEVICE) -> Tensor:
@@ -179,9 +180,10 @@ def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) ->
     assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0) == ({5: 0, 6: 1}, [])
     lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
     numbers = ints([list(range(20))] * 3)
-    lines, missing = found_lines(row.tables, lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend)
+    listed = lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend
+    lines = found_lines(row.tables, *listed)
     assert lines.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
-    assert missing.tolist() == [2]
+    assert count_missing_blocks(row.tables, *listed).tolist() == [1, 1, 0]
     counts = ints([[[9], [-3], [0]]])
     done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), backend)
     assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.cached) == ([1], [7], [5, 6, 7, -1])
@@ -198,10 +200,10 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
     assert ahead_of(done.pages, done.counts) == wanted
     assert ahead_of(done.lines, done.counts) == [list(range(7)), list(range(5))]
-    lines, missing = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
+    lines = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
     assert lines[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
     assert lines[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
-    assert missing.tolist() == [0, 0]
+    assert count_missing_blocks(tables, lists, counts, page_tables, 2, 2, backend).tolist() == [0, 0]
     pin_gpu_pages(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, 6, -1, 7, 4, 8, 9, -1], [18, 19, 13, -1, 5, -1, 8, 9, -1]]
     mark_stored(tables, ints([9, 8, -1]), 2, backend)
@@ -209,8 +211,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     drop_pages(tables, ints([3, 4]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, -1, -1, -1, 4, -1, -1, -1], [18, 19, 13, -1, 5] + [-1] * 4]
     assert not tables.dirty.any()
-    lines, missing = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
-    assert missing.tolist() == [7, 3]
+    assert count_missing_blocks(tables, lists, counts, page_tables, 2, 2, backend).tolist() == [4, 3]
 
 
 @both
@@ -222,8 +223,9 @@ def test_nothing_is_listed(backend: str) -> None:
         page_tables = ints(0).expand(sequences, length)
         done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, backend)
         assert (done.counts.tolist(), done.overflow.tolist()) == ([0, 0], [0, 0])
-        lines, missing = found_lines(tables, lists, counts, page_tables, 3, 2, backend)
-        assert (lines.shape, missing.tolist()) == ((2, sequences, 3, 2 * width), [0, 0])
+        lines = found_lines(tables, lists, counts, page_tables, 3, 2, backend)
+        missing = count_missing_blocks(tables, lists, counts, page_tables, 3, 2, backend)
+        assert (lines.shape, missing.tolist()) == ((2, sequences, 3, 2 * width), [0] * sequences)
         assert (lines == -1).all()
     pin_gpu_pages(tables, ints([]), ints([]), zero, 3, backend)
     mark_stored(tables, ints([]), 3, backend)
@@ -288,8 +290,8 @@ def outcome(given: Any) -> list[Any]:
     """What a call gave, without what is undefined."""
     if given is None:
         return []
-    if isinstance(given, tuple):
-        return [tensor.tolist() for tensor in given]
+    if isinstance(given, Tensor):
+        return given.tolist()
     pages, lines, counts, overflow = astuple(given)
     return [ahead_of(pages, counts + overflow), ahead_of(lines, counts), counts.tolist(), overflow.tolist()]
 
@@ -329,7 +331,8 @@ def test_triton_equals_the_reference(
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now)),
             (pin_gpu_pages, (random_pages(n, pages, generator), gpu_pages, now, kv_heads)),
-            (found_lines, (*random_blocks(shape, pages, per_block, generator), *sizes)),
+            (found_lines, (*(blocks := random_blocks(shape, pages, per_block, generator)), *sizes)),
+            (count_missing_blocks, (*blocks, *sizes)),
             (mark_stored, (random_pages(n, pages, generator), kv_heads)),
             (drop_pages, (random_pages(n, pages, generator), kv_heads)),
         ]
@@ -362,9 +365,9 @@ def test_arguments_need_not_be_contiguous(backend: str) -> None:
     counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
     numbers = ints(list(range(50))).expand(3, 50)
     request_blocks(tables, lists, counts, numbers, 1, 1, now, backend)
-    lines, missing = found_lines(tables, lists, counts, numbers, 1, 1, backend)
+    lines = found_lines(tables, lists, counts, numbers, 1, 1, backend)
     assert lines.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
-    assert not missing.any()
+    assert not count_missing_blocks(tables, lists, counts, numbers, 1, 1, backend).any()
     pages, gpu_pages = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
     pin_gpu_pages(tables, pages, gpu_pages, now, 1, backend)
     assert tables.page_in[:, 5:7].tolist() == [[1, 2]] * 2
@@ -584,13 +587,10 @@ class Offload(RuleBasedStateMachine):
             assert after[row, page] == line
             assert self.stored[row, page] == self.written[row, page]
             self.gpu[row, line] = self.stored[row, page]
-        lines, missing = found_lines(self.tables, *listed)
-        missed = [0] * ROWS
+        lines = found_lines(self.tables, *listed)
         for place, pages in ids.items():
             found = [after.get((place[0], page), -1) for page in pages]
             assert lines[place].tolist() == found + [-1] * (width * PER_BLOCK - len(found))
-            missed[place[0]] += sum(page >= 0 > line for page, line in zip(pages, found, strict=True))
-        assert missing.tolist() == missed
 
     @precondition(lambda self: self.unsaved)
     @rule(data=st.data(), all_of_them=st.booleans())
@@ -695,18 +695,20 @@ def test_tables_that_do_not_fit(changes: dict[str, Tensor], match: str) -> None:
 def test_arguments_that_do_not_fit(backend: str) -> None:
     tables, one = empty_tables(2, 8, 5, DEVICE), ints([1])
     lists, counts, page_tables = ints([[[[1]] * 2]] * 2), ints([[[1] * 2]] * 2), ints([[3, 1]])
+    operation: Any
     for operation, name, rest in (
         (request_blocks, "request_blocks", (one,)),
         (find_block_lines, "find_block_lines", ()),
+        (count_missing_blocks, "count_missing_blocks", ()),
     ):
         for given, match in (
-            ((lists[0], counts, page_tables, 2, 1), r"lists are \[rows, .*, width\], not \(1, 2, 1\)"),
-            ((lists[:1], counts, page_tables, 2, 1), r"lists is \(1, 1, 2, 1\) .*, not \(2, 1, 2, 1\)"),
+            ((lists[0], counts, page_tables, 2, 1), r"lists is \(1, 2, 1\) .*, not \(2, -1, 2, -1\)"),
+            ((lists[:1], counts, page_tables, 2, 1), r"lists is \(1, 1, 2, 1\) .*, not \(2, -1, 2, -1\)"),
             ((lists.long(), counts, page_tables, 2, 1), "lists is .*int64 .*, not .*int32"),
             ((lists, counts[0], page_tables, 2, 1), r"counts is \(1, 2\) .*, not \(2, 1, 2\)"),
-            ((lists, counts, page_tables[0], 2, 1), r"page_tables are \[sequences, pages\], not \(2,\)"),
-            ((lists, counts, page_tables[:0], 2, 1), r"page_tables is \(0, 2\) .*, not \(1, 2\)"),
-            ((lists, counts, page_tables, 4, 1), r"lists is .*, not \(2, 1, 4, 1\)"),
+            ((lists, counts, page_tables[0], 2, 1), r"page_tables is \(2,\) .*, not \(1, -1\)"),
+            ((lists, counts, page_tables[:0], 2, 1), r"page_tables is \(0, 2\) .*, not \(1, -1\)"),
+            ((lists, counts, page_tables, 4, 1), r"lists is .*, not \(2, -1, 4, -1\)"),
             ((lists, counts, page_tables, 3, 1), "8 pages are not of 3 heads"),
             ((lists, counts, page_tables, 2, 0), "a block of 0 pages"),
         ):
@@ -714,7 +716,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
                 operation(tables, *given, *rest, backend)
     for operation, name in ((mark_stored, "mark_stored"), (drop_pages, "drop_pages")):
         for pages, heads, match in (
-            (page_tables, 2, r"pages are \[n\], not \(1, 2\)"),
+            (page_tables, 2, r"pages is \(1, 2\) .*, not \(-1,\)"),
             (one.long(), 2, "pages is .*int64 .*, not .*int32"),
             (one, 3, "8 pages are not of 3 heads"),
         ):

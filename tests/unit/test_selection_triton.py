@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.selection import long_rows, select_nucleus, select_top_k, short_rows
+import kernels.selection
+from kernels.selection import select_nucleus, select_top_k
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ["uniform", "peaked", "ties", "equal", "zeros", "tiny", "ramp"]
-# Of a row, and of what a program holds: the last takes the way of long rows.
-SIZES = [(1, 8192), (60, 8192), (128, 128), (300, 128)]
+# Of a row, and of what a program holds: the last is too long for one.
+SIZES = [(1, 8192), (60, 8192), (128, 8192), (300, 128)]
 
 
 def weights_of(kind: str, rows: int, n: int, seed: int) -> Tensor:
@@ -44,7 +45,7 @@ def lengths_of(rows: int, n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "chunk"), SIZES)
 def test_top_k(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_rows, "CHUNK", chunk)
+    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
     rows = 5
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     k = torch.tensor([n // 10, n, n // 2, 0, n // 3 + 1])
@@ -54,18 +55,9 @@ def test_top_k(n: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert lists_of(got) == wanted
 
 
-def test_top_k_of_a_long_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_rows, "CHUNK", 256)
-    weights, one = weights_of("peaked", 1, 1500, 7), torch.ones(1, dtype=torch.int32)
-    wanted = lists_of(select_top_k(weights, 1500 * one, 150 * one))
-    got = select_top_k(weights.to(DEVICE), (1500 * one).to(DEVICE), (150 * one).to(DEVICE), "triton")
-    assert lists_of(got) == wanted
-
-
 @pytest.mark.parametrize("sampled", [0.0, 0.5, 2.0])
-def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it sees of a long row is unlike all else."""
-    monkeypatch.setattr(short_rows, "CHUNK", 128)
+def test_a_sample_that_misleads(sampled: float) -> None:
+    """What it sees of a row is unlike all else."""
     weights = weights_of("uniform", 1, 300, 3)
     weights[:, ::3] = sampled
     k, size = torch.tensor([40]), torch.tensor([300])
@@ -77,16 +69,9 @@ def test_a_sample_that_misleads(sampled: float, monkeypatch: pytest.MonkeyPatch)
     assert len(chosen) == int((weights >= held.min()).sum())
 
 
-# Where little fits aside, rows are searched as a whole.
-@pytest.mark.parametrize(
-    ("kind", "room"),
-    [(kind, 16384) for kind in (*KINDS, "mostly zeros", "infinities", "clustered")]
-    + [(kind, 64) for kind in ("uniform", "ties", "clustered")],
-)
-def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths and counts of all kinds, in spans of 256: none, one, in the first span only, all but one, beyond all."""
-    monkeypatch.setattr(short_rows, "CHUNK", 256)
-    monkeypatch.setattr(long_rows, "ASIDE", room)
+@pytest.mark.parametrize("kind", [*KINDS, "mostly zeros", "infinities", "clustered"])
+def test_top_k_of_all_lengths_and_counts(kind: str) -> None:
+    """None, one, all but one, all, beyond all."""
     n = 1101
     valid = torch.tensor([n, n, n, n, n - 1, 700, 700, 256, 20, 1, 0, n], dtype=torch.int32)
     k = torch.tensor([n // 10, n // 2, 1, 0, n - 2, 70, 701, 255, 7, 1, 5, n], dtype=torch.int32)
@@ -98,15 +83,17 @@ def test_top_k_of_rows_that_are_shared_out(kind: str, room: int, monkeypatch: py
             weights[weights < 0.8] = 0
         elif kind == "infinities":
             weights[weights > 0.9] = torch.inf
-        else:  # all that is near the threshold in one span
+        else:  # all that is near the threshold in one part of the row
             weights[:, :256] = 0.9 + weights[:, :256] / 1e4
     wanted = lists_of(select_top_k(weights, valid, k))
     got = select_top_k(weights.to(DEVICE), valid.to(DEVICE), k.to(DEVICE), "triton")
     assert lists_of(got) == wanted
 
 
-def test_ties_that_a_row_begins_to_take_in_a_later_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_rows, "CHUNK", 128)
+@pytest.mark.parametrize("chunk", [8192, 512])
+def test_ties_that_are_taken_in_part(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where lists are cut to their width."""
+    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
     weights = torch.full((3, 600), 0.5)
     weights[:, 100:130] = 0.75
     weights[1, ::7] = 0.25
@@ -119,10 +106,7 @@ def test_ties_that_a_row_begins_to_take_in_a_later_span(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_an_entry_that_no_sample_sees_holds_the_nucleus(
-    backend: Literal["torch", "triton"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(short_rows, "CHUNK", 128)
+def test_an_entry_that_no_sample_sees_holds_the_nucleus(backend: Literal["torch", "triton"]) -> None:
     weights = weights_of("uniform", 2, 700, 5).to(DEVICE)
     weights[:, 301] = 1e6
     full = torch.tensor([700, 300], device=DEVICE)
@@ -130,28 +114,15 @@ def test_an_entry_that_no_sample_sees_holds_the_nucleus(
     assert first == [301] and 150 < len(second) < 270
 
 
-def test_shared_out_in_sizes_as_they_are() -> None:
-    weights, full = weights_of("peaked", 2, 20000, 9), torch.tensor([20000, 12345])
-    k = full // 10
-    wanted = lists_of(select_top_k(weights, full, k))
-    assert lists_of(select_top_k(weights.to(DEVICE), full.to(DEVICE), k.to(DEVICE), "triton")) == wanted
-    got = lists_of(select_nucleus(weights.to(DEVICE), full.to(DEVICE), 0.75, backend="triton"))
-    for row, size, chosen in zip(weights.double(), full.tolist(), got, strict=True):
-        held, enough = row[chosen], 0.75 * float(row[:size].sum())
-        assert float(held.sum()) >= enough * (1 - 1e-5)
-        assert float(held[held > held.min()].sum()) < enough * (1 + 1e-5)
-        assert len(chosen) == int((row[:size] >= held.min()).sum())
-
-
 @pytest.mark.parametrize(
     ("n", "chunk", "mass", "kind"),
     [(60, 8192, mass, kind) for mass in (0.05, 0.5, 0.95, 1.0) for kind in KINDS]
-    + [(150, 128, mass, kind) for mass in (0.5, 1.0) for kind in KINDS]
-    + [(601, 256, mass, kind) for mass, kind in ((0.05, "peaked"), (0.5, "uniform"), (0.95, "ties"), (1.0, "ramp"))],
+    + [(601, 8192, mass, kind) for mass, kind in ((0.05, "peaked"), (0.5, "uniform"), (0.95, "ties"), (1.0, "ramp"))]
+    + [(150, 128, 0.5, "uniform")],
 )
 def test_nucleus(n: int, chunk: int, kind: str, mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the mass, its lightest entries are needed for that, and nothing heavier is left out."""
-    monkeypatch.setattr(short_rows, "CHUNK", chunk)
+    monkeypatch.setattr(kernels.selection, "CHUNK", chunk)
     rows = 3
     weights, valid = weights_of(kind, rows, n, n), lengths_of(rows, n, n)
     got = lists_of(select_nucleus(weights.to(DEVICE), valid.to(DEVICE), mass, backend="triton"))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from sparsity.methods import METHODS
 from target_service.commit import cut_at_end
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, PLAN, VOCAB, FakeModel
+from tests.unit.fake_models import GREEDY, PLAN, VOCAB, FakeModel, hashed
 from tests.unit.world import Faults, World, prompts, target_probs, totals
 from wire import messages as m
 
@@ -151,6 +152,37 @@ def test_work_ahead_that_is_right_is_kept(clock: Clock) -> None:
     assert [commit.drafted for commit in world.commits["s0"]] == [4, 4, 4, 4, 4, 1]
     assert world.drafter.counters["proposals"] == 6
     world.check_nothing_left()
+
+
+class Confusing(FakeModel):
+    """Where its draft errs, the target's token is the draft's second choice."""
+
+    def draft(self, tokens: list[int]) -> np.ndarray:
+        logits = self.target(tokens).copy()
+        if hashed(self.view(tokens), salt=1) % 4 >= self.agreement:
+            first, second = np.argsort(-logits)[:2]
+            logits[[first, second]] = logits[[second, first]]
+        return logits
+
+
+def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
+    foreseen = []
+    for branches in (1, 4, 16):
+        shares = []
+        for seed in range(6):
+            world = World(clock, seed, Confusing(agreement=3), branches=branches)
+            world.attach()
+            names = [world.open([seed, i] * 20, 60) for i in range(3)]
+            world.run()
+            for name in names:
+                world.check_greedy(name)
+            counted = world.drafter.counters
+            shares.append(counted["verdicts_met"] / max(1, counted["verdicts_ahead"]))
+            assert counted["verdicts_met"] >= world.verifier.counters["foreseen_rounds"]
+            world.check_nothing_left()
+        foreseen.append(sum(shares) / len(shares))
+    assert foreseen[0] + 0.1 < foreseen[1] < foreseen[2]
+    assert foreseen[2] > 0.6
 
 
 def test_without_a_draft_the_target_decodes_plainly(clock: Clock) -> None:
@@ -320,6 +352,7 @@ def random_world(clock: Clock, seed: int, faults: Faults) -> tuple[World, list[s
         FakeModel(ends=rng.random() < 0.5, agreement=rng.choice([0, 2, 3, 3, 4])),
         gamma=rng.choice([1, 2, 4]),
         ahead=rng.random() < 0.7,
+        branches=rng.choice([1, 1, 3, 8]),
         pages=rng.choice([24, 200]),
         draft_pages=rng.choice([10, 24, 200]),
         prefill_chunk=rng.choice([8, 64]),
@@ -469,7 +502,7 @@ def test_a_refused_frame_leads_to_resync_and_on(clock: Clock) -> None:
         world = World(clock, moment, FakeModel(ends=True, agreement=3))
         link = world.attach()
         name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
-        gap = m.Announcement(m.At(name, 0, 50, 300), 1, b"")
+        gap = m.Announcement(m.At(name, 0, 50, 300), b"")
         world.script = [lambda: None] * moment + [lambda link=link, gap=gap: link.to_target.append(gap)]
         world.run()
         world.check_greedy(name)

@@ -10,8 +10,9 @@ from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
+from evaluation.choice import choose_over_all
 from sparsity.announce import LEAST_WINDOW, shared_room
-from sparsity.choice import choose_over_all, mandatory
+from sparsity.choice import mandatory
 from sparsity.methods import METHODS
 from sparsity.plan import load_plan
 from sparsity.reader import Reader, to_lists

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.kv.pages import SequenceKV
-from engine.loading.model import load_model, output_projections
-from engine.loading.runner import load_runner
+from engine.loading.model import load_model
 from engine.model_runner import ModelRunner
+from evaluation.attending import forward_attending, forward_weighing
+from evaluation.forks import fork
 from evaluation.just_in_time import SequenceKeys
 from evaluation.methods import RIVALS
+from evaluation.models import load_runner, output_projections
+from evaluation.plans import uniform_plan
 from evaluation.readers import LayerReader
 from kernels.selection import compact
 from models import DRAFT
-from sparsity.plan import uniform_plan
 from sparsity.selection import BlockSelection, row_words
 
 LAYERS, KV_HEADS = 4, 2
@@ -78,8 +80,8 @@ def listed(chosen: list[Tensor] | list[Tensor | None], block_size: int, **option
 
 
 def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> list[Tensor]:
-    """Logits of the last tokens of a fork for each read, all in one pass."""
-    forks = [runner.kv.fork(prompt) for _ in reads]
+    """Logits of the last tokens of a twin for each read, all in one pass."""
+    forks = [fork(runner.kv, prompt) for _ in reads]
     inputs = [SequenceInput(kv, TOKENS[PREFIX:], "all", read) for kv, read in zip(forks, reads, strict=True)]
     outputs = runner.forward(inputs)
     for kv in forks:
@@ -88,22 +90,21 @@ def run(runner: ModelRunner, prompt: SequenceKV, *reads: SparseRead | None) -> l
 
 
 def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size: int) -> Tensor:
-    """Logits of the last tokens of a fork whose layers read what the selector says."""
+    """Logits of the last tokens of a twin whose layers read what the selector says."""
     plan = uniform_plan(LAYERS, KV_HEADS, 1, 1, block_size=block_size)
     reader = LayerReader(RIVALS["oracle"], plan, selector)
-    fork = runner.kv.fork(prompt)
-    item = SequenceInput(fork, TOKENS[PREFIX:], "all")
+    twin = fork(runner.kv, prompt)
+    item = SequenceInput(twin, TOKENS[PREFIX:], "all")
     reader.read([], PREFIX, len(TOKENS))
-    output = runner.forward_attending(item, reader.attend(runner, item))
+    logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     reader.finish()
-    runner.kv.release(fork)
-    assert fork.length == 0
+    runner.kv.release(twin)
+    assert twin.length == 0
     assert reader.chosen is not None
-    assert output.logits is not None
     for read, mask in zip(reader.chosen, selector.chosen, strict=True):
         wanted = torch.ones_like(read) if mask is None else mask.any(0) if mask.dim() == 3 else mask
         assert torch.equal(read, wanted)
-    return output.logits
+    return logits
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])
@@ -139,29 +140,29 @@ def test_queries_that_choose_alike_read_as_one_choice_does(runner: ModelRunner, 
 def test_queries_that_choose_for_themselves_read_as_passes_of_one_query_do(
     runner: ModelRunner, prompt: SequenceKV, block_size: int
 ) -> None:
-    """One after another on one fork: each pass writes the KV that its query writes in the common pass."""
+    """One after another on one twin: each pass writes the KV that its query writes in the common pass."""
     rows = len(TOKENS) - PREFIX
     chosen = masks(block_size, seed=1, rows=(rows,))
     together = attend(runner, prompt, Fixed(list(chosen)), block_size)
     (first_for_all,) = run(runner, prompt, listed([mask[0] for mask in chosen], block_size))
-    fork, alone = runner.kv.fork(prompt), []
+    twin, alone = fork(runner.kv, prompt), []
     for row in range(rows):
         blocks = -(-(PREFIX + row + 1) // block_size)
         read = listed([mask[row, :, :blocks] for mask in chosen], block_size)
-        (output,) = runner.forward([SequenceInput(fork, [TOKENS[PREFIX + row]], "all", read)])
+        (output,) = runner.forward([SequenceInput(twin, [TOKENS[PREFIX + row]], "all", read)])
         assert output.logits is not None
         alone.append(output.logits)
-    runner.kv.release(fork)
+    runner.kv.release(twin)
     torch.testing.assert_close(together, torch.cat(alone), atol=2e-4, rtol=1e-3)
     assert (together - first_for_all)[1:].abs().max() > 0.05, "each has its own"
 
 
 def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: ModelRunner, prompt: SequenceKV) -> None:
     rows, selector = len(TOKENS) - PREFIX, Fixed([None] * LAYERS)
-    fork = runner.kv.fork(prompt)
-    item = SequenceInput(fork, TOKENS[PREFIX:])
+    twin = fork(runner.kv, prompt)
+    item = SequenceInput(twin, TOKENS[PREFIX:])
     reader = LayerReader(RIVALS["oracle"], uniform_plan(LAYERS, KV_HEADS, 1, 1), selector)
-    runner.forward_attending(item, reader.attend(runner, item))
+    forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
     heads = runner.decoder.heads
     assert [layer for layer, *_ in selector.seen] == list(range(LAYERS))
     for layer, queries, keys, scale in selector.seen:
@@ -169,10 +170,10 @@ def test_a_selector_is_asked_once_a_layer_with_its_queries_and_keys(runner: Mode
         assert queries.shape == (rows, heads, dim)
         assert scale == pytest.approx(dim**-0.5)
         assert keys.length == len(TOKENS)
-        held = runner.kv.k_pages[layer][fork.pages].transpose(0, 1).flatten(1, 2)
+        held = runner.kv.k_pages[layer][twin.pages].transpose(0, 1).flatten(1, 2)
         for first, last in ((0, len(TOKENS)), (0, 5), (64, 128), (96, 131), (192, 203)):
             assert torch.equal(keys.read(first, last), held[:, first:last])
-    runner.kv.release(fork)
+    runner.kv.release(twin)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
@@ -182,17 +183,15 @@ def test_read_weights_of_everything_are_the_dense_weights(
     everything = [torch.ones_like(mask) for mask in masks(block_size)]
     runner.kv.keep_group_means(64)
     rows = len(TOKENS) - PREFIX
-    forks = [runner.kv.fork(prompt) for _ in range(3)]
+    forks = [fork(runner.kv, prompt) for _ in range(3)]
     reads = [
         listed(everything, block_size, emit_weights=True),
         listed(everything, block_size, emit_weights=True, group_means=True),
     ]
-    dense = SequenceInput(forks[0], TOKENS[PREFIX:], block_size=block_size, emitting=rows)
     sparse = [SequenceInput(kv, TOKENS[PREFIX:], read=read) for kv, read in zip(forks[1:], reads, strict=True)]
-    emitted, *others = runner.forward([dense, *sparse])
-    assert emitted.block_weights is not None
-    wanted = emitted.block_weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
-    for output in others:
+    _, weights = forward_weighing(runner, forks[0], TOKENS[PREFIX:], block_size, rows)
+    wanted = weights.mean(1).unflatten(1, (KV_HEADS, -1)).sum(2)
+    for output in runner.forward(sparse):
         assert output.read_weights is not None
         torch.testing.assert_close(output.read_weights, wanted, atol=1e-5, rtol=1e-4)
     for kv in forks:
@@ -202,29 +201,29 @@ def test_read_weights_of_everything_are_the_dense_weights(
 def test_layers_that_are_read_densely_give_no_read_weights(runner: ModelRunner, prompt: SequenceKV) -> None:
     chosen: list[Tensor | None] = [*masks(16)]
     chosen[1] = None
-    fork = runner.kv.fork(prompt)
+    twin = fork(runner.kv, prompt)
     read = listed(chosen, 16, emit_weights=True)
-    (output,) = runner.forward([SequenceInput(fork, TOKENS[PREFIX:], read=read)])
+    (output,) = runner.forward([SequenceInput(twin, TOKENS[PREFIX:], read=read)])
     assert output.read_weights is not None
     assert not output.read_weights[1].any()
     assert (output.read_weights[[0, 2, 3]].sum(-1) > 1.99).all()
-    runner.kv.release(fork)
+    runner.kv.release(twin)
 
 
 def test_what_is_not_read_has_no_weight(runner: ModelRunner, prompt: SequenceKV) -> None:
     chosen = masks(16)
     runner.kv.keep_group_means(64)
     for means in (False, True):
-        fork = runner.kv.fork(prompt)
+        twin = fork(runner.kv, prompt)
         (output,) = runner.forward(
-            [SequenceInput(fork, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True))]
+            [SequenceInput(twin, TOKENS[PREFIX:], read=listed(chosen, 16, group_means=means, emit_weights=True))]
         )
         assert output.read_weights is not None
         assert not output.read_weights[~torch.stack(chosen)].any()
         mass = output.read_weights.sum(-1)
         # Two query heads to a KV head; stand-ins take a part of it.
         assert (mass < 1.999).any() if means else torch.allclose(mass, torch.full_like(mass, 2.0), atol=1e-4)
-        runner.kv.release(fork)
+        runner.kv.release(twin)
 
 
 def shared(prefix: int, length: int, size: int, dense_layers: tuple[int, ...] = (), **options: bool) -> SparseRead:
@@ -244,7 +243,7 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunn
     reads = [shared(PREFIX, len(TOKENS), size, dense) for size, dense in sizes]
     kept = []
     for room in (0, 10_000):
-        forks = [runner.kv.fork(prompt) for _ in reads]
+        forks = [fork(runner.kv, prompt) for _ in reads]
         for read in reads:
             assert read.budget is not None
             read.budget.room = room
@@ -277,7 +276,7 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
     def forward(chosen: list[tuple[int, int, dict[str, Any]]]) -> list[SequenceOutput]:
         forks, inputs = [], []
         for prefix, count, options in chosen:
-            kv = runner.kv.fork(prompt)
+            kv = fork(runner.kv, prompt)
             runner.kv.truncate(kv, prefix)
             forks.append(kv)
             inputs.append(SequenceInput(kv, TOKENS[prefix : prefix + count], **options))
@@ -301,13 +300,11 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (199, 4, {"logits": "all", "read": budget(199, 4, 1)}),
         (199, 4, {"logits": "all", "read": budget(199, 4, 16)}),
         (32, 5, {"logits": "last", "read": lists(32, 5, 16, 4, group_means=True, emit_weights=True)}),  # no groups yet
-        (96, 7, {"logits": "none", "block_size": 32, "emitting": 2}),
         (128, 4, {"logits": "all", "read": lists(128, 4, 16, 5, group_means=True, emit_weights=True)}),
         (16, 1, {"logits": "last"}),
-        (199, 4, {"logits": "all", "block_size": 32, "emitting": 2}),
         (144, 2, {"logits": "last", "read": lists(144, 2, 64, 6)}),
         (64, 4, {"logits": "all", "read": lists(64, 4, 16, 7)}),
-        (160, 1, {"logits": "all", "block_size": 16, "emitting": 1}),
+        (160, 1, {"logits": "all"}),
         (192, 4, {"logits": "none", "read": lists(192, 4, 1, 8, emit_weights=True)}),
         (80, 3, {"logits": "all", "read": lists(80, 3, 16, 9)}),
         (112, 2, {"logits": "all", "read": lists(112, 2, 16, 10, group_means=True)}),
@@ -318,7 +315,6 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
         (alone,) = forward([item])
         rows = {"all": count, "last": 1, "none": None}[options["logits"]]
         assert (None if together.logits is None else len(together.logits)) == rows
-        assert (together.block_weights is not None) == ("emitting" in options)
         read: SparseRead | None = options.get("read")
         emits = read is not None and read.emit_weights and read.budget is None
         assert (together.read_weights is not None) == emits
@@ -328,9 +324,6 @@ def test_a_batch_of_all_kinds_gives_what_each_gives_alone(runner: ModelRunner, p
                 assert got is None
             else:
                 torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
-        if together.block_weights is not None:
-            blocks = -(-(prefix + count) // options["block_size"])
-            assert together.block_weights.shape[1::2] == (options["emitting"], blocks)
         if together.read_weights is not None:
             assert read is not None
             assert together.read_weights.shape[2] == -(-(prefix + count) // read.block_size)
@@ -367,9 +360,9 @@ def test_means_without_room_for_them_are_an_error(runner: ModelRunner) -> None:
 
 
 def test_forks_do_not_reach_each_other(runner: ModelRunner, prompt: SequenceKV) -> None:
-    one, other = runner.kv.fork(prompt), runner.kv.fork(prompt)
+    one, other = fork(runner.kv, prompt), fork(runner.kv, prompt)
     runner.forward([SequenceInput(one, [9] * 20), SequenceInput(other, [11] * 3)])
-    again = runner.kv.fork(prompt)
+    again = fork(runner.kv, prompt)
     (first,) = runner.forward([SequenceInput(again, TOKENS[PREFIX:], "all")])
     (wanted,) = run(runner, prompt, None)
     assert torch.equal(first.logits, wanted)  # type: ignore[arg-type]

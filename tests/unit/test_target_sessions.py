@@ -10,11 +10,12 @@ import pytest
 from grpc import StatusCode
 
 from config import TargetSettings
+from config.sections import MAX_BRANCHES
 from engine.kv.pages import PAGE_SIZE
 from engine.kv.tiered import TieredKV
 from engine.sampling import Sampling
 from engine.step_loop import run_step_loop
-from sparsity.announce import draft_heads
+from sparsity.announce import BY_DRAFT_HEAD
 from sparsity.methods import methods_of
 from sparsity.selection import BlockSelection
 from target_service.session import DraftPeer
@@ -54,7 +55,7 @@ class Stand:
         while self.step():
             pass
         self.session = self.verifier.admission.running["a"]
-        self.heads = len(draft_heads(PLAN))
+        self.heads = BY_DRAFT_HEAD.rows(PLAN)
 
     def opening(self, name: str, **changes: Any) -> m.Open:
         known = m.Open(name, self.tokens, self.base, 200, [], self.sampling, self.exactness, self.sparsity)
@@ -68,7 +69,7 @@ class Stand:
 
     def announcement(self, **changes: Any) -> m.Announcement:
         data = encode_selection(self.selection(self.session.at.base))
-        return replace(m.Announcement(self.session.at, self.session.tokens[-1], data), **changes)
+        return replace(m.Announcement(self.session.at, data), **changes)
 
     def selection(self, base: int, block: int = 2) -> BlockSelection:
         return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
@@ -83,8 +84,9 @@ class Stand:
     def state(self) -> Any:
         """All that a frame could change, but counters and statistics."""
         session = self.session
-        announced = {key: a.selection.keys.tolist() for key, a in session.announced.items()}
-        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
+        announced = {key: selection.keys.tolist() for key, selection in session.announced.items()}
+        proposals = {key: list(items) for key, items in session.proposals.items() if items}
+        known = (session.at, list(session.tokens), session.drafted, proposals, announced)
         return *known, list(session.held), session.kv.length, list(session.kv.pages)
 
 
@@ -106,7 +108,7 @@ def test_an_announcement_is_waited_for_and_the_first_one_counts() -> None:
     assert not stand.step()
     other = encode_selection(stand.selection(stand.base, block=4))
     stand.receive(stand.announcement(selection=other))
-    assert stand.session.announced[stand.session.key].selection.lists() == [[4]] * stand.heads
+    assert stand.session.announced[stand.session.key].lists() == [[4]] * stand.heads
     before = stand.state()
     stand.receive(stand.announcement())
     assert stand.state() == before, "another one for the same round changes nothing"
@@ -192,8 +194,7 @@ def test_a_gap_is_refused_with_what_is_expected() -> None:
 def test_a_difference_against_an_unknown_selection_is_refused() -> None:
     stand = Stand()
     dense = BlockSelection.from_matrix(np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7)
-    data = encode_selection(dense, [((0, 7), dense)])
-    assert data[1] == 1, "it names one reference"
+    data = encode_selection(dense, ((0, 7), dense))
     before = stand.state()
     stand.receive(stand.announcement(selection=data))
     assert isinstance(stand.sent[-1], m.Refusal)
@@ -229,9 +230,11 @@ def test_frames_that_no_honest_draft_sends() -> None:
         (stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]), "carry no distributions"),
         (stand.proposal(at=at._replace(base=99)), "base 99"),
         (stand.proposal(at=at._replace(base=101)), "base 101"),
-        (stand.proposal(at=at._replace(round=1, base=99)), "base 99"),
+        (stand.proposal(assumed_token=8), "behind token 8"),
+        (stand.proposal(at=at._replace(round=1, base=100)), "base 100"),
         (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
         (stand.announcement(at=at._replace(base=101)), "base 101"),
+        (stand.announcement(at=at._replace(base=95)), "base 95"),
         (stand.announcement(selection=b"nonsense"), "announcement"),
         (stand.announcement(selection=shorter), "6 blocks"),
         (stand.announcement(selection=heads), "heads"),
@@ -240,6 +243,68 @@ def test_frames_that_no_honest_draft_sends() -> None:
         with pytest.raises(InvalidArgument, match=reason):
             stand.receive(event)
         assert stand.state() == before
+
+
+def ahead(stand: Stand, base: int, token: int) -> m.Proposal:
+    """A proposal for the next round, behind an outcome of this one."""
+    at = stand.session.at
+    return stand.proposal(at=at._replace(round=at.round + 1, base=base), assumed_token=token, announces=False)
+
+
+def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    stand.receive(stand.proposal([*right[:2], (right[2] + 1) % VOCAB], announces=False))
+    others = [ahead(stand, 101, 5), ahead(stand, 103, (right[2] + 2) % VOCAB), ahead(stand, 104, 9)]
+    met = replace(ahead(stand, 103, right[2]), tokens=right[3:7])
+    for event in (others[0], met, others[1]):
+        stand.receive(event)
+    assert stand.step()
+    assert (stand.session.at.epoch, stand.session.at.base, stand.session.foreseen) == (0, 103, True)
+    before = stand.state()
+    stand.receive(others[2])  # it was on its way when the verdict fell
+    stand.receive(others[0])
+    assert stand.state() == before
+    assert stand.verifier.counters["stale_frames"] == 2
+    assert stand.step()
+    assert stand.session.tokens == [*stand.tokens, *right[:8]]
+    assert not stand.session.foreseen
+    assert stand.verifier.counters["foreseen_rounds"] == 1
+
+
+def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    for event in (stand.proposal(right[:2], announces=False), ahead(stand, 103, (right[2] + 1) % VOCAB)):
+        stand.receive(event)
+    assert stand.step()
+    assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
+    assert not any(stand.session.proposals.values())
+    assert not stand.step()
+
+
+@pytest.mark.parametrize(("foresight", "least", "most"), [(0.0, 0, 0), (0.5, 4, 16), (1.0, 20, 20)])
+def test_verdicts_that_are_imposed_meet_outcomes_at_the_rate_asked_for(foresight: float, least: int, most: int) -> None:
+    met = 0
+    for seed in range(20):
+        stand = Stand(m.Exactness.EXACT, replace(GREEDY, seed=seed))
+        settings = replace(stand.verifier.settings, synthetic_acceptance=0.6, synthetic_foresight=foresight)
+        stand.verifier.settings = settings
+        right = FakeModel(ends=True).plain(stand.tokens, 1, [])[0][-1]
+        stand.receive(stand.proposal(announces=False))
+        for base in range(101, 106):
+            stand.receive(ahead(stand, base, (right + 1 + base) % VOCAB))
+        assert stand.step()
+        met += stand.session.foreseen
+    assert least <= met <= most
+
+
+def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    for token in range(MAX_BRANCHES):
+        stand.receive(ahead(stand, 101, token))
+    with pytest.raises(InvalidArgument, match="more than 16 proposals for one round"):
+        stand.receive(ahead(stand, 101, MAX_BRANCHES))
 
 
 def test_an_exact_session_takes_no_announcements() -> None:

@@ -23,11 +23,11 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.kv.fetch import fetch_listed
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.staged import StagedReads
 from engine.kv.tier_memory import PROGRAMS, head_rows
 from engine.kv.tiered import CLOCK_SHARE, COPIED_AT_ONCE, TieredKV
+from evaluation.forks import fork
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, HEADS, DIM = 2, 2, 2
@@ -90,8 +90,7 @@ def write(kv: TieredKV, sequence: SequenceKV, tokens: tuple[int, ...], count: in
 
 
 def stage(kv: TieredKV, sequences: list[SequenceKV]) -> StagedReads:
-    staged = kv.stage(sequences)
-    assert staged is not None
+    (staged,) = kv.stage(sequences)
     return staged
 
 
@@ -312,7 +311,8 @@ class Tiers(RuleBasedStateMachine):
             overflow += sum(int(tables.line_of[layer, row]) < 0 for row in rows) - placed
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
-        done = fetch_listed(kv.memory, lists, counts, size, pages, round, overlap=share < 1)
+        done = kv.fetch_plan(lists, counts, size, pages, round)
+        assert done is not None
         assert int(done.overflow) == overflow
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -599,9 +599,9 @@ def test_what_is_not_built_or_does_not_fit() -> None:
     kv = make(gpu_pages=6, longest=3 * PAGE_SIZE)
     sequences = [fill(kv, text(kind, 1)) for kind in range(2)]
     with pytest.raises(NotImplementedError, match="cannot be forked"):
-        kv.fork(sequences[0])
+        fork(kv, sequences[0])
     with pytest.raises(ValueError, match="4 pages to bring together, there is room for 3"):
-        stage(kv, sequences)
+        StagedReads(kv.memory, {}, sequences, kv.counters)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
@@ -614,8 +614,9 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         sequence = fill(kv, text(kind, 1)[:-1])
         kv.begin_pass([])
         kv._copy_to_store()
-        kv.store._copies[-1].done = event = SimpleNamespace(arrived=False)  # type: ignore[assignment]
+        event = SimpleNamespace(arrived=False)
         event.query = lambda event=event: event.arrived
+        kv.store._copies[-1] = kv.store._copies[-1][0], event  # type: ignore[assignment]
         copied.append((list(sequence.pages[:1]), event))
         if kind == 1:
             kv.release(sequence)
@@ -634,7 +635,8 @@ def test_layers_wait_for_the_link() -> None:
     lists = torch.arange(8, dtype=torch.int32, device=DEVICE).expand(LAYERS, 1, HEADS, 8).contiguous()
     counts = torch.full((LAYERS, 1, HEADS), 4, dtype=torch.int32, device=DEVICE)
     tables = torch.from_numpy(sequence.table().copy())[None].to(DEVICE)
-    done = fetch_listed(kv.memory, lists, counts, PAGE_SIZE, tables, next_round(kv))
+    done = kv.fetch_plan(lists, counts, PAGE_SIZE, tables, next_round(kv))
+    assert done is not None
     for layer in range(LAYERS):
         done.wait(layer)
     assert done.done.tolist() == [PROGRAMS] * LAYERS

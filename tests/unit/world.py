@@ -83,12 +83,14 @@ class World:
         plan: Plan = PLAN,
         gamma: int = 4,
         ahead: bool = True,
+        branches: int = 1,
         pages: int = 200,
         draft_pages: int = 200,
         prefill_chunk: int = 24,
         faults: Faults | None = None,
         max_sessions: int = 64,
         synthetic_acceptance: float = -1.0,
+        synthetic_foresight: float = -1.0,
         on_round: OnRound | None = None,
         draft_context: int = 500,
     ) -> None:
@@ -106,11 +108,14 @@ class World:
                 max_queued=5000,
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
+                synthetic_foresight=synthetic_foresight,
             ),
             on_round,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
-        settings = DraftSettings(gamma=gamma, ahead=ahead, prefill_chunk=prefill_chunk, max_context=draft_context)
+        settings = DraftSettings(
+            gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
+        )
         self.drafter = Drafter(self.draft, plan, settings)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
@@ -234,7 +239,8 @@ class World:
         if self.draft_side.step is None:
             for link in self.links:
                 for drafted in link.draft_end.sessions.values():
-                    assert self.draft.tokens_in(drafted.kv) == drafted.tokens[: drafted.kv.length]
+                    in_place = drafted.kv.length if drafted.moved is None else drafted.moved.target
+                    assert self.draft.tokens_in(drafted.kv, in_place) == drafted.tokens[:in_place]
 
     def _jump(self) -> None:
         if self.rng.random() < 0.05:

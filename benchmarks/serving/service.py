@@ -1,0 +1,212 @@
+"""`python -m benchmarks.serving.service target|draft`: a service as in any deployment, with what a benchmark needs.
+
+Its flags are the service's own and those below. Its steps can be timed, a draft can change how it drafts from row to
+row without starting anew, and sessions can read what a recorded trace says in place of what random weights select.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import draft_service.service
+import target_service.service
+from benchmarks.serving.timeline import Recorder, RoundKey
+from config import DraftSettings, SettingsError, TargetSettings, resolve_service
+from draft_service.drafter import Drafter
+from draft_service.link import keep_link
+from draft_service.sessions import DraftSession
+from draft_service.steps import DraftStep, DraftStepResult
+from engine.inputs import SharedBudget
+from engine.step_loop import run_step_loop
+from sparsity.reader import Reader
+from sparsity.selection import BlockSelection, last_word_mask, row_words
+from target_service.planning import VerifyStep
+from target_service.protocol import DraftProtocol
+from target_service.verifier import Verifier
+from wire.messages import Proposal, Verdict
+from wire.server import serve_until_signal
+
+
+@dataclass(frozen=True)
+class Controls:
+    """How a draft drafts from the next row on.
+
+    attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
+    """
+
+    micro_batches: int = 2
+    ahead: bool = True
+    replay: str = ""
+    attached: bool = True
+
+    @staticmethod
+    def read(file: str) -> "Controls":
+        return Controls(**json.loads(Path(file).read_text()))
+
+
+class ControlledDrafter(Drafter):
+    """A drafter that reads its controls whenever it has no session."""
+
+    controls_file = ""
+    _controls: Controls | None = None
+    _replayed: np.ndarray | None = None  # uint64 [sessions, rounds, rows, words]
+
+    def plan_step(self) -> DraftStep | None:
+        if self.controls_file and not self.session_count:
+            self._take(Controls.read(self.controls_file))
+        return super().plan_step()
+
+    def _take(self, controls: Controls) -> None:
+        if controls == self._controls:
+            return
+        self._controls = controls
+        self._settings = replace(self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead)
+        self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
+
+    def execute(self, step: DraftStep) -> DraftStepResult:
+        result = super().execute(step)
+        if self._replayed is None:
+            return result
+        rounds = []
+        for (session, number, base), output in zip(_drafted(step), result.rounds, strict=True):
+            if output.bitmap is not None:
+                index = int(session.id.rpartition("/")[2]) % len(self._replayed)
+                words = replayed_words(self._replayed[index], number, self._plan.num_blocks(base))
+                output = replace(output, bitmap=words)
+            rounds.append(output)
+        return replace(result, rounds=rounds)
+
+
+def _drafted(step: DraftStep) -> list[tuple[DraftSession, int, int]]:
+    """Return of each round that a step drafts its session, its number, and the position at which it begins."""
+    return [(session, session.round, session.base) for session in step.drafting]
+
+
+def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:
+    """Return what a round reads, uint64 [rows, words] over `blocks` blocks. rounds: uint64 [rounds, rows, words].
+
+    A session that takes more rounds than were laid out, as one decoded plainly does, begins with the first again.
+    """
+    words = np.array(rounds[number % len(rounds), :, : row_words(blocks)])
+    if words.shape[1] == row_words(blocks):
+        words[:, -1] &= last_word_mask(blocks)
+    return words
+
+
+def _announced_only(reader: Reader, announced: BlockSelection, base: int) -> SharedBudget:
+    """What a reader shares out where the draft announces all that is to be read."""
+    return replace(_SHARED_BUDGET(reader, announced, base), room=0)
+
+
+_SHARED_BUDGET = Reader._shared_budget
+
+
+def main() -> None:
+    side = sys.argv[1] if len(sys.argv) > 1 else ""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.serving.service {side}", description=__doc__)
+    parser.add_argument("--timeline", metavar="FILE", help="write when steps ran and messages came")
+    parser.add_argument("--controls", metavar="FILE", help="of a draft: JSON, read again before each row")
+    parser.add_argument("--replay", action="store_true", help="of a target: read what is announced and nothing else")
+    try:
+        if side == "target":
+            _run_target(parser)
+        elif side == "draft":
+            _run_draft(parser)
+        else:
+            sys.exit(f"error: the first argument is target or draft, got {side!r}")
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+
+
+def _run_target(parser: argparse.ArgumentParser) -> None:
+    settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[2:], os.environ)
+    with contextlib.ExitStack() as patches:
+        if flags.replay:
+            patches.enter_context(patch.object(Reader, "_shared_budget", _announced_only))
+        if flags.timeline:
+
+            def recorder_of(verifier: Verifier) -> Recorder:
+                return Recorder(flags.timeline, _rounds_verified, lambda: not verifier.admission.running)
+
+            _time_service(patches, target_service.service, DraftProtocol, Proposal, recorder_of)
+        asyncio.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
+
+
+def _run_draft(parser: argparse.ArgumentParser) -> None:
+    settings, flags = resolve_service(parser, DraftSettings(port=50053), sys.argv[2:], os.environ)
+    ControlledDrafter.controls_file = flags.controls or ""
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(draft_service.service, "Drafter", ControlledDrafter))
+        if flags.controls:
+            patches.enter_context(patch.object(draft_service.service, "keep_link", partial(_keep_link, flags.controls)))
+        if flags.timeline:
+
+            def recorder_of(drafter: Drafter) -> Recorder:
+                return Recorder(flags.timeline, _rounds_drafted, lambda: not drafter.session_count)
+
+            _time_service(patches, draft_service.service, Drafter, Verdict, recorder_of)
+        asyncio.run(serve_until_signal("draft", lambda on_ready: draft_service.service.run(settings, on_ready)))
+
+
+async def _keep_link(controls_file: str, *link: Any) -> None:
+    """Keep a link once the controls allow it."""
+    while not Controls.read(controls_file).attached:
+        await asyncio.sleep(0.05)
+    await keep_link(*link)
+
+
+def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
+    return [(item.session.id, *item.session.key) for item in step.rounds], len(step.prefills)
+
+
+def _rounds_drafted(step: DraftStep) -> tuple[list[RoundKey], int]:
+    return [(session.id, session.epoch, number) for session, number, _ in _drafted(step)], len(step.reading)
+
+
+def _time_service(
+    patches: contextlib.ExitStack,
+    service: ModuleType,
+    receiver: type,
+    message: type[Proposal] | type[Verdict],
+    recorder_of: Callable[[Any], Recorder],
+) -> None:
+    """Have a service's steps timed, and the arrival of messages of a kind. receiver: the class that takes them.
+
+    recorder_of: makes the recorder, given the owner of the step loop's functions.
+    """
+    recorders: list[Recorder] = []
+    receive = vars(receiver)["receive"]
+
+    def timed_receive(owner: Any, peer: Any, event: Any) -> None:
+        if isinstance(event, message):
+            recorders[0].arrived(event.at.session, event.at.epoch, event.at.round)
+        receive(owner, peer, event)
+
+    async def timed_loop(plan_step: Any, execute: Any, finish_step: Any, *rest: Any) -> None:
+        recorder = recorder_of(plan_step.__self__)
+        recorders.append(recorder)
+        await run_step_loop(
+            lambda: recorder.plan(plan_step),
+            lambda work: recorder.execute(execute, work),
+            lambda work, result: recorder.finish(finish_step, work, result),
+            *rest,
+        )
+
+    patches.enter_context(patch.object(receiver, "receive", timed_receive))
+    patches.enter_context(patch.object(service, "run_step_loop", timed_loop))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Which outcomes of a verdict are likely, judged by what the draft found likely at each position."""
+
+from heapq import nlargest
+
+from engine.rounds.requests import DraftedTokens
+
+Outcome = tuple[int, int]  # drafted tokens that are accepted, and the token that the target adds
+
+ALTERNATIVES = 4  # of the draft's likeliest tokens at a position, so many come into question
+# How often the target's own token is the draft's first, second ... choice among those that are left, measured on the
+# bundled pair (docs/performance.md).
+_RANKS = (0.5, 0.2, 0.1, 0.05)
+
+
+def likely_outcomes(drafted: DraftedTokens, proposed: int, acceptance: float, most: int) -> list[Outcome]:
+    """Return up to `most` outcomes of the verdict on the first `proposed` of the drafted tokens, the likeliest first.
+
+    The first one is always that all are accepted and that the target adds the token that the draft would have added.
+    acceptance: the chance of each token to be accepted (Saguaro, arXiv 2603.03251, section 4: the fan-out falls with
+    the position, as an outcome is the less likely the more tokens it needs to be accepted).
+    """
+    first = (proposed, drafted.tokens[proposed])
+    if most == 1 or drafted.alternatives is None:
+        return [first]
+    chances: dict[Outcome, float] = {}
+    for accepted in range(proposed + 1):
+        reached = acceptance**accepted
+        rejected = drafted.tokens[accepted]
+        others = [int(token) for token in drafted.alternatives[accepted] if token != rejected]
+        for token, rank in zip(others, _RANKS, strict=False):
+            chances[accepted, token] = reached * (1 - acceptance) * rank
+    return [first, *nlargest(most - 1, chances, key=chances.__getitem__)]

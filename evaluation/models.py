@@ -1,0 +1,44 @@
+"""What evaluation needs to know of a model, and a runner of it that captures nothing."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.model_runner import ModelRunner
+
+
+def load_runner(model: str, dtype: torch.dtype, device: str, kv_tokens: int) -> ModelRunner:
+    """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs."""
+    return make_runner(load_model(model, dtype, device), kv_tokens, enforce_eager=True)
+
+
+def model_hash(model: str) -> str:
+    """Return 16 hex digits that identify a model: a folder by config, file sizes and headers, a hub id by its name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return hashlib.sha256(f"hub:{model}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as handle:
+            digest.update(f"{file.name}:{file.stat().st_size}".encode() + handle.read(65536))
+    return digest.hexdigest()[:16]
+
+
+def output_projections(model: nn.Module) -> list[Tensor]:
+    """Return each layer's attention output projection, [hidden, heads * head_dim].
+
+    Raises NotImplementedError for an architecture whose attention has none under a name that we know.
+    """
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        names = [name for name in ("o_proj", "out_proj", "dense", "c_proj", "wo") if hasattr(module, name)]
+        if layer is not None and names:
+            found[layer] = getattr(module, names[0]).weight.detach()
+    if sorted(found) != list(range(model.config.num_hidden_layers)):  # type: ignore[union-attr,arg-type]
+        raise NotImplementedError(f"{type(model).__name__}: no output projection of attention found in every layer")
+    return [found[layer] for layer in sorted(found)]

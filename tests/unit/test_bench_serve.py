@@ -1,0 +1,187 @@
+"""What the serving benchmark computes and prints, and its smallest run. No claims about time."""
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from benchmarks.read_trace import load_reads
+from benchmarks.serving.breakdown import RoundParts, break_down
+from benchmarks.serving.deployment import kv_gib, write_model
+from benchmarks.serving.replay import lay_out, write_replay
+from benchmarks.serving.rows import Shape
+from benchmarks.serving.service import replayed_words
+from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
+from cli.main import main
+from sparsity.selection import BlockSelection
+
+S = "run/0"  # a session of the run
+TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", "--read-share", "1"]
+
+
+def test_a_shape_is_sessions_and_prompt_tokens() -> None:
+    assert Shape.parse("8x32K") == Shape(8, 32768) == Shape.parse("8x32768")
+    for text in ("8", "8x", "x100", "0x100", "8xK", "8x-1"):
+        with pytest.raises(ValueError, match="SESSIONSxCONTEXT"):
+            Shape.parse(text)
+
+
+def test_kv_in_gib() -> None:
+    assert kv_gib("8b", 2**20, 2) == 128
+
+
+def test_a_model_folder_has_the_shape_and_a_tokenizer(tmp_path: Path) -> None:
+    write_model(tmp_path / "target", "tiny", 4096, 700)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "target")
+    assert (config.num_hidden_layers, config.head_dim, config.max_position_embeddings) == (2, 16, 700)
+    assert (tmp_path / "target" / "tokenizer.json").exists()
+    assert not list((tmp_path / "target").glob("*.safetensors"))
+
+
+# What a round waits for. Rounds begin at 1.000 s; times below are milliseconds after that.
+
+
+def step(
+    planned: float, began: float, ended: float, finished: float, gpu: float, round_: int, epoch: int = 0
+) -> StepTimes:
+    times = (1 + 1e-3 * at for at in (planned, began, ended, finished))
+    return StepTimes(*times, gpu=1e-3 * gpu, rounds=[(S, epoch, round_)])
+
+
+def parts_of(target: Timeline, draft: Timeline) -> RoundParts:
+    result = break_down(target, draft, "run", settled=1)
+    assert result.rounds == 1
+    return result.parts
+
+
+def judged(planned: float, began: float, ended: float, finished: float, gpu: float, epoch: int = 0) -> list[StepTimes]:
+    """The steps of rounds 0 and 1, of which the first is finished at 0."""
+    return [step(-9, -8, -1, 0, 6, 0), step(planned, began, ended, finished, gpu, 1, epoch)]
+
+
+def test_a_round_after_its_verdict() -> None:
+    target = Timeline(judged(20, 21, 28, 30, 5), [((S, 0, 1), 1.016)])
+    draft = Timeline([step(4, 5, 11, 13, 4, 1)], [((S, 0, 1), 1.003)])
+    parts = parts_of(target, draft)
+    assert parts == RoundParts(*map(pytest.approx, (3 + 3, 1, 1 + 2 + 2, 4, 4, 1 + 2 + 2, 5)))
+    assert parts.whole == pytest.approx(30)
+
+
+def test_what_was_drafted_ahead_counts_from_the_rounds_beginning() -> None:
+    target = Timeline(judged(12, 12, 18, 19, 6), [((S, 0, 1), 1.006)])
+    draft = Timeline([step(-6, -5, 3, 4, 8, 1)], [((S, 0, 1), 1.009)])
+    parts = parts_of(target, draft)
+    assert parts == RoundParts(*map(pytest.approx, (2, 0, 1, 3, 6, 1, 6)))
+    assert parts.whole == pytest.approx(19)
+
+
+def test_a_round_said_again_waits_for_its_verdict() -> None:
+    """Drafted in epoch 0, it held although epoch 1 had begun, and was said again when the verdict came."""
+    target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [((S, 0, 1), 0.999), ((S, 1, 1), 1.004)])
+    draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [((S, 1, 1), 1.002)])
+    assert parts_of(target, draft) == RoundParts(*map(pytest.approx, (4, 0, 0, 0, 1, 0, 4)))
+
+
+def test_without_a_draft_the_target_is_all_there_is() -> None:
+    result = break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "run", settled=1)
+    assert result.parts == RoundParts(*map(pytest.approx, (0, 0, 0, 0, 1, 3, 4)))
+    assert result.draft_idle == 1
+    assert result.target_idle == pytest.approx(1 - 4 / 8)
+
+
+def test_a_run_without_rounds_of_all_sessions_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 2 rounds of every session"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=2)
+    with pytest.raises(ValueError, match="other: expected"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "other", settled=1)
+    with pytest.raises(ValueError, match="in the draft's timeline"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=1)
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
+    file = tmp_path / "timeline"
+    assert read_timeline(file) == Timeline()
+    timeline = Timeline([step(1, 2, 3, 4, 1, 0)], [((S, 0, 0), 1.0)])
+    line = json.dumps(asdict(timeline)) + "\n"
+    file.write_text(line + line[:-9])
+    assert read_timeline(file) == timeline
+
+
+# Recorded selections.
+
+
+def test_rounds_beyond_the_trace_bring_new_blocks_at_the_same_rate() -> None:
+    trace = next(trace for trace in load_reads() if trace.name == "1/10")
+    rounds = [selection.matrix() for selection in lay_out(trace, 58, 8, 1000)]
+    assert (rounds[3] == trace.matrix(3, 1000)[:8]).all()
+    fresh = [float((b & ~a).sum() / b.sum()) for a, b in pairwise(rounds)]
+    assert np.mean(fresh[19:]) == pytest.approx(np.mean(fresh[4:19]), rel=0.3)
+    # What comes back after the turn is mostly what was not read before it.
+    before = np.logical_or.reduce(rounds[:20])
+    back = [(b & ~a) for a, b in pairwise(rounds[19:38])]
+    assert sum((each & before).sum() for each in back) < 0.5 * sum(each.sum() for each in back)
+
+
+def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
+    trace = load_reads()[0]
+    write_replay(tmp_path / "replay.npy", trace, 2, 3, 4, 100)
+    stored = np.load(tmp_path / "replay.npy", mmap_mode="r")
+    assert stored.shape == (2, 3, 4, 2)
+    words = replayed_words(stored[1], 2, 70)
+    assert (words == BlockSelection.from_matrix(trace.shifted(1).matrix(2, 70)[:4]).words).all()
+    assert (replayed_words(stored[1], 5, 70) == words).all()
+    with pytest.raises(ValueError, match="256; replay nothing"):
+        write_replay(tmp_path / "replay.npy", trace, 1, 1, 257, 100)
+
+
+# The command.
+
+
+@pytest.mark.slow
+def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All ways, then tiers of which about two thirds lie on the device."""
+    file, plot = tmp_path / "serve.json", tmp_path / "serve.png"
+    sizes = ["--shapes", "2x200", "--tokens", "100", "--hot", "0.6", "--breakdown"]
+    main([*TINY, *sizes, "--json", str(file), "--plot", str(plot)])
+    content = json.loads(file.read_text())
+    assert content["failures"] == []
+    assert [row["context"] for row in content["prompts"]] == [200]
+    rows = {(row["way"]["mode"], row["way"]["hot"]): row for row in content["rows"]}
+    assert set(rows) == {("none", 0), ("exact", 0), ("approximate", 0), ("approximate", 0.6)}
+    for (mode, hot), row in rows.items():
+        seen, breakdown = row["figures"], row["breakdown"]
+        assert row["runs"] == [seen["tokens_a_second"]] and seen["tokens_a_second"] > 0
+        assert 0 < seen["gap_p50"] <= seen["gap_p99"] and seen["first_token_p50"] > 0
+        assert (seen["kv_read"] < 1) == (mode == "approximate")
+        assert (seen["kv_fetched"] > 0) == (hot > 0)
+        assert (row["of_none"] is None) == (mode == "none") and (row["of_resident"] is None) == (hot == 0)
+        assert breakdown["rounds"] > 0 and breakdown["parts"]["verify_gpu"] > 0
+        assert (breakdown["parts"]["draft_gpu"] > 0) == (mode != "none")
+        assert 0 < breakdown["target_idle"] < 1
+    assert rows["none", 0]["figures"]["tokens_a_round"] == 1
+    assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
+    assert plot.stat().st_size > 0
+    assert "approximate, 2 waves, hot 0.6" in capsys.readouterr().out
+
+
+def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"the limit of 1 s is reached"):
+        main([*TINY, "--shapes", "1x100", "--tokens", "100", "--limit", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "10"], "it takes 40"),
+        (["--hot", "1"], "less than 1"),
+        (["--waves", "0"], "must be positive"),
+        (["--shapes", "8"], "SESSIONSxCONTEXT"),
+    ],
+)
+def test_flags_that_give_nothing_to_measure(flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main([*TINY, *flags])

@@ -1,0 +1,109 @@
+"""Queries on different branches of one sequence: each sees the shared tokens before it and those of its own branch.
+
+Both backends against a float64 softmax over exactly these tokens; Triton on a GPU, or interpreted.
+"""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import (
+    Batch,
+    BlockLists,
+    add_listed_weights,
+    paged_attention,
+    paged_attention_with_block_weights,
+)
+from tests.unit.test_paged_attention import SCALE, Case, densified, shuffled_case
+from tests.unit.test_paged_attention_triton import on_device
+
+BRANCHES, TAIL = 3, 5  # branches of a sequence; tokens that each may hold
+BACKENDS = ["torch"] + (["triton"] if importlib.util.find_spec("triton") else [])
+
+
+def branched(seed: int, group: int, drafted: int) -> tuple[Case, Tensor]:
+    """Return sequences whose queries are the newest tokens of branches that hold `drafted` tokens each.
+
+    The branches leave the shared tokens at different positions and lie behind them, TAIL tokens apart.
+    """
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    shared = rng.integers(4, 80, 2)
+    lengths = [int(length) + BRANCHES * TAIL for length in shared]
+    case = shuffled_case(rng, lengths, [BRANCHES] * 2, 16, 2, 16, group)
+    visible = []
+    for length in shared.tolist():
+        for branch in range(BRANCHES):
+            first = length + branch * TAIL
+            visible.append((int(length - rng.integers(0, 4)), first, first + drafted))
+    return case, torch.tensor(visible, dtype=torch.int32)
+
+
+def by_hand(case: Case, visible: Tensor, read: list[list[set[int]]]) -> tuple[Tensor, list[np.ndarray]]:
+    """Return the outputs, and each sequence's weights [queries, heads, tokens]; read: pages by sequence and KV head."""
+    outs, weights = [], []
+    kv_heads, group = case.k_pages.shape[1], case.queries.shape[1] // case.k_pages.shape[1]
+    for i, length in enumerate(case.kv_lengths):
+        keys, values = densified(case, i, case.k_pages), densified(case, i, case.v_pages)
+        at = np.arange(length)
+        probs = np.zeros((BRANCHES, kv_heads * group, length))
+        for row in range(BRANCHES):
+            before, first, last = visible[i * BRANCHES + row].tolist()
+            for head in range(kv_heads * group):
+                listed = np.isin(at // 16, list(read[i][head // group]))
+                seen = ((at < before) | ((at >= first) & (at < last))) & listed
+                query = case.queries[i * BRANCHES + row, head].double().numpy()
+                scores = np.where(seen, keys[:, head // group] @ query * SCALE, -np.inf)
+                if seen.any():
+                    scores = np.exp(scores - scores.max())
+                    probs[row, head] = scores / scores.sum()
+        weights.append(probs)
+        repeated = values.repeat(group, 1)
+        outs.append(torch.from_numpy(np.einsum("rhn,nhd->rhd", probs, repeated)).float())
+    return torch.cat(outs), weights
+
+
+def batch_of(case: Case, visible: Tensor) -> Batch:
+    return replace(case.batch, visible=visible)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("seed", "group", "drafted"), [(0, 1, 1), (1, 4, 3), (2, 3, 5)])
+def test_dense_and_its_weights(seed: int, group: int, drafted: int, backend: str) -> None:
+    case, visible = branched(seed, group, drafted)
+    everything = [[set(range(100))] * 2] * 2
+    wanted, weights = by_hand(case, visible, everything)
+    batch = on_device(batch_of(case, visible))
+    torch.testing.assert_close(paged_attention(batch, backend=backend).cpu(), wanted, atol=2e-5, rtol=1e-4)
+    out, given = paged_attention_with_block_weights(batch, 16, BRANCHES, backend, width=8)
+    torch.testing.assert_close(out.cpu(), wanted, atol=2e-5, rtol=1e-4)
+    for i, probs in enumerate(weights):
+        padded = np.pad(probs, ((0, 0), (0, 0), (0, 8 * 16 - probs.shape[2]))).reshape(*probs.shape[:2], 8, 16).sum(-1)
+        torch.testing.assert_close(given[i].cpu(), torch.from_numpy(padded).float(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("seed", "group", "drafted"), [(3, 1, 1), (4, 4, 4), (5, 3, 5)])
+def test_lists_and_their_mean_weights(seed: int, group: int, drafted: int, backend: str) -> None:
+    case, visible = branched(seed, group, drafted)
+    blocks: BlockLists = case.packed_lists()
+    wanted, weights = by_hand(case, visible, [[set(pages) for pages in heads] for heads in case.lists])
+    batch, lists = on_device((batch_of(case, visible), blocks))
+    before = torch.rand(2, case.queries.shape[1], 8, device=lists.lists.device)
+    sums = before.clone()
+    out = add_listed_weights(batch, lists, sums, 0.25, backend, emitting=BRANCHES)
+    torch.testing.assert_close(out.cpu(), wanted, atol=2e-5, rtol=1e-4)
+    for i, probs in enumerate(weights):
+        padded = np.pad(probs, ((0, 0), (0, 0), (0, 8 * 16 - probs.shape[2]))).reshape(*probs.shape[:2], 8, 16).sum(-1)
+        expected = before[i].cpu() + 0.25 * torch.from_numpy(padded.mean(0)).float()
+        torch.testing.assert_close(sums[i].cpu(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_visible_of_another_shape_is_refused() -> None:
+    case, visible = branched(0, 1, 1)
+    with pytest.raises(ValueError, match=r"visible has the shape"):
+        paged_attention(batch_of(case, visible[:-1]))
