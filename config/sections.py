@@ -11,6 +11,8 @@ from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_
 from config.setting import Section, SettingsError, setting
 
 LOAD_FORMATS = ("auto", "dummy")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 
@@ -167,6 +169,24 @@ class ClientSettings(ClientAccess):
     host: str = setting("127.0.0.1", "address that the client endpoints bind", group="client endpoints")
     grpc_port: int = _port(50051, "client gRPC port; 0: any free one", group="client endpoints")
     http_port: int = _port(8000, "client HTTP port; 0: any free one", group="client endpoints")
+    tool_call_parser: str = setting(
+        "auto",
+        f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat template shows",
+        group="client endpoints",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}; deepseek_r1 begins with it, unmarked",
+        group="client endpoints",
+        choices=REASONING_PARSERS,
+    )
+    generation_config: str = setting(
+        "auto",
+        "temperature and top_p of requests that have none: auto (the model's generation_config.json) or none (1)",
+        group="client endpoints",
+        choices=("auto", "none"),
+    )
     resume_timeout: float = setting(
         60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
     )

@@ -2,15 +2,21 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 from orchestrator.generation import Chunk
-from orchestrator.ledger import Record
+from orchestrator.ledger import SpeculationTotals
+from orchestrator.replies import CalledTool, Delta, ReplyParser
 from wire.errors import ServiceError
 from wire.messages import FinishReason
 
+Event = dict[str, Any]
 
-def error_body(error: ServiceError) -> dict[str, Any]:
+
+def error_body(error: ServiceError) -> Event:
     """Return OpenAI's account of an error."""
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
@@ -21,49 +27,175 @@ def error_headers(error: ServiceError) -> dict[str, str]:
     return headers | ({"WWW-Authenticate": "Bearer"} if error.http_code == 401 else {})
 
 
-class Answer:
-    """The JSON bodies of one answer, to a chat or to a completion."""
+class Totals:
+    """What all choices of a request took, known once each has ended. choices: how many there are of each prompt."""
 
-    def __init__(self, chat: bool, record: Record, model: str) -> None:
-        self._chat = chat
-        prefix = "chatcmpl-" if chat else "cmpl-"
-        self._kind = "chat.completion" if chat else "text_completion"
-        self._piece_kind = "chat.completion.chunk" if chat else "text_completion"
-        self._head = {"id": prefix + record.session, "created": int(time.time()), "model": model}
+    def __init__(self, choices: int) -> None:
+        self._choices = choices
+        self._last: dict[int, Chunk] = {}
 
-    def whole(self, text: str, last: Chunk) -> dict[str, Any]:
-        """Return the answer that has this text."""
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = _choice(content, last.finish_reason)
-        return self._head | {"object": self._kind, "choices": [choice]} | _usage(last)
+    def add(self, chunk: Chunk) -> None:
+        """Take note of a chunk."""
+        if chunk.finish_reason is not FinishReason.NONE:
+            self._last[chunk.choice] = chunk
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Return what a stream begins with."""
-        content = {"delta": {"role": "assistant", "content": ""}}
-        return [self._piece([_choice(content, FinishReason.NONE)])] if self._chat else []
+    def counts(self) -> tuple[int, int, int]:
+        """Return the tokens of the prompts, those of them whose KV was there already, and the tokens generated."""
+        prompts = [chunk for choice, chunk in self._last.items() if choice % self._choices == 0]
+        generated = sum(chunk.completion_tokens for chunk in self._last.values())
+        return sum(c.prompt_tokens for c in prompts), sum(c.cached_tokens for c in prompts), generated
 
-    def pieces(self, chunk: Chunk, usage: bool) -> list[dict[str, Any]]:
-        """Return what a stream says of a chunk, the last one's usage apart if that is asked for."""
-        text, last = chunk.text, chunk.finish_reason is not FinishReason.NONE
-        content = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        said = [self._piece([_choice(content, chunk.finish_reason)])] if text or last else []
-        return said + ([self._piece([]) | _usage(chunk)] if last and usage else [])
+    def usage(self) -> Event:
+        """Return OpenAI's usage."""
+        prompt, cached, generated = self.counts()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
-    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self._piece_kind, "choices": choices}
-
-
-def _choice(content: Mapping[str, Any], reason: FinishReason) -> dict[str, Any]:
-    name = None if reason is FinishReason.NONE else reason.name.lower()
-    return {"index": 0, **content, "logprobs": None, "finish_reason": name}
+    def speculation(self) -> Event:
+        """Return how the rounds went, by our names and by vLLM's."""
+        totals = reduce(SpeculationTotals.plus, (chunk.totals for chunk in self._last.values()))
+        return {"speculation": totals.summary(), "metrics": {"speculative_decoding": _as_vllm_names(totals)}}
 
 
-def _usage(last: Chunk) -> dict[str, Any]:
+def _as_vllm_names(totals: SpeculationTotals) -> Event:
+    """Return a request's speculation as vLLM reports it. The histogram says how many rounds accepted j tokens."""
+    reached = [totals.rounds, *totals.accepted_per_position, 0]
     return {
-        "usage": {
-            "prompt_tokens": last.prompt_tokens,
-            "completion_tokens": last.completion_tokens,
-            "total_tokens": last.prompt_tokens + last.completion_tokens,
-        },
-        "speculation": last.totals.summary(),
+        "mean_acceptance_length": 1 + totals.accepted / totals.rounds if totals.rounds else 0.0,
+        "draft_acceptance_rate": totals.accepted / totals.drafted if totals.drafted else 0.0,
+        "acceptance_histogram": [a - b for a, b in pairwise(reached)],
+        "num_spec_steps": totals.rounds,
+        "num_accepted_draft_tokens": totals.accepted,
+        "num_draft_tokens": totals.drafted,
+        "num_spec_tokens": len(totals.accepted_per_position),
     }
+
+
+class CompletionAnswer:
+    """The answer to a completion. echoes: the texts that the choices begin with."""
+
+    final_event = "data: [DONE]\n\n"
+
+    def __init__(self, name: str, model: str, echoes: list[str], totals: Totals, usage: bool) -> None:
+        self._head = {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": model}
+        self._texts = [""] * len(echoes)
+        self._reasons: list[str | None] = [None] * len(echoes)
+        self._echoes = echoes
+        self._totals, self._usage = totals, usage
+
+    def opening(self) -> list[Event]:
+        """Return what a stream begins with."""
+        return [self._piece(_choice(i, {"text": echo}, None)) for i, echo in enumerate(self._echoes) if echo]
+
+    def add(self, chunk: Chunk) -> list[Event]:
+        """Take a chunk in, and return what a stream says of it."""
+        self._totals.add(chunk)
+        self._texts[chunk.choice] += chunk.text
+        self._reasons[chunk.choice] = reason = _reason(chunk)
+        return [self._piece(_choice(chunk.choice, {"text": chunk.text}, reason))] if chunk.text or reason else []
+
+    def closing(self) -> list[Event]:
+        """Return what a stream says when all choices have ended."""
+        return [self._head | {"choices": [], "usage": self._totals.usage()} | self._totals.speculation()] * self._usage
+
+    def whole(self) -> Event:
+        """Return the answer in one piece."""
+        texts = [echo + text for echo, text in zip(self._echoes, self._texts, strict=True)]
+        choices = [_choice(i, {"text": text}, self._reasons[i]) for i, text in enumerate(texts)]
+        return self._head | {"choices": choices, "usage": self._totals.usage()} | self._totals.speculation()
+
+    def _piece(self, choice: Event) -> Event:
+        return self._head | {"choices": [choice]}
+
+
+@dataclass
+class _Message:
+    """A chat's choice in the making. parser: None if all text is content."""
+
+    parser: ReplyParser | None
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CalledTool] = field(default_factory=list)
+    reason: str | None = None
+
+
+class ChatAnswer:
+    """The answer to a chat. parsers: of each choice's text. one_call: whether calls after the first are left out."""
+
+    final_event = "data: [DONE]\n\n"
+
+    def __init__(
+        self, name: str, model: str, parsers: list[ReplyParser | None], one_call: bool, totals: Totals, usage: bool
+    ) -> None:
+        self._head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": model}
+        self._messages = [_Message(parser) for parser in parsers]
+        self._one_call = one_call
+        self._totals, self._usage = totals, usage
+
+    def opening(self) -> list[Event]:
+        """Return what a stream begins with."""
+        return [self._piece(i, {"role": "assistant", "content": ""}) for i in range(len(self._messages))]
+
+    def add(self, chunk: Chunk) -> list[Event]:
+        """Take a chunk in, and return what a stream says of it."""
+        self._totals.add(chunk)
+        message, reason = self._messages[chunk.choice], _reason(chunk)
+        deltas = [Delta(chunk.text)] if chunk.text else []
+        if message.parser is not None:
+            deltas = message.parser.feed(chunk.text, reason is not None)
+        said = [self._piece(chunk.choice, part) for delta in deltas if (part := self._take(message, delta))]
+        if reason is None:
+            return said
+        message.reason = "tool_calls" if message.calls and reason == "stop" else reason
+        return [*said, self._piece(chunk.choice, {}, message.reason)]
+
+    def _take(self, message: _Message, delta: Delta) -> Event:
+        """Add a delta to a message, and return it as a stream tells it; empty if it is left out."""
+        if delta.call is None:
+            message.content += delta.content
+            message.reasoning += delta.reasoning
+            return {"content": delta.content} if delta.content else {"reasoning_content": delta.reasoning}
+        if self._one_call and message.calls:
+            return {}
+        message.calls.append(delta.call)
+        return {"tool_calls": [{"index": len(message.calls) - 1} | _call(delta.call)]}
+
+    def closing(self) -> list[Event]:
+        """Return what a stream says when all choices have ended."""
+        last = self._head | {"object": "chat.completion.chunk", "choices": [], "usage": self._totals.usage()}
+        return [last | self._totals.speculation()] * self._usage
+
+    def whole(self) -> Event:
+        """Return the answer in one piece."""
+        choices = [_choice(i, {"message": _message(m)}, m.reason) for i, m in enumerate(self._messages)]
+        body = self._head | {"object": "chat.completion", "choices": choices, "usage": self._totals.usage()}
+        return body | self._totals.speculation()
+
+    def _piece(self, index: int, delta: Event, reason: str | None = None) -> Event:
+        return self._head | {"object": "chat.completion.chunk", "choices": [_choice(index, {"delta": delta}, reason)]}
+
+
+def _message(message: _Message) -> Event:
+    """Return a choice's message; content is null beside calls if there is none."""
+    body: Event = {"role": "assistant", "content": message.content if message.content or not message.calls else None}
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.calls:
+        body["tool_calls"] = [_call(call) for call in message.calls]
+    return body
+
+
+def _call(call: CalledTool) -> Event:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _choice(index: int, content: Mapping[str, Any], reason: str | None) -> Event:
+    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _reason(chunk: Chunk) -> str | None:
+    return None if chunk.finish_reason is FinishReason.NONE else chunk.finish_reason.name.lower()

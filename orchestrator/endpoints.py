@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from config import Config, SettingsError
+from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
-from engine.loading.tokenizer import count_token_ids, load_tokenizer, stop_token_ids
+from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
-from orchestrator.requests import Limits
+from orchestrator.records import Limits
+from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.services import dialled
 from protos import inference_pb2_grpc
@@ -47,33 +49,41 @@ async def serve_clients(config: Config, access: Access, target: str, draft: str)
     """
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
+    generation = load_generation_config(model)
+    defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
         config.model_name,
         min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         config.target.max_context,
-        stop_token_ids(model, tokenizer),
+        stop_token_ids(generation, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
+        **{name: float(defaults[name]) for name in ("temperature", "top_p") if defaults.get(name)},
     )
     router = Router(target, access.peers, clients.resume_timeout)
     metrics = Metrics(limits.model_name)
-    frontend = Frontend(router, tokenizer, limits, metrics, config.draft.model, clients.log_requests)
+    reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
+    frontend = Frontend(router, tokenizer, limits, metrics, config.draft.model, reply_format, clients.log_requests)
     async with contextlib.AsyncExitStack() as started:
         services = await started.enter_async_context(dialled(access.peers, target, draft))
         await started.enter_async_context(router.connected_to_target())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
-        server = await start_server(clients.host, clients.grpc_port, [inference], access.client_guard(frontend.report))
+        server = await start_server(
+            clients.host, clients.grpc_port, [inference], access.client_guard(frontend.observer.report)
+        )
         started.push_async_callback(server.stop, 1.0)
         app = require_key(
-            make_app(frontend, services.read_status), access.callers, open_paths(clients), frontend.report
+            make_app(frontend, services.read_status), access.callers, open_paths(clients), frontend.observer.report
         )
         http = serve_http(app, clients.host, clients.http_port, clients.tls_cert, clients.tls_key)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
             log.info("waiting for the services to find each other", extra={"target": target, "draft": draft})
-            await services.wait_until_connected(router)
+            status = await services.wait_until_connected(router)
+            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
+            frontend.limits = replace(limits, kv_tokens=max(room, 0))
             yield server.address, http_address
         finally:
             await server.set_serving(False)

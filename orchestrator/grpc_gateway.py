@@ -8,7 +8,8 @@ import grpc
 
 from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.requests import CompletionRequest, check_model, read_request
+from orchestrator.records import check_model
+from orchestrator.requests import CompletionRequest, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
@@ -32,12 +33,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with current_caller().request():
                 request = _request_from_pb(pb)
-                record = self._frontend.prepare(request, await self._frontend.encode(request.prompt))
-                async with aclosing(self._frontend.generate(record, request.stops)) as chunks:
+                prompts = [await self._frontend.encode(prompt) for prompt in request.prompts]
+                records = self._frontend.prepare(request, prompts)
+                name = request.request_id or records[0].session
+                async with aclosing(self._frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
-                        yield _chunk_to_pb(record.session, chunk)
+                        yield _chunk_to_pb(name, chunk)
         except ServiceError as error:
-            self._frontend.report(error)
+            self._frontend.observer.report(error)
             raise
 
     async def Abort(

@@ -1,32 +1,46 @@
-"""OpenAI-style HTTP: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics."""
+"""OpenAI-style HTTP: what is served where, and how it is listened for."""
 
 import asyncio
 import contextlib
-import json
+import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from http import HTTPStatus
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orchestrator.answers import Answer, error_body, error_headers
+from orchestrator.answers import ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
+from orchestrator.chat import render_chat
+from orchestrator.event_stream import Answer, open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.requests import ChatRequest, CompletionRequest, GenerationRequest, invalid_argument
+from orchestrator.records import check_model
+from orchestrator.requests import (
+    MAX_NAME,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    invalid_argument,
+    read_request,
+)
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 MAX_BODY = 64 << 20
-_CLIENT_LEFT = 499  # what nginx calls it; nobody reads this answer
 
 
 class _JSONRequest(Request):
@@ -48,7 +62,7 @@ class _JSONRoute(APIRoute):
             if request.method == "POST":
                 kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding")
                 if kind.partition(";")[0].strip().lower() != "application/json":
-                    raise HTTPException(415, f"the body must be application/json, and its headers say {kind!r}")
+                    raise HTTPException(415, f"the body must be application/json; its headers say {kind[:80]!r}")
                 if encoding not in (None, "identity"):
                     raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
                 if not await request.body():
@@ -58,33 +72,55 @@ class _JSONRoute(APIRoute):
         return handle_json
 
 
+class _RequestId:
+    """Gives every request an id, its own header's or a new one, which its answer's headers repeat."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")[:MAX_NAME]
+        name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
 router = APIRouter(route_class=_JSONRoute)
 
 
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     """Return the application that serves HTTP clients."""
-    app = FastAPI(title="specahead", docs_url=None, redoc_url=None, openapi_url=None, max_body_size=MAX_BODY)
+    app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=MAX_BODY)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
-    app.add_exception_handler(ServiceError, _answer_error)
-    app.add_exception_handler(RequestValidationError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_error)
+    app.add_middleware(_RequestId)
+    for kind in (ServiceError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Return OpenAI's account of an error that a handler has raised."""
-    headers = None
-    if isinstance(error, RequestValidationError):  # places begin with "body"
-        error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
-        code, headers = error.status_code, error.headers
-        error = InvalidArgument(error.detail)
+        code, headers = error.status_code, dict(error.headers or {})
+        error = InvalidArgument(error.detail, code=HTTPStatus(code).name.lower())
     else:
+        if isinstance(error, RequestValidationError):  # places begin with "body"
+            error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
         assert isinstance(error, ServiceError)
-        code, headers = error.http_code, error_headers(error)
-    if code != _CLIENT_LEFT:
-        request.app.state.frontend.report(error)
+        code = error.http_code
+    request.app.state.frontend.observer.report(error)
+    headers |= error_headers(error)
     return JSONResponse(error_body(error), code, headers)
 
 
@@ -97,98 +133,85 @@ Served = Annotated[Frontend, Depends(_frontend)]
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
-    """Continue a prompt."""
-    prompt = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise InvalidArgument("prompt: several prompts in one request are not supported yet", "prompt")
-        prompt = prompt[0]
-    return await _answer(request, body, frontend, await frontend.encode(prompt), chat=False)
+    """Continue one prompt or several."""
+    name, prompts = _name(body, request, frontend), body.prompts
+    special = body.add_special_tokens is not False
+    tokens = [await frontend.encode(prompt, special) for prompt in prompts]
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
+    n = body.n or 1
+    echoes = [echo for echo in echoes for _ in range(n)]
+    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, Totals(n), body.wants_usage)
+    return await _answer(request, frontend, body, tokens, answer, body.skip_special_tokens is not False)
 
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
-    tokens = await frontend.encode(_render_chat(body, frontend), special_tokens=False)
-    body.max_tokens = body.max_completion_tokens or body.max_tokens
-    return await _answer(request, body, frontend, tokens, chat=True)
+    name = _name(body, request, frontend)
+    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format)
+    tokens = await frontend.encode(prompt, special_tokens=False)
+    n = body.n or 1
+    parsers = [frontend.reply_format.parser(prompt, body.offered_tools) for _ in range(n)]
+    one_call = body.parallel_tool_calls is False
+    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, Totals(n), body.wants_usage)
+    # What opens and closes a tool call may be a special token.
+    skip = parsers[0] is None and body.skip_special_tokens is not False
+    return await _answer(request, frontend, body, [tokens], answer, skip)
 
 
-def _render_chat(body: ChatRequest, frontend: Frontend) -> str:
-    plain = [{"role": message.role, "content": message.text} for message in body.messages]
-    tokenizer = frontend.tokenizer
-    if not tokenizer.chat_template:
-        raise InvalidArgument(f"model {frontend.limits.model_name!r} has no chat template; use /v1/completions")
-    try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template raises what it likes for messages that it does not take
-        raise InvalidArgument(f"messages: the model's chat template refuses them: {error}", "messages") from error
+def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
+    """Return a request's name, which its sessions have as well: what it asks for, else its header's if that is free."""
+    header = request.state.request_id
+    taken = frontend.router.is_open(header) or frontend.router.is_open(f"{header}-0")
+    body.request_id = body.request_id or (secrets.token_hex(12) if taken else header)
+    return body.request_id
 
 
 async def _answer(
-    request: Request, body: GenerationRequest, frontend: Frontend, tokens: list[int], chat: bool
+    request: Request,
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    answer: Answer,
+    skip_special_tokens: bool,
 ) -> Response:
-    record = frontend.prepare(body, tokens)
-    answer = Answer(chat, record, frontend.limits.model_name)
-    chunks = frontend.generate(record, body.stops)
+    """Return the response of an answer, whole or as a stream. Raises ServiceError."""
+    chunks = frontend.generate(frontend.prepare(body, prompts), body, skip_special_tokens)
     if body.stream:
-        # The status line waits for the first round, so that a refusal still has its HTTP code.
-        first = await _unless_left(request, anext(chunks))
-        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return _EventStream(_events(answer, first, chunks, usage))
+        return await open_stream(answer, chunks)
     async with aclosing(chunks):
-        pieces = await _unless_left(request, _gather(chunks))
-    return JSONResponse(answer.whole("".join(chunk.text for chunk in pieces), pieces[-1]))
+        whole = await unless_left(request, _whole(answer, chunks))
+    return JSONResponse(whole, 499 if whole is None else 200)
 
 
-async def _gather(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-    return [chunk async for chunk in chunks]
+async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any]:
+    async for chunk in chunks:
+        answer.add(chunk)
+    return answer.whole()
 
 
-async def _unless_left(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the outcome of some work, which is cancelled if the client leaves meanwhile."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())  # the body is read: what comes next is the client's leaving
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise HTTPException(_CLIENT_LEFT, "the client has left")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
+    """Give the token ids of a prompt or of a conversation, as vLLM does."""
+    check_model(body.model, frontend.limits)
+    if body.messages is None:
+        tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
+    else:
+        fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
+        text = render_chat(read_request(ChatRequest, fields), frontend.tokenizer, frontend.reply_format)
+        tokens = await frontend.encode(text, body.add_special_tokens is True)
+    answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
+    strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return answer | {"token_strs": strings}
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events; their generator is closed at once when the client leaves."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
-async def _events(answer: Answer, first: Chunk, chunks: AsyncGenerator[Chunk], usage: bool) -> AsyncGenerator[str]:
-    async with aclosing(chunks):
-        try:
-            for piece in [*answer.opening(), *answer.pieces(first, usage)]:
-                yield _event(piece)
-            async for chunk in chunks:
-                for piece in answer.pieces(chunk, usage):
-                    yield _event(piece)
-        except ServiceError as error:
-            yield _event(error_body(error))
-    yield "data: [DONE]\n\n"
-
-
-def _event(data: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(data)}\n\n"
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, frontend: Served) -> dict[str, Any]:
+    """Give the text of token ids."""
+    check_model(body.model, frontend.limits)
+    return {"prompt": frontend.tokenizer.decode(await frontend.encode(body.tokens))}
 
 
 @router.get("/v1/models")
@@ -216,17 +239,31 @@ def _model_card(frontend: Frontend) -> dict[str, Any]:
     }
 
 
+@router.get("/live")
+async def live() -> dict[str, Any]:
+    """Answer as long as the process runs."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
 @router.get("/health")
 async def health(frontend: Served) -> JSONResponse:
     """Answer 200 while requests can be served: a lost draft only makes them slower."""
-    connected = frontend.router.connected and frontend.accepting
-    return JSONResponse({"status": "ok" if connected else "unavailable"}, 200 if connected else 503)
+    if frontend.router.connected and frontend.accepting:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": "1"})
+
+
+@router.get("/version")
+async def show_version() -> dict[str, Any]:
+    """Give the version of specahead."""
+    return {"version": version("specahead")}
 
 
 @router.get("/metrics")
 async def metrics(request: Request, frontend: Served) -> Response:
     """Give Prometheus its figures."""
-    text = frontend.metrics.render(frontend.router.running, await request.app.state.read_status())
+    text = frontend.observer.metrics.render(frontend.router.running, await request.app.state.read_status())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

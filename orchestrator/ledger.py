@@ -5,6 +5,7 @@ Pure bookkeeping. The ledger outlives the target: what it holds is enough to ope
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from engine.sampling import Sampling
@@ -55,6 +56,13 @@ class SpeculationTotals:
         fractions = {"kv_read_fraction": self.kv_read_fraction, "kv_fetched_fraction": self.kv_fetched_fraction}
         return asdict(self) | fractions
 
+    def plus(self, other: "SpeculationTotals") -> "SpeculationTotals":
+        """Return the sums over the rounds of both."""
+        mine, theirs = asdict(self), asdict(other)
+        at = zip_longest(mine.pop("accepted_per_position"), theirs.pop("accepted_per_position"), fillvalue=0)
+        sums = {name: value + theirs[name] for name, value in mine.items()}
+        return SpeculationTotals(**sums, accepted_per_position=[a + b for a, b in at])
+
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
         self.plain_rounds += commit.drafted == 0
@@ -85,6 +93,7 @@ class Record:
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
+    cached_tokens: int = 0  # of the prompt, whose KV the target had already
     resumptions: int = 0  # times it was opened on another target since it last got a token
 
     @property
@@ -132,6 +141,8 @@ class Ledger:
                 raise LedgerError(f"session {record.session}: tokens at {base} differ from those committed before")
             self.counters["repeated_commits"] += 1
             return None
+        if not record.commits:
+            record.cached_tokens = commit.cached_tokens
         record.tokens += commit.tokens
         record.commits.append(commit)
         record.totals.add(commit)

@@ -45,6 +45,8 @@ class Metrics:
         self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
         self._kv_dense = self._counter("kv_tokens_dense", "KV that dense verification would have read")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
+        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the KV")
+        self._found = self._counter("prefix_cache_hits", "Of these, found there")
         self._generated = self._counter("generation_tokens", "Tokens committed")
         self._finished = self._by("request_success", "Requests that came to their end, by how", "finished_reason")
         self._failed = self._by("request_failed", "Requests that broke off after their first token", "reason")
@@ -79,6 +81,8 @@ class Metrics:
         if len(record.generated) == tokens:
             self._first.observe(since_start)
             self._prompt.inc(record.prompt_tokens)
+            self._looked_up.inc(record.prompt_tokens)
+            self._found.inc(record.cached_tokens)
             steps = commit.prefill_seconds + commit.wait_seconds + commit.verify_seconds
             self._queued.observe(max(0.0, since_start - steps))
         else:
@@ -160,12 +164,6 @@ def _service_families(model: str, services: Mapping[str, ServiceStatus | None]) 
         _add_all(states, [model, name], status.gauges if status else {})
         _add_all(events, [model, name], status.counters if status else {})
     yield from (up, attached, states, events)
-    if (target := services.get("target")) is not None:
-        for name, text in (("queries", "Prompt tokens that were looked up"), ("hits", "Of these, found in the KV")):
-            value = target.counters.get(f"prefix_{name}", 0)
-            family = CounterMetricFamily(f"{OURS}prefix_cache_{name}", text, labels=["model_name"])
-            family.add_metric([model], value)
-            yield family
 
 
 def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:

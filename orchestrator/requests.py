@@ -1,55 +1,44 @@
-"""What clients may ask for: the one model of a request, for HTTP and gRPC alike, and what it becomes in the ledger."""
+"""What clients may ask for: the one model of a request, for HTTP and gRPC alike."""
 
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from engine.sampling import Sampling
-from orchestrator.ledger import Record
-from wire.errors import InvalidArgument, NotFound
-from wire.messages import Exactness
+from wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
-
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (None, 0)),
-    **dict.fromkeys(("echo", "logprobs", "use_beam_search"), (None, False)),
-    "best_of": (None, 1),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "logit_bias": (None, {}),
-    "n": (None, 1),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "top_k": (None, -1, 0),
-    "top_logprobs": (None, 0),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
+    **dict.fromkeys(("functions", "bad_words", "documents", "include"), ([],)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
+    **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
 }
+MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
 
+Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the served models allow. methods: of sparsity, that the plan allows."""
-
-    model_name: str
-    vocab_size: int
-    max_context: int
-    stop_token_ids: list[int]
-    methods: tuple[str, ...] = ()
 
 
 class StreamOptions(BaseModel):
@@ -63,57 +52,81 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """The fields of every request that generates. None stands for a field that was left out.
 
-    Of our own are exactness, sparsity (the method of an approximate request) and request_id; ignore_eos is vLLM's, and
-    all others are OpenAI's. Fields that are not declared are accepted, unless they ask for what is not built.
+    Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
+    vLLM's, and all others OpenAI's. Fields that are not declared are accepted, unless they ask for what is not built.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    default_max_tokens: ClassVar[int | None] = None  # None: what is left of the context
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**64)
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     exactness: Literal["exact", "approximate"] | None = None
     sparsity: str | None = None
+    request_id: str | None = Field(None, max_length=MAX_NAME)
     ignore_eos: bool | None = None
-    request_id: str | None = Field(None, max_length=128)
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the tokens of the whole request."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not (self.request_id or "").isprintable():
-            raise InvalidArgument("request_id must be at most 128 printable characters", "request_id")
+            raise InvalidArgument(f"request_id: expected at most {MAX_NAME} printable characters", "request_id")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument("stream_options: only with stream", "stream_options")
         if self.sparsity and self.exactness != "approximate":
-            raise InvalidArgument(
-                f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'", "sparsity"
-            )
+            reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
+            raise InvalidArgument(reason, "sparsity")
         for name, value in (self.model_extra or {}).items():
-            # A truth value is no number: `logprobs: 0` asks for something, false does not.
-            neutral = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in _NOT_BUILT.get(name, ()))
-            if name in _NOT_BUILT and not any(neutral):
-                raise InvalidArgument(f"{name}: this is not supported (value {str(value)[:80]!r})", name)
-            if name not in _NOT_BUILT and name not in _ignored and len(_ignored) < 1000:
+            if name in _NOT_BUILT:
+                _check_neutral(name, value)
+            elif name not in _ignored and len(_ignored) < 1000:
                 _ignored.add(name)
-                log.info("requests may carry the field %r, which is ignored", name[:80])
+                log.info("requests carry the field %r, which is ignored", name[:80])
         return self
 
 
-class CompletionRequest(GenerationRequest):
-    """A request for the continuation of a prompt."""
+def _check_neutral(name: str, value: Any) -> None:
+    """Raise InvalidArgument if a field that is not built asks for something."""
+    # A truth value is no number: `logprobs: 0` asks for something, false does not.
+    same = (value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NOT_BUILT[name])
+    if value is not None and not any(same):
+        message = f"{name}: this field is not supported (value {str(value)[:80]!r})"
+        raise InvalidArgument(message, name, "unsupported_parameter")
 
-    prompt: (
-        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+
+class CompletionRequest(GenerationRequest):
+    """A request for the continuation of one prompt or several, each a text or token ids."""
+
+    default_max_tokens = 16  # OpenAI's
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
 
 
 class ContentPart(BaseModel):
@@ -121,22 +134,71 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
+class CalledFunction(BaseModel):
+    """The function that a tool call names, and its arguments as JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that an earlier answer made."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation. Fields that are not declared, such as `refusal`, say nothing to a template."""
 
     model_config = ConfigDict(strict=True)
 
     role: str
-    content: str | list[ContentPart]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} must have content")
+        return self
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """What the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
 class ChatRequest(GenerationRequest):
@@ -144,6 +206,51 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, as they were given."""
+        offered = self.tools if self.tool_choice != "none" else None
+        return [tool.model_dump(exclude_unset=True) for tool in offered or []]
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.tool_choice not in (None, "none", "auto"):
+            message = f"tool_choice: 'auto' and 'none' are supported, got {str(self.tool_choice)[:80]!r}"
+            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidArgument(message, "continue_final_message")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
+
+
+class TokenizeRequest(BaseModel):
+    """A text or a conversation to be made into tokens; other fields are those of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens to be made into text."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: TokenIds
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -168,64 +275,3 @@ def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
     reasons = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
     given = "" if errors[0]["type"] == "missing" else f", got {str(errors[0]['input'])[:80]!r}"
     return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None)
-
-
-def check_model(name: str | None, limits: Limits) -> None:
-    """Raise NotFound for a model that is not served."""
-    if name and name != limits.model_name:
-        raise NotFound(
-            f"model {name!r} is not served here; the model is {limits.model_name!r}", "model", "model_not_found"
-        )
-
-
-def encode_text(text: str, tokenizer: Any, limits: Limits, special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text that may be a prompt. Raises InvalidArgument."""
-    if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
-        raise _beyond_context(limits, f"your prompt has {len(text)} characters")
-    return tokenizer.encode(text, add_special_tokens=special_tokens)
-
-
-def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
-    """Return the tokens of a prompt as they are. Raises InvalidArgument for one that is no token of the model."""
-    outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
-    if outside is not None:
-        raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}", "prompt")
-    return tokens
-
-
-def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
-    message = f"This model's maximum context length is {limits.max_context} tokens; {what}."
-    return InvalidArgument(message, "prompt", "context_length_exceeded")
-
-
-def to_record(request: GenerationRequest, tokens: list[int], limits: Limits) -> Record:
-    """Return the ledger's record of a request with a prompt of these tokens. Raises ServiceError."""
-    check_model(request.model, limits)
-    if not tokens:
-        raise InvalidArgument("the prompt is empty", "prompt")
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    if len(tokens) + max_tokens > limits.max_context:
-        raise _beyond_context(limits, f"your prompt has {len(tokens)} tokens, and max_tokens is {max_tokens}")
-    if request.sparsity and request.sparsity not in limits.methods:
-        raise InvalidArgument(
-            f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}", "sparsity"
-        )
-    return Record(
-        session=request.request_id or secrets.token_hex(12),
-        tokens=list(tokens),
-        prompt_tokens=len(tokens),
-        max_tokens=max_tokens,
-        stop_token_ids=[] if request.ignore_eos else list(limits.stop_token_ids),
-        sampling=_sampling(request),
-        exactness=Exactness[(request.exactness or "exact").upper()],
-        sparsity=request.sparsity or "",
-    )
-
-
-def _sampling(request: GenerationRequest) -> Sampling:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    if 0 < temperature < 0.01:
-        temperature = 0.01  # as vLLM does: below it the softmax overflows
-    top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
-    return Sampling(temperature, top_p, secrets.randbits(63) if request.seed is None else request.seed)

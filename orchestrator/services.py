@@ -55,8 +55,11 @@ class Pair:
         nothing: dict[str, ServiceStatus | None] = {"target": None, "draft": None}
         return nothing | {service.name: await service.status() for service in self.services}
 
-    async def wait_until_connected(self, router: Router) -> None:
-        """Wait until the target serves and, if there is a draft, has it. Raises ClusterError with what is wrong."""
+    async def wait_until_connected(self, router: Router) -> ServiceStatus:
+        """Wait until the target serves and, if there is a draft, has it, and return the target's status.
+
+        Raises ClusterError with what is wrong.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _ATTACH_SECONDS
         with_draft = len(self.services) > 1
@@ -64,7 +67,7 @@ class Pair:
             statuses = await self.read_status()
             target = statuses["target"]
             if target and router.connected and (target.attached or not with_draft):
-                return
+                return target
             refusals = [status.refusal for status in statuses.values() if status and status.refusal and with_draft]
             refusals += [service.trouble for service in self.services if service.refused]
             if refusals and not (target and target.attached):

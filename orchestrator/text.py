@@ -15,6 +15,7 @@ class Detokenizer:
     """
 
     tokenizer: Any
+    skip_special_tokens: bool = True
     tokens: list[int] = field(default_factory=list)
     _start: int = 0  # decode from here
     _shown: int = 0  # tokens whose text is out
@@ -35,15 +36,16 @@ class Detokenizer:
 
     def _decode(self, start: int, end: int) -> str:
         return self.tokenizer.decode(
-            self.tokens[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self.tokens[start:end], skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
 
 @dataclass
 class StopFinder:
-    """Holds text back as long as it may be the beginning of a stop string; the stop string is never shown."""
+    """Holds text back as long as it may be the beginning of a stop string, which is shown only if `include` is set."""
 
     stop: list[str]
+    include: bool = False
     _held: str = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -52,7 +54,8 @@ class StopFinder:
         # The one that is complete first counts, so that it does not matter how the text was cut.
         found = [(at + len(stop), at) for stop in self.stop if (at := self._held.find(stop)) >= 0]
         if found:
-            shown, self._held = self._held[: min(found)[1]], ""
+            end, begin = min(found)
+            shown, self._held = self._held[: end if self.include else begin], ""
             return shown, True
         keep = max((self._overlap(stop) for stop in self.stop), default=0)
         cut = len(self._held) - keep

@@ -149,8 +149,8 @@ class Admission:
             self.reserved += self._need(session.max_length)
             self.running[session.id] = session
             session.epoch = self._first_epoch
-            self._counters["prefix_hits"] += self._kv.reuse_prefix(session.kv, session.tokens[:-1])
-            self._counters["prefix_queries"] += len(session.tokens) - 1
+            self._kv.reuse_prefix(session.kv, session.tokens[:-1])
+            session.stats.cached_tokens = session.kv.length
             self._counters["opened_sessions"] += 1
             admitted.append(session)
         return admitted

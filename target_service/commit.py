@@ -36,6 +36,7 @@ def commit_round(
         kv_tokens_read=tokens_read,
         kv_tokens_total=tokens_total,
         kv_tokens_fetched=output.tokens_fetched,
+        cached_tokens=stats.cached_tokens,
         announced_bytes=stats.announced_bytes,
         stale_rounds=stats.stale_rounds,
         prefill_seconds=stats.prefill_seconds,

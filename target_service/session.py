@@ -25,9 +25,10 @@ class DraftPeer:
 
 @dataclass
 class RoundStats:
-    """Statistics of the round in the making; reset with every commit. waiting_since: when the target began to wait for
-    its proposal, None if it does not."""
+    """Statistics of the round in the making; reset with every commit. cached_tokens: of the prompt, that were found in
+    the KV; waiting_since: when the target began to wait for its proposal, None if it does not."""
 
+    cached_tokens: int = 0
     stale_rounds: int = 0
     announced_bytes: int = 0
     prefill_seconds: float = 0.0

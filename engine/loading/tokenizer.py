@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 
 def load_tokenizer(model: str) -> Any:
@@ -32,10 +31,17 @@ def count_token_ids(tokenizer: Any) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def stop_token_ids(model: str, tokenizer: Any) -> list[int]:
-    """Return the end-of-sequence ids by generation_config.json where there is one, else the tokenizer's."""
-    file = Path(model) / "generation_config.json"
-    found: Any = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+def load_generation_config(model: str) -> dict[str, Any]:
+    """Return what a folder's generation_config.json or that of a Hugging Face id says; nothing if there is none."""
+    try:
+        return GenerationConfig.from_pretrained(model).to_diff_dict()
+    except OSError:
+        return {}
+
+
+def stop_token_ids(config: dict[str, Any], tokenizer: Any) -> list[int]:
+    """Return the end-of-sequence ids of a generation config, the tokenizer's if it has none."""
+    found = config.get("eos_token_id")
     if found is None:
         found = tokenizer.eos_token_id
     return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,5 +1,6 @@
 """The real HTTP gateway, on a port of its own, over a target whose answers a test writes."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -10,7 +11,8 @@ from orchestrator.generation import Frontend
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
 from orchestrator.metrics import Metrics
-from orchestrator.requests import Limits
+from orchestrator.records import Limits
+from orchestrator.replies import ReplyFormat
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason
 
@@ -23,7 +25,8 @@ class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
-    the records of all sessions, in their order.
+    the records of all sessions, in their order. gate: no token comes while it is closed. The target has the KV of the
+    first three tokens of every prompt.
     """
 
     connected = True
@@ -34,6 +37,8 @@ class ScriptedRouter:
         self.refusal: ServiceError | None = None
         self.opened: list[Record] = []
         self.ledger = Ledger()
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     @property
     def running(self) -> int:
@@ -56,12 +61,14 @@ class ScriptedRouter:
         tokens = tokens[: record.max_tokens]
         try:
             for at in range(0, len(tokens), 2):
+                await self.gate.wait()
                 last = at + 2 >= len(tokens)
                 commit = Commit(
                     At(record.session, 0, at // 2, len(record.tokens)),
                     tokens[at : at + 2],
                     drafted=4,
                     accepted=1,
+                    cached_tokens=3 if at == 0 else 0,
                     finish_reason=reason if last else FinishReason.NONE,
                 )
                 self.ledger.apply(commit)
@@ -72,14 +79,19 @@ class ScriptedRouter:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    router: Any, limits: Limits = LIMITS, callers: Callers = ANYONE, log_text: bool = False
+    router: Any,
+    limits: Limits = LIMITS,
+    reply_format: ReplyFormat | None = None,
+    callers: Callers = ANYONE,
+    log_text: bool = False,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    frontend = Frontend(router, router.tokenizer, limits, Metrics(MODEL), "tiny-draft", log_text)
-    app = require_key(make_app(frontend, read_status), callers, PROBES, frontend.report)
+    metrics = Metrics(MODEL)
+    frontend = Frontend(router, router.tokenizer, limits, metrics, "tiny-draft", reply_format, log_text)
+    app = require_key(make_app(frontend, read_status), callers, PROBES, frontend.observer.report)
     async with serve_http(app, "127.0.0.1", 0) as address:
         yield address

@@ -154,7 +154,7 @@ async def test_the_log_tells_who_and_why_and_never_what(
             await client.post("/v1/completions", json=ASK)
             await client.post("/v1/completions", json=ASK | {"stop": ["secret word"] * 99})
             await client.post("/v1/completions", json=ASK, headers=bearer("eve"))
-    done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.generation")
+    done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
     assert (done["msg"], done["key"], done["outcome"], done["tokens"]) == ("request done", "alice", "length", 8)
     assert done["seconds"] >= done["first_token_seconds"] > 0
     assert (wrong["msg"], wrong["key"], wrong["status"]) == ("request refused", "alice", 400)
@@ -170,6 +170,6 @@ async def test_the_text_is_logged_where_that_is_asked_for(
         async with running_gateway(router, log_text=True) as url:
             client = Client(url)
             await client.post("/v1/completions", json=ASK)
-    taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.generation")
+    taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
     assert taken["prompt"].endswith(ASK["prompt"])
     assert done["text"].startswith("The sea")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from evaluation.methods import RIVALS
-from orchestrator.requests import CompletionRequest, Limits, check_tokens, encode_text, read_request, to_record
+from orchestrator.records import Limits, check_tokens, encode_text, to_records
+from orchestrator.requests import CompletionRequest, read_request
 from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import Exactness, FinishReason
@@ -19,7 +20,7 @@ def record(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any
     request = read_request(CompletionRequest, {"prompt": PROMPT} | fields)
     prompt: Any = request.prompt
     tokens = encode_text(prompt, tokenizer, limits) if isinstance(prompt, str) else check_tokens(prompt, limits)
-    return to_record(request, tokens, limits)
+    return to_records(request, [tokens], limits)[0]
 
 
 def test_a_request_becomes_a_record(tokenizer: Any) -> None:
@@ -113,7 +114,7 @@ def test_top_p_out_of_range(top_p: float) -> None:
     refused("top_p: Input should be", top_p=top_p)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64])
+@pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
 def test_seed_out_of_range(seed: int) -> None:
     refused("seed: Input should be", seed=seed)
 
@@ -126,7 +127,7 @@ def test_a_tiny_temperature_is_raised_but_0_stays_greedy(given: float, used: flo
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    got = record(top_p=1.0, seed=2**64 - 1, max_tokens=97, stop=["x" * 256] * 16, request_id="r" * 128)
+    got = record(top_p=1.0, seed=2**64 - 1, max_tokens=97, stop=["x" * 256] * 16, request_id="r" * 120)
     assert got.sampling.seed == 2**64 - 1
 
 
@@ -135,7 +136,7 @@ def test_stop_strings_out_of_their_limits(stop: list[str]) -> None:
     refused("stop: ", stop=stop)
 
 
-@pytest.mark.parametrize("request_id", ["r" * 129, "two\nlines", "nul\0", "\ud800"])
+@pytest.mark.parametrize("request_id", ["r" * 121, "two\nlines", "nul\0", "\ud800"])
 def test_request_ids_that_cannot_be_shown(request_id: str) -> None:
     refused("request_id", request_id=request_id)
 

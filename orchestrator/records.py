@@ -1,0 +1,101 @@
+"""What a checked request becomes in the ledger, within what the served models allow."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from engine.sampling import Sampling
+from orchestrator.ledger import Record
+from orchestrator.requests import GenerationRequest
+from wire.errors import InvalidArgument, NotFound
+from wire.messages import Exactness
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
+    which the target has room, 0 as long as that is not known. temperature, top_p: of a request that does not say."""
+
+    model_name: str
+    vocab_size: int
+    max_context: int
+    stop_token_ids: list[int]
+    methods: tuple[str, ...] = ()
+    kv_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+def check_model(name: str | None, limits: Limits) -> None:
+    """Raise NotFound for a model that is not served."""
+    if name and name != limits.model_name:
+        message = f"model {name!r} is not served here; the model is {limits.model_name!r}"
+        raise NotFound(message, "model", "model_not_found")
+
+
+def encode_text(text: str, tokenizer: Any, limits: Limits, special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a text that may be a prompt. Raises InvalidArgument."""
+    if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
+        raise _beyond_context(limits, f"your prompt has {len(text)} characters")
+    return tokenizer.encode(text, add_special_tokens=special_tokens)
+
+
+def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
+    """Return the tokens of a prompt as they are. Raises InvalidArgument for one that is no token of the model."""
+    outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
+    if outside is not None:
+        raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}", "prompt")
+    return tokens
+
+
+def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
+    message = f"This model's maximum context length is {limits.max_context} tokens; {what}."
+    return InvalidArgument(message, "prompt", "context_length_exceeded")
+
+
+def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits) -> list[Record]:
+    """Return the ledger's records of a request: n for each prompt, one after the other. Raises ServiceError.
+
+    Where there are several, their names are the request's with their numbers, and their seeds follow each other.
+    """
+    check_model(request.model, limits)
+    if request.sparsity and request.sparsity not in limits.methods:
+        message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
+        raise InvalidArgument(message, "sparsity")
+    name, choices = request.request_id or secrets.token_hex(12), request.n or 1
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    count = choices * len(prompts)
+    return [
+        Record(
+            session=name if count == 1 else f"{name}-{index}",
+            tokens=list(prompts[index // choices]),
+            prompt_tokens=len(prompts[index // choices]),
+            max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
+            stop_token_ids=([] if request.ignore_eos else limits.stop_token_ids) + (request.stop_token_ids or []),
+            sampling=_sampling(request, limits, (seed + index % choices) % 2**64),
+            exactness=Exactness[(request.exactness or "exact").upper()],
+            sparsity=request.sparsity or "",
+        )
+        for index in range(count)
+    ]
+
+
+def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) -> int:
+    """Return how many tokens may follow a prompt. Raises InvalidArgument for more than the context has room for."""
+    if prompt_tokens == 0:
+        raise InvalidArgument("the prompt is empty", "prompt")
+    max_tokens = request.max_tokens or request.default_max_tokens
+    if max_tokens is None:  # room is reserved when a session starts: a default asks for no more than there is
+        max_tokens = max(1, min(limits.max_context, limits.kv_tokens or limits.max_context) - prompt_tokens)
+    if prompt_tokens + max_tokens > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
+    return max_tokens
+
+
+def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
+    temperature = limits.temperature if request.temperature is None else request.temperature
+    top_p = limits.top_p if request.top_p is None else request.top_p
+    if 0 < temperature < 0.01:
+        temperature = 0.01  # as vLLM does: below it the softmax overflows
+    top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
+    return Sampling(temperature, top_p, seed)

@@ -1,0 +1,160 @@
+"""What a model writes in a chat, split into content, reasoning and tool calls while it comes.
+
+The work is done by transformers' response parser, which a template of fields tells what opens and closes each; here
+are the templates of the usual families, for tokenizers that bring none.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+# A call that is no JSON is given back as text.
+_CALLS = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
+_NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
+TOOL_FORMATS: dict[str, dict[str, Any]] = {
+    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>", "close_pattern": r"</tool_call>\s*", **_CALLS}},
+    "llama3_json": {
+        "tool_calls": {
+            "open_pattern": r"\s*(?:<\|python_tag\|>)?\s*(?=\{\s*\"(?:name|type)\")",
+            "close_pattern": r"(?<=\})\s*;\s*(?=\{\s*\"(?:name|type)\")",
+            **_CALLS,
+        }
+    },
+    "mistral": {
+        "tool_calls": {
+            "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\s*\{)",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            **_CALLS,
+            "transform": _NAMED,
+        },
+        "tool_call_lists": {"open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)", **_CALLS},
+    },
+    "qwen3_coder": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>\s*",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "repeats": True,
+            "transform": _NAMED,
+        }
+    },
+}
+# What a chat template that shows a format has in it; the first that is found counts.
+_SHOWN_BY = {
+    "qwen3_coder": "<function=",
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "llama3_json": '"parameters":',
+}
+_THINKING = {
+    "reasoning_content": {
+        "open_pattern": r"\s*<think>\s*",
+        "close_pattern": r"\s*</think>\s*",
+        "content": "text",
+        "content_args": {"strip": False},
+    }
+}
+_CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
+
+
+@dataclass(frozen=True)
+class CalledTool:
+    """A call of a tool, complete. arguments: JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a piece of text adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CalledTool | None = None
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How a model writes: the names of a tool format and of a reasoning format, each empty if there is none.
+
+    own: the response template that the model's tokenizer brings, which goes before both.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    own: dict[str, Any] | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether tool calls can be told from text."""
+        return bool(self.own or self.tools)
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]]) -> "ReplyParser | None":
+        """Return a parser of what follows a prompt, None if all of it is content."""
+        if self.own is not None:
+            return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools))
+        fields = (TOOL_FORMATS[self.tools] if tools else {}) | (_THINKING if self.reasoning else {})
+        if not fields:
+            return None
+        thinks = self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
+        template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
+        parser = ResponseParser(template, prefix="<think>" if thinks else "", tools=tools)
+        return ReplyParser(parser, short_ids=self.tools == "mistral")
+
+
+def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
+    """Return the format of a model by the settings' names.
+
+    `auto` stands for the response template that its tokenizer brings, else for what its chat template shows.
+    """
+    template = str(tokenizer.chat_template or "")
+    own = getattr(tokenizer, "response_template", None) if tools == reasoning == "auto" else None
+    if tools == "auto":
+        tools = next((name for name, sign in _SHOWN_BY.items() if sign in template), "none")
+    if reasoning == "auto":
+        reasoning = "qwen3" if "<think>" in template else "none"
+    return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning, own)
+
+
+class ReplyParser:
+    """Splits a text that comes piece by piece. short_ids: whether a call's id has the nine characters of Mistral's."""
+
+    def __init__(self, parser: ResponseParser, short_ids: bool = False) -> None:
+        self._parser: ResponseParser | None = parser
+        self._short_ids = short_ids
+
+    def feed(self, text: str, last: bool) -> list[Delta]:
+        """Return what a piece adds; at the last one, all that is left."""
+        if self._parser is None:
+            return [Delta(text)] if text else []
+        try:
+            events = self._parser.feed(text) + (self._parser.finalize()[1] if last else [])
+        except ValueError:  # the text breaks the rules of the tokenizer's own template: the rest is given as it is
+            self._parser = None
+            return [Delta(text)] if text else []
+        return [delta for event in events for delta in self._deltas(event)]
+
+    def _deltas(self, event: dict[str, Any]) -> list[Delta]:
+        field = event["field"]
+        if event["type"] == "region_close" and field.startswith("tool_call"):
+            calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            return [self._called(call) for call in calls]
+        if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
+            return []
+        return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
+
+    def _called(self, value: Any) -> Delta:
+        """Return a call that was parsed; text for what is no call."""
+        function = value.get("function", value) if isinstance(value, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return Delta(value if isinstance(value, str) else json.dumps(value))
+        arguments = function.get("arguments", function.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        number = secrets.token_hex(12)
+        return Delta(call=CalledTool(number[:9] if self._short_ids else f"call_{number}", function["name"], text))

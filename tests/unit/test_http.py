@@ -1,0 +1,390 @@
+"""The HTTP gateway over a target whose text the test writes: what it takes, what it answers, in OpenAI's words."""
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from orchestrator import event_stream
+from orchestrator.replies import ReplyFormat, find_format
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
+from wire.errors import ResourceExhausted, Unavailable
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]
+TEMPLATE = """{% if tools %}tools: {{ tools | tojson }}
+{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{% if opening is defined %}{{ opening }}{% endif %}"""
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": True,
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+def router(tokenizer: Any) -> ScriptedRouter:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return ScriptedRouter(tokenizer)
+
+
+@pytest.fixture
+async def address(router: ScriptedRouter) -> AsyncIterator[str]:
+    async with running_gateway(router, reply_format=ReplyFormat("hermes", "qwen3")) as found:
+        yield found
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+async def raw(address: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(20)) as session:
+        yield session
+
+
+async def chat(client: AsyncOpenAI, **fields: Any) -> Any:
+    return await client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | fields))
+
+
+async def complete(client: AsyncOpenAI, **fields: Any) -> Any:
+    return await client.completions.create(**({"model": MODEL, "prompt": "The sea", "max_tokens": 100} | fields))
+
+
+# Completions.
+
+
+async def test_several_prompts_and_choices(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """Prompt by prompt; a prompt's tokens count once, and a seed gives each choice of a prompt its own."""
+    router.answer = ["one", "two", "three", "four"]
+    answer = await complete(client, prompt=["The sea", "The old man"], n=2, seed=5)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two"), (2, "three"), (3, "four")]
+    lengths = [len(router.tokenizer.encode(prompt)) for prompt in ("The sea", "The old man")]
+    assert answer.usage.prompt_tokens == sum(lengths)
+    assert answer.usage.completion_tokens == sum(len(record.generated) for record in router.opened)
+    assert [record.sampling.seed for record in router.opened] == [5, 6, 5, 6]
+
+
+@pytest.mark.parametrize("form", ["ids", "lists of ids", "list of texts"])
+async def test_forms_of_a_prompt(client: AsyncOpenAI, router: ScriptedRouter, form: str) -> None:
+    ids = router.tokenizer.encode("The sea")
+    prompt: Any = {"ids": ids, "lists of ids": [ids, ids], "list of texts": ["The sea"]}[form]
+    answer = await complete(client, prompt=prompt)
+    assert len(answer.choices) == (2 if form == "lists of ids" else 1)
+    assert all(record.tokens[: record.prompt_tokens] == ids for record in router.opened)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_begins_with_the_prompt(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
+    router.answer = " is calm."
+    answer = await complete(client, prompt=router.tokenizer.encode("The sea"), echo=True, n=2, stream=stream)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for index in (0, 1):
+        assert "".join(choice.text for choice in choices if choice.index == index) == "The sea is calm."
+
+
+async def test_streams_of_choices_are_told_apart(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = ["The sea was calm.", "The old man slept."]
+    texts, reasons, usage = ["", ""], [None, None], None
+    async for chunk in await complete(client, n=2, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        usage = chunk.usage
+    assert texts == router.answer
+    assert reasons == ["stop", "stop"]
+    assert usage is not None and usage.completion_tokens == sum(len(record.generated) for record in router.opened)
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "The sea was"), (True, "The sea was calm")])
+async def test_a_stop_string_is_shown_if_asked_for(client: AsyncOpenAI, include: bool, expected: str) -> None:
+    answer = await complete(client, stop=" calm", extra_body={"include_stop_str_in_output": include})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+
+
+async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
+    """Of 6 rounds with 4 drafted tokens each, every one accepted one."""
+    answer = await complete(client, max_tokens=12)
+    assert answer.speculation["rounds"] == 6
+    assert answer.metrics["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.25,
+        "acceptance_histogram": [0, 6, 0, 0, 0],
+        "num_spec_steps": 6,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 24,
+        "num_spec_tokens": 4,
+    }
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+# Chats.
+
+
+async def test_a_chat_may_use_what_is_left_of_the_context(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    await chat(client)
+    await chat(client, max_completion_tokens=7, max_tokens=9)
+    first, second = router.opened
+    assert first.prompt_tokens + first.max_tokens == LIMITS.max_context
+    assert second.max_tokens == 7
+
+
+async def test_a_default_chat_asks_for_no_more_than_the_target_has_room_for(router: ScriptedRouter) -> None:
+    limits = replace(LIMITS, kv_tokens=500, temperature=0.6, top_p=0.9)
+    async with running_gateway(router, limits) as address, aiohttp.ClientSession(address) as session:
+        await session.post(CHAT, json={"messages": MESSAGES})
+    (record,) = router.opened
+    assert record.prompt_tokens + record.max_tokens == 500
+    assert (record.sampling.temperature, record.sampling.top_p) == (0.6, 0.9)
+
+
+async def test_choices_of_a_chat(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = ["one", "two"]
+    answer = await chat(client, n=2)
+    assert [choice.message.content for choice in answer.choices] == ["one", "two"]
+
+
+async def test_harmless_fields_are_taken(client: AsyncOpenAI) -> None:
+    history = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "Hello", "name": "me"},
+        {"role": "assistant", "content": "Hello.", "refusal": None, "audio": None, "annotations": []},
+        *MESSAGES,
+    ]
+    extras = {"metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "prompt_cache_key": "x", "store": True}
+    more = {"parallel_tool_calls": False, "seed": -1, "response_format": {"type": "text"}, "nonesuch": [1]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await chat(client, messages=history, extra_body=extras | more, stream=True, stream_options=options)
+    assert [chunk async for chunk in stream][-1].usage.total_tokens > 0
+
+
+async def test_a_template_gets_its_variables(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    body = {"chat_template_kwargs": {"opening": " Well,"}, "add_generation_prompt": True}
+    await chat(client, extra_body=body)
+    await chat(
+        client,
+        messages=[*MESSAGES, {"role": "assistant", "content": "The sea"}],
+        extra_body={"continue_final_message": True},
+    )
+    prompts = [router.tokenizer.decode(record.tokens[: record.prompt_tokens]) for record in router.opened]
+    assert prompts[0].endswith("assistant: Well,")
+    assert prompts[1].endswith("assistant: The sea")
+
+
+async def test_reasoning_is_split_off(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """Where the model opens it, and where its template has opened it already."""
+    thought = "<think>\nThe user asks of the sea.\n</think>\n\nIt is calm."
+    for answer, options in (
+        (thought, {}),
+        (thought.removeprefix("<think>"), {"chat_template_kwargs": {"opening": "<think>\n"}}),
+    ):
+        router.answer = answer
+        message = (await chat(client, extra_body=options)).choices[0].message
+        assert (message.reasoning_content, message.content) == ("The user asks of the sea.", "It is calm.")
+        deltas = [c.choices[0].delta async for c in await chat(client, extra_body=options, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == message.content
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+
+
+# Tools.
+
+
+async def test_a_conversation_with_tools(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """Several calls in an answer; their results go back, and the template sees tools, calls and results."""
+    router.answer = f"I will look.\n{CALL}\n{CALL.replace('Rome', 'Oslo')}"
+    answer = await chat(client, tools=[WEATHER], tool_choice="auto")
+    (choice,) = answer.choices
+    calls = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+    assert len({call.id for call in calls}) == 2
+
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Sunny."} for call in calls]
+    router.answer = "Sunny in both."
+    answer = await chat(client, messages=[*MESSAGES, choice.message, *results], tools=[WEATHER])
+    assert (answer.choices[0].message.content, answer.choices[0].message.tool_calls) == ("Sunny in both.", None)
+    prompt = router.tokenizer.decode(router.opened[-1].tokens)
+    assert '"description": "Tells the weather."' in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}' in prompt
+    assert prompt.count("tool: Sunny.") == 2
+
+
+async def test_tool_calls_are_streamed(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = f"I will look.\n{CALL}{CALL}"
+    chunks = [chunk async for chunk in await chat(client, tools=[WEATHER], stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == "I will look."
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [call.index for call in calls] == [0, 1]
+    assert {call.function.arguments for call in calls} == {'{"city": "Rome"}'}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_one_call_if_no_more_are_wanted(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = CALL + CALL
+    answer = await chat(client, tools=[WEATHER], parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+async def test_without_tools_a_call_is_text(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = CALL
+    for fields in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
+        answer = await chat(client, **fields)
+        assert answer.choices[0].message.content == CALL
+        assert "weather" not in router.tokenizer.decode(router.opened[-1].tokens[: router.opened[-1].prompt_tokens])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_call_cannot_be_forced(client: AsyncOpenAI, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(client, tools=[WEATHER], tool_choice=choice)
+    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_value")
+
+
+async def test_tools_need_a_format_that_is_known(router: ScriptedRouter) -> None:
+    router.tokenizer.chat_template = "{{ messages[0].content }}"
+    found = find_format(router.tokenizer, "auto", "auto")
+    async with running_gateway(router, reply_format=found) as address, aiohttp.ClientSession(address) as session:
+        answer = await session.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER]})
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tools")
+
+
+# Errors, headers, and what comes while nothing comes.
+
+
+async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 2048 tokens") as refused:
+        await chat(client, max_tokens=5000)
+    assert (refused.value.code, refused.value.type) == ("context_length_exceeded", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"top_k": 5}, "top_k"),
+        (COMPLETIONS, {"min_tokens": 2}, "min_tokens"),
+        (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [4096]}, "prompt"),
+        (COMPLETIONS, {"stop": [""]}, "stop"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"n": 0}, "n"),
+    ],
+)
+async def test_an_error_names_its_field(raw: aiohttp.ClientSession, path: str, fields: Any, param: str) -> None:
+    body = {"prompt": "The sea", "messages": MESSAGES} | fields
+    async with raw.post(path, json=body) as response:
+        error = (await response.json())["error"]
+    assert response.status == 400
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] in ("invalid_value", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_body_of_another_type(raw: aiohttp.ClientSession, kind: str) -> None:
+    skip = None if kind else ["Content-Type"]
+    headers = {"Content-Type": kind} if kind else None
+    async with raw.post(COMPLETIONS, data=b'{"prompt": "a"}', headers=headers, skip_auto_headers=skip) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(ResourceExhausted("full"), 429, "rate_limit_exceeded"), (Unavailable("away"), 503, "service_unavailable")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_says_when_to_try_again(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, error: Any, status: int, code: str, stream: bool
+) -> None:
+    """With its status in a stream as well, since it comes at once."""
+    router.refusal = error
+    async with raw.post(CHAT, json={"messages": MESSAGES, "stream": stream}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (status, "1")
+        assert (await response.json())["error"]["code"] == code
+
+
+async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession) -> None:
+    body = {"prompt": "The sea"}
+    async with raw.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine"}) as response:
+        assert (response.headers["x-request-id"], (await response.json())["id"]) == ("mine", "cmpl-mine")
+    async with raw.post(COMPLETIONS, json=body) as response:
+        assert (await response.json())["id"] == f"cmpl-{response.headers['x-request-id']}"
+    async with raw.get("/nonesuch") as response:
+        assert response.status == 404 and response.headers["x-request-id"]
+
+
+async def test_a_stream_is_kept_alive_while_nothing_comes(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers and a comment at once, then comments; the answer and its end follow all the same."""
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.05)
+    router.gate.clear()
+    async with raw.post(CHAT, json={"messages": MESSAGES, "stream": True}) as response:
+        lines = [await response.content.readuntil(b"\n\n") for _ in range(3)]
+        assert all(line.startswith(b": ") for line in lines)
+        router.gate.set()
+        rest = (await response.read()).decode()
+    assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    router.gate.clear()
+    for stream in (False, True):
+        post = raw.post(CHAT, json={"messages": MESSAGES, "stream": stream}, timeout=aiohttp.ClientTimeout(0.6))
+        with pytest.raises(asyncio.TimeoutError):
+            await (await post).read()
+        async with asyncio.timeout(5):
+            while router.running:
+                await asyncio.sleep(0.01)
+
+
+# The rest.
+
+
+async def test_tokenize_and_back(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    async with raw.post("/tokenize", json={"prompt": "The sea", "return_token_strs": True}) as response:
+        answer = await response.json()
+    assert answer["tokens"] == router.tokenizer.encode("The sea")
+    assert (answer["count"], answer["max_model_len"], len(answer["token_strs"])) == (2, 2048, 2)
+    async with raw.post("/detokenize", json={"tokens": answer["tokens"]}) as response:
+        assert await response.json() == {"prompt": "The sea"}
+    async with raw.post("/tokenize", json={"messages": MESSAGES, "tools": [WEATHER]}) as response:
+        text = router.tokenizer.decode((await response.json())["tokens"])
+    assert text.startswith("tools: ") and text.endswith("user: Tell me of the sea.assistant:")
+
+
+async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    for path in ("/live", "/ready", "/health", "/version", "/docs", "/openapi.json", "/metrics", f"/v1/models/{MODEL}"):
+        async with raw.get(path) as response:
+            assert response.status == 200, path
+    router.connected = False
+    for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
+        async with raw.get(path) as response:
+            assert response.status == status, path
