@@ -111,28 +111,37 @@ class Bench:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
         return TimedRow(what, ms, self.floor(kv_bytes), None)
 
-    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool) -> TimedRow:
+    def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
         rows = 256
         heads = self.shape.num_hidden_layers * self.shape.num_attention_heads
         announcer = Announcer(torch.rand(rows, heads, device=_CUDA), "over_all", stickiness=1.3)
-        settings = RoundSettings(gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer})
+        settings = RoundSettings(
+            gamma, 64, PAGE_SIZE, share, 1, 4, {"ahead": announcer}, branches=branches, alternatives=4 * (branches > 1)
+        )
         pages = context // PAGE_SIZE
-        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "")
+        shape = RoundShape(batch, 1, pages, False, "ahead" if announces else "", branches)
         buffers = make_round_buffers(shape, settings, self.shape.vocab_size, _CUDA)
-        given, base = buffers.tensors, context - gamma - 1
+        given, base = buffers.tensors, context - branches * (gamma + 1)
         given["lengths"].fill_(base)
+        if branches > 1:
+            own = base - 1 + torch.arange(branches, dtype=torch.int32) * (gamma + 1)
+            given["own"].copy_(own.repeat(batch))
+            for name, value in {"before": base - 1, "kept_own": 1, "totals": context - 1, "target": -1}.items():
+                given[name].fill_(value)
         given["positions"].fill_(base - 1)
         given["query_starts"].copy_(torch.arange(batch + 1))
         tables = torch.randperm(batch * pages).view(batch, pages)
         given["block_tables"].copy_(tables)
-        given["slots"].copy_(tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE)
+        slots = tables[:, (base - 1) // PAGE_SIZE] * PAGE_SIZE + (base - 1) % PAGE_SIZE
+        given["slots"].copy_(slots.repeat_interleave(branches))
         given["limits"].copy_(torch.tensor([[1], [pages - 8], [int(0.09 * rows * pages)]]).expand(-1, batch))
         ms = graph_milliseconds(
             lambda: run_round(self.decoder, self.kv, settings, shape, buffers, "triton"), self.repeats
         )
         read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
         what = "and announces" if announces else "announces nothing"
+        what += f", {branches} branches" if branches > 1 else ""
         name = f"round of {gamma} + 1 passes, later ones read {share:.0%}, {what}, {batch} x {context}"
         return TimedRow(name, ms, self.floor(read, gamma + 1), None)
 
@@ -176,6 +185,7 @@ def run(flags: argparse.Namespace) -> None:
                 bench.round(batch, context, 4, 0.1, False),
                 bench.round(batch, context, 4, 0.1, True),
                 bench.round(batch, context, 4, 1.0, True),
+                bench.round(batch, context, 4, 0.1, True, branches=8),
             ]
             table += [row.named("draft: ") for row in rows]
     command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"

@@ -5,6 +5,7 @@ A message is short and the same each time; what varies travels in `extra` and is
 
 import json
 import logging
+import os
 import time
 import warnings
 from collections import deque
@@ -78,6 +79,7 @@ def configure_logs(settings: ProcessSettings) -> None:
     for room in _ROOMS:
         logging.getLogger(room).setLevel(level)
     if level != "DEBUG":  # meant for who writes the code that is called, not for who runs it
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to standard error itself
         warnings.simplefilter("ignore")
         for library in ("transformers", "huggingface_hub"):
             logging.getLogger(library).setLevel(logging.ERROR)

@@ -75,6 +75,9 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
     prefill_chunk: int = _limits(512, "prompt tokens that one step may run, over all sessions", least=2)
     host: str = _services("127.0.0.1", "address that draft and target services bind", name="service_host")
+    step_timeout: float = _limits(
+        120.0, "seconds that one step of a model may take before its service ends itself as hung", above=0
+    )
     port: int = _port(
         0, "port of the {side} service; 0: any free one", group="where the services listen", name="{side}_port"
     )
@@ -114,11 +117,11 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
-    synthetic_foresight: float = _rounds(
-        -1.0,
-        "where tokens are kept by chance: let the target's own token be one that the draft has drafted for, if any, "
-        "with this probability; negative: as synthetic_acceptance",
-    )
+
+    @property
+    def most_unread_tokens(self) -> int:
+        """How many tokens a peer of the target may leave unread: as many as all sessions have, twice."""
+        return 2 * self.max_sessions * self.max_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,12 @@ class ClientSettings(ClientAccess):
     )
     resume_timeout: float = setting(
         60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
+    )
+    max_connections: int = setting(
+        1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
+    )
+    request_timeout: float = setting(
+        3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
     )
     shutdown_grace: float = setting(
         10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0

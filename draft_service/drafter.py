@@ -5,6 +5,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
@@ -105,7 +107,10 @@ class Drafter:
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave and send it."""
         for planned, output in zip(step.rounds, result.rounds, strict=True):
-            take_round(planned, output, self._plan, result.seconds, self.counters)
+            if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
+                take_round(planned, output, self._plan, result.seconds, self.counters)
+            else:
+                self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 

@@ -12,8 +12,10 @@ from protos import speculation_pb2 as speculation
 from protos import speculation_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
-from wire.messages import DraftEvent, Hello
+from wire.errors import ServiceError
+from wire.messages import Beat, DraftEvent, Hello
 from wire.outbox import Outbox
+from wire.streams import BEAT_SECONDS, PATIENCE, exchange, read_frames
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
                 level = logging.INFO if expected else logging.WARNING
                 log.log(level, "no stream to the target", extra={"target": state.target, "reason": reason})
             last = reason
+        except (ServiceError, TimeoutError) as error:
+            log.warning("stream to %s ended: %s", state.target, str(error) or "it does not answer the handshake")
+        except Exception:
+            log.exception("stream to %s failed; it is dialled again", state.target)
         finally:
             state.attached = ""
         await asyncio.sleep(_REDIAL_SECONDS)
@@ -53,31 +59,36 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
 async def _speculate(
     channel: grpc.aio.Channel, access: PeerAccess, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
 ) -> None:
-    """Until the target ends the stream; read() raises its status if that is an error."""
+    """Draft for a target until it ends the stream.
+
+    Raises its status if that is an error, ServiceError for what it says wrongly or if it hangs, TimeoutError if it does
+    not answer the handshake.
+    """
     call = speculation_pb2_grpc.SpeculationStub(channel).Speculate(metadata=access.metadata)
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))
-    first = await call.read()
+    async with asyncio.timeout(PATIENCE * BEAT_SECONDS):
+        first = await call.read()
     if first is grpc.aio.EOF or first.WhichOneof("body") != "welcome":
         return
     target = convert.hello_from_pb(first.welcome.target)
     state.attached, state.refusal = target.peer, ""
-    outbox: Outbox[DraftEvent] = Outbox()
+    outbox: Outbox[DraftEvent | Beat] = Outbox()
     peer = TargetPeer(outbox.put)
     drafter.attach(peer)
-    sender = asyncio.create_task(_send(call, outbox))
+
+    def receive(frame: speculation.TargetFrame) -> None:
+        for pb in frame.batch.events:
+            event = convert.target_event_from_pb(pb)
+            if not isinstance(event, Beat):
+                drafter.receive(peer, event)
+                wake.set()
+
+    async def write(events: list[DraftEvent | Beat]) -> None:
+        await call.write(convert.draft_events_to_pb(events))
+
     try:
-        # read(), not iteration: gRPC forbids mixing the two on one call.
-        while (frame := await call.read()) is not grpc.aio.EOF:
-            for event in frame.batch.events:
-                drafter.receive(peer, convert.target_event_from_pb(event))
-            wake.set()
+        await exchange(read_frames(call), receive, outbox, write, f"the target at {state.target}")
     finally:
-        outbox.close()
-        sender.cancel()
+        call.cancel()
         drafter.detach(peer)
         wake.set()
-
-
-async def _send(call: grpc.aio.StreamStreamCall, outbox: Outbox[DraftEvent]) -> None:
-    async for events in outbox:
-        await call.write(convert.draft_events_to_pb(events))

@@ -20,7 +20,7 @@ from wire.access import read_peer_access
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, start_server
+from wire.server import RunningServer, check_free, start_server
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     Raises PlanError if the plan is for another draft, OSError or what transformers raises for a model that cannot be
     loaded.
     """
+    check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     log.info("loading the model", extra={"model": settings.model})
     opened = open_model(settings)
@@ -88,7 +89,13 @@ async def serve(
                 tasks.create_task(keep_link(link, access, hello, drafter, wake))
             tasks.create_task(
                 run_step_loop(
-                    drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step, wake, lambda: None
+                    drafter.plan_step,
+                    drafter.execute,
+                    drafter.finish_step,
+                    drafter.fail_step,
+                    wake,
+                    lambda: None,
+                    settings.step_timeout,
                 )
             )
     finally:

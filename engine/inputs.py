@@ -100,7 +100,8 @@ class SequenceOutput:
     what was not read and in dense layers; None if not asked for. blocks_read: over all sparse layers and heads, where a
     budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
     tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
-    next token, where the input was drafted and the runner judges; then there are no logits.
+    next token, where the input was drafted and the runner judges; then there are no logits. finite: whether
+    the logits of the verdict were numbers; if not, it means nothing.
     """
 
     logits: Tensor | None = None
@@ -109,3 +110,4 @@ class SequenceOutput:
     blocks: Tensor | None = None
     tokens_fetched: int = 0
     verdict: tuple[int, int] | None = None
+    finite: bool = True

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
-from kernels.rejection import DraftedRows, judge_greedy, judge_sampled
+from kernels.rejection import DraftedRows, accept_greedy, judge_greedy, judge_sampled
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,48 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
             arrays["support_probs"][i, :n, 0] = 1
 
 
-def judge(logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend) -> tuple[Tensor, Tensor]:
+def judge(
+    logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, whatever_is_drafted: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return accepted counts and next tokens, int32 [rows] each.
 
-    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others.
+    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others. whatever_is_drafted: whether
+    the tokens must be those of plain decoding also where they are sampled. Then the target draws its own token at each
+    position, and a drafted one is accepted if it is the same. That is as exact as the rule of speculative sampling,
+    which accepts more, but whose tokens depend on those that were proposed.
     """
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
-    return judge_sampled(logits, DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)}), backend)
+    drafted = DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)})
+    if not whatever_is_drafted:
+        return judge_sampled(logits, drafted, backend)
+    own = _draw_own(logits, drafted, backend)
+    accepted, following = accept_greedy(drafted.draft_tokens.long(), drafted.draft_counts.long(), own)
+    return accepted.int(), following.int()
+
+
+def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
+    """Return the tokens that the target draws by itself, int64 [rows, γ + 1]; each position is a row of its own."""
+    rows, places, vocab = logits.shape
+    nothing = drafted.support_probs.new_empty(rows * places, 0)
+    alone = DraftedRows(
+        draft_tokens=nothing.int(),
+        draft_counts=drafted.draft_counts.new_zeros(rows * places),
+        support_ids=nothing.int()[..., None],
+        support_probs=nothing[..., None],
+        temperature=drafted.temperature[:, None].expand(rows, places).reshape(-1),
+        top_p=drafted.top_p[:, None].expand(rows, places).reshape(-1),
+        accept_uniforms=drafted.accept_uniforms.new_empty(rows * places, 0),
+        draw_uniforms=drafted.draw_uniforms.reshape(-1, 1),
+    )
+    return judge_sampled(logits.reshape(rows * places, 1, vocab), alone, backend)[1].view(rows, places).long()
+
+
+def are_finite(logits: Tensor, counts: Tensor) -> Tensor:
+    """Return which rows have a finite largest logit at each position that counts, int32 [rows].
+
+    logits: [rows, γ + 1, vocab]. counts: [rows], the drafted tokens; positions behind them are not looked at. A row
+    with a NaN or +inf, or with nothing but -inf, is none of these.
+    """
+    beyond = torch.arange(logits.shape[1], device=logits.device) > counts[:, None]
+    return (logits.amax(2).isfinite() | beyond).all(1).int()

@@ -1,7 +1,8 @@
 """How a session samples, the truncated distributions that it draws from, and the uniforms that draw.
 
-Uniforms depend on (seed, position, use) alone, so a session's draws do not depend on its batch or on how its
-rounds fell. Each position is decided once, with its own uniforms: that keeps speculative sampling exact.
+Uniforms depend on (seed, position, use) alone. Each position is decided once, with its own uniforms: that keeps
+speculative sampling exact. Which token they lead to depends on what was proposed, and on the logits' last bits, unless
+the runner is deterministic (`engine.judging.judge`).
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
+LEAST_TEMPERATURE = 0.01  # of what is sampled; far below it the softmax overflows
 
 
 @dataclass(frozen=True)

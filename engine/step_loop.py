@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +12,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
+HUNG = 70  # the exit status of a process whose model hangs
 MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
 
 Work = TypeVar("Work")
@@ -24,12 +26,14 @@ async def run_step_loop(
     fail_step: Callable[[Work, Exception], bool],
     wake: asyncio.Event,
     next_deadline: Callable[[], float | None],
+    step_timeout: float,
 ) -> None:
     """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
 
     fail_step: called between steps in place of `finish_step` where `execute` raised. It takes the sessions of the step
     out of service and returns True; where it returns False, the loop raises what `execute` raised. wake: set by whoever
-    brings new work. next_deadline: returns the seconds until planning may find work by itself.
+    brings new work. next_deadline: returns the seconds until planning may find work by itself. step_timeout:
+    seconds after which a step counts as hung; as no thread can be ended, the process is, with status HUNG.
 
     Raises what `plan_step` or `finish_step` raises, since the state is no longer known to be right then; an error after
     which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
@@ -45,6 +49,7 @@ async def run_step_loop(
                     async with asyncio.timeout(next_deadline()):
                         await wake.wait()
                 continue
+            alarm = loop.call_later(step_timeout, _end_hung, step_timeout)
             try:
                 result = await loop.run_in_executor(pool, execute, work)
             except Exception as error:
@@ -57,8 +62,17 @@ async def run_step_loop(
                         f"{failures} model steps failed in a row, the last with {describe(error)}"
                     ) from error
                 continue
+            finally:
+                alarm.cancel()
             failures = 0
             finish_step(work, result)
+
+
+def _end_hung(seconds: float) -> None:
+    """End the process without waiting for its threads."""
+    log.critical("a model step has taken more than %g s, so it hangs: the process ends", seconds)
+    logging.shutdown()
+    os._exit(HUNG)
 
 
 def is_fatal(error: Exception) -> bool:

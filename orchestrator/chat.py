@@ -5,12 +5,16 @@ from typing import Any
 
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import ChatRequest, Message
+from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument
 
 
-def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat) -> str:
-    """Return the prompt's text. Raises InvalidArgument for a conversation that the template does not take, and for
-    tools whose calls could not be told from text."""
+def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat, encoder: TextEncoder) -> str:
+    """Return the prompt's text, in which the encoder's marks stand for special tokens of users.
+
+    Raises InvalidArgument for a conversation that the template does not take, and for tools whose calls could not be
+    told from text.
+    """
     if not tokenizer.chat_template:
         raise InvalidArgument("messages: the model has no chat template; use /v1/completions", "messages")
     if request.offered_tools and not reply_format.has_tools:
@@ -18,15 +22,18 @@ def render_chat(request: ChatRequest, tokenizer: Any, reply_format: ReplyFormat)
         raise InvalidArgument(message, "tools", "unsupported_parameter")
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     options: dict[str, Any] = {
-        "tools": request.offered_tools or None,
+        "tools": encoder.mark(request.offered_tools) or None,
         "continue_final_message": continues,
         "add_generation_prompt": not continues if generates is None else generates,
     }
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
-    options |= {name: value for name, value in (request.chat_template_kwargs or {}).items() if name not in _OURS}
+    given = encoder.mark(request.chat_template_kwargs or {})
+    options |= {name: value for name, value in given.items() if name not in _OURS}
     knows_developers = "developer" in str(tokenizer.chat_template)
-    messages = [_template_message(i, message, knows_developers) for i, message in enumerate(request.messages)]
+    messages = [
+        encoder.mark(_template_message(i, message, knows_developers)) for i, message in enumerate(request.messages)
+    ]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template raises what it likes for messages that it does not take

@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -25,16 +27,24 @@ from wire.server import RunningServer
 log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 0.5
+# Of the processes of a Ray that was started here: without them it cannot go on.
+_NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
 
 
 class ServiceActor:
-    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it."""
+    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it.
+
+    Only where it fails before it ever served, `info` says why instead. If the raylet that started the process dies, the
+    process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
+    """
 
     def __init__(self, settings: DraftSettings | TargetSettings) -> None:
         self._address: Future[str] = Future()
         configure_logs(settings)
         self._said = Recorder()
         logging.getLogger().addHandler(self._said)
+        self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
+        threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
@@ -48,7 +58,7 @@ class ServiceActor:
             asyncio.run(run)
         except BaseException as error:
             log.exception("the %s service failed", settings.side)
-            if self._address.done():  # it served already: let Ray start it anew
+            if self._address.done() or self._served_before:  # let Ray start it anew
                 os._exit(1)
             self._address.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -61,8 +71,17 @@ class ServiceActor:
         return self._said.take()
 
 
-def connect_ray(settings: ClusterSettings) -> bool:
-    """Join a running Ray, or start one on loopback; True if it was started here."""
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    log.error("the raylet of this service is gone, so the service ends")
+    os._exit(1)
+
+
+def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
+    """Join a running Ray, or start one on loopback; returns the folder of one that was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
@@ -71,9 +90,11 @@ def connect_ray(settings: ClusterSettings) -> bool:
     if address is not None:
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
-        return False
-    ray.init(address="local", _node_ip_address="127.0.0.1", include_dashboard=False, **options)
-    return True
+        return None
+    folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
+    options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
+    ray.init(address="local", **options)
+    return folder
 
 
 def _running_ray() -> str | None:
@@ -98,27 +119,78 @@ def _keep_ray_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-@contextlib.contextmanager
-def services_on_ray(config: Config) -> Iterator[dict[str, tuple[str, int]]]:
-    """Start target and draft, wait until both listen, and stop them and our part of Ray at the end.
+class RayPlacement:
+    """Owns the actors that host the services, and our part of Ray. Ports stay the same over all restarts.
 
-    Yields address and process id by side. Raises ClusterError with a service's own words.
+    Made, it has joined or started Ray; `start` starts the services.
+
+    services: address and process id of each by side, as they were when they were placed.
     """
-    gpus = gpus_of(config.target.device, ray.cluster_resources().get("GPU", 0))
-    # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
-    options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
-    actor = ray.remote(ServiceActor)
-    actors = {
-        settings.side: actor.options(name=settings.side, num_gpus=count, **options).remote(settings)
-        for settings, count in zip(placed_settings(config), gpus, strict=True)
-    }
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._settings = placed_settings(config)
+        self._actors: dict[str, Any] = {}
+        self.services: dict[str, tuple[str, int]] = {}
+        self._folder = connect_ray(config.cluster)
+
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here."""
+        return self._folder is not None
+
+    def start(self) -> None:
+        """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
+        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0))
+        # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
+        options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
+        actor = ray.remote(ServiceActor)
+        for settings, count in zip(self._settings, gpus, strict=True):
+            named = actor.options(name=settings.side, num_gpus=count, **options)
+            self._actors[settings.side] = named.remote(settings)
+        infos = _wait_for(self._actors)
+        self.services = dict(zip(self._actors, infos, strict=True))
+
+    def stop(self) -> None:
+        """Stop the services, and Ray itself if this process started it."""
+        if ray.is_initialized():
+            for started in reversed(self._actors.values()):
+                ray.kill(started, no_restart=True)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._actors.clear()
+        ray.shutdown()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def replace(self, side: str) -> None:
+        """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
+        ray.kill(self._actors[side], no_restart=False)
+
+    def is_alive(self) -> bool:
+        """Return whether Ray watches this node: without its raylet, services that die here stay dead."""
+        node = ray._private.worker._global_node  # knows what this process started, at once; the GCS takes 15 s
+        if node is not None and {kind for kind, _ in node.dead_processes()} & _NEEDED:
+            return False
+        ours = ray.get_runtime_context().get_node_id()
+        return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == ours)
+
+    def restart(self) -> None:
+        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then."""
+        self._leave()
+        self._folder = connect_ray(self._config.cluster)
+        self.start()
+
+
+@contextlib.contextmanager
+def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
+    """Join or start Ray; stop the services and our part of Ray at the end."""
+    placement = RayPlacement(config)
     try:
-        infos = _wait_for(actors)
-        yield dict(zip(actors, infos, strict=True))
+        yield placement
     finally:
-        for started in reversed(actors.values()):
-            ray.kill(started, no_restart=True)
-        ray.shutdown()  # ends Ray itself only if this process started it
+        placement.stop()
 
 
 def _wait_for(actors: Mapping[str, Any]) -> list[tuple[str, int]]:

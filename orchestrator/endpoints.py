@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 from config import Config, SettingsError
@@ -12,18 +12,23 @@ from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
+from orchestrator.connecting import wait_until_connected
+from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
-from orchestrator.records import Limits
+from orchestrator.records import Limits, max_body
 from orchestrator.replies import find_format
 from orchestrator.router import Router
-from orchestrator.services import dialled
+from orchestrator.service_status import AskStatus, read_statuses, services_at
+from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import load_plan
+from wire.messages import ServiceStatus
 from wire.server import start_server
+from wire.streams import run_together
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +47,49 @@ def resolve_context(config: Config) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def serve_clients(config: Config, access: Access, target: str, draft: str) -> AsyncIterator[tuple[str, str]]:
-    """The client endpoints over services at the given addresses (gRPC, HTTP); drained and closed at the end.
+async def serve_clients(
+    config: Config, access: Access, addresses: Mapping[str, str], services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str]]:
+    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+
+    addresses: of the services, by side. services: how each is asked for its status.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
+    clients = config.clients
+    router = Router(addresses["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    frontend = _make_frontend(config, router)
+    limits, report = frontend.limits, frontend.observer.report
+    async with contextlib.AsyncExitStack() as started:
+
+        async def read_status() -> Mapping[str, ServiceStatus | None]:
+            return await read_statuses(services)
+
+        await started.enter_async_context(router.connected_to_target())
+        servicer = InferenceServicer(frontend)
+        add = inference_pb2_grpc.add_InferenceServicer_to_server
+        inference = (add, servicer, "specahead.v1.Inference")
+        guard = access.client_guard(report)
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_body(limits))
+        started.push_async_callback(server.stop, 1.0)
+        connections = Connections.within_open_files(clients.max_connections)
+        app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), report)
+        http = serve_http(app, clients.host, clients.http_port, connections, clients.tls_cert, clients.tls_key)
+        http_address = await started.enter_async_context(http)
+        await server.set_serving(True)
+        try:
+            log.info("waiting for the services to find each other", extra=dict(addresses))
+            status = await wait_until_connected(router, services, addresses)
+            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
+            frontend.limits = replace(limits, kv_tokens=max(room, 0))
+            yield server.address, http_address
+        finally:
+            await server.set_serving(False)
+            await frontend.drain(clients.shutdown_grace)
+
+
+def _make_frontend(config: Config, router: Router) -> Frontend:
+    """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
     generation = load_generation_config(model)
@@ -59,46 +102,33 @@ async def serve_clients(config: Config, access: Access, target: str, draft: str)
         tuple(methods_of(load_plan(config.target.plan))),
         **{name: float(defaults[name]) for name in ("temperature", "top_p") if defaults.get(name)},
     )
-    router = Router(target, access.peers, clients.resume_timeout)
     metrics = Metrics(limits.model_name)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
-    frontend = Frontend(router, tokenizer, limits, metrics, config.draft.model, reply_format, clients.log_requests)
-    async with contextlib.AsyncExitStack() as started:
-        services = await started.enter_async_context(dialled(access.peers, target, draft))
-        await started.enter_async_context(router.connected_to_target())
-        servicer = InferenceServicer(frontend)
-        add = inference_pb2_grpc.add_InferenceServicer_to_server
-        inference = (add, servicer, "specahead.v1.Inference")
-        server = await start_server(
-            clients.host, clients.grpc_port, [inference], access.client_guard(frontend.observer.report)
-        )
-        started.push_async_callback(server.stop, 1.0)
-        app = require_key(
-            make_app(frontend, services.read_status), access.callers, open_paths(clients), frontend.observer.report
-        )
-        http = serve_http(app, clients.host, clients.http_port, clients.tls_cert, clients.tls_key)
-        http_address = await started.enter_async_context(http)
-        await server.set_serving(True)
-        try:
-            log.info("waiting for the services to find each other", extra={"target": target, "draft": draft})
-            status = await services.wait_until_connected(router)
-            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
-            frontend.limits = replace(limits, kv_tokens=max(room, 0))
-            yield server.address, http_address
-        finally:
-            await server.set_serving(False)
-            await frontend.drain(clients.shutdown_grace)
+    return Frontend(router, tokenizer, limits, metrics, config.draft.model, reply_format, clients.log_requests)
 
 
-async def run(config: Config, access: Access, target: str, draft: str) -> None:
-    """Serve clients over the services at these addresses until SIGINT or SIGTERM."""
+async def run(config: Config, access: Access, target: str, draft: str, placement: Placement | None = None) -> None:
+    """Serve clients over the services at these addresses until SIGINT or SIGTERM.
+
+    placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
+    lost for good, beside what `serve_clients` raises.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with serve_clients(config, access, target, draft) as (grpc_address, http_address):
+    addresses = {"target": target, "draft": draft}
+    async with (
+        services_at(addresses, access.peers) as services,
+        serve_clients(config, access, addresses, services) as (grpc_address, http_address),
+    ):
         print(f"gRPC endpoint: {grpc_address}")
         print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
-        await stop.wait()
+        watching = [] if placement is None else [supervise(services, placement)]
+        await run_together(_wait_for(stop), *watching)
         print("stopping: requests in flight are given time to finish", flush=True)
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()

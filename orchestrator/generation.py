@@ -15,6 +15,7 @@ from orchestrator.records import Limits, check_tokens, encode_text, to_records
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
+from orchestrator.special_tokens import TextEncoder
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import FinishReason
@@ -52,17 +53,21 @@ class Frontend:
     ) -> None:
         self.router = router
         self.tokenizer = tokenizer
+        self.encoder = TextEncoder(tokenizer)
         self.limits = limits
         self.observer = Observer(metrics, tokenizer, log_text)
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
 
-    async def encode(self, prompt: str | list[int], special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument."""
+    async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
+        """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
+
+        special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
+        """
         if not isinstance(prompt, str):
             return check_tokens(prompt, self.limits)
-        encode = partial(encode_text, prompt, self.tokenizer, self.limits, special_tokens)
+        encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
         return await asyncio.to_thread(encode) if len(prompt) > 4096 else encode()
 
     def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:

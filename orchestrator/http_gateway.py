@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -22,9 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.answers import ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
 from orchestrator.chat import render_chat
+from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.event_stream import Answer, open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.records import check_model
+from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
     MAX_NAME,
     ChatRequest,
@@ -39,8 +41,6 @@ from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
-
-MAX_BODY = 64 << 20
 
 
 class _JSONRequest(Request):
@@ -99,7 +99,8 @@ router = APIRouter(route_class=_JSONRoute)
 
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     """Return the application that serves HTTP clients."""
-    app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=MAX_BODY)
+    most = max_body(frontend.limits)
+    app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=most)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
     app.add_middleware(_RequestId)
@@ -150,8 +151,8 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
 async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
     name = _name(body, request, frontend)
-    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format)
-    tokens = await frontend.encode(prompt, special_tokens=False)
+    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+    tokens = await frontend.encode(prompt, special_tokens=False, rendered=True)
     n = body.n or 1
     parsers = [frontend.reply_format.parser(prompt, body.offered_tools) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
@@ -200,8 +201,9 @@ async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
-        text = render_chat(read_request(ChatRequest, fields), frontend.tokenizer, frontend.reply_format)
-        tokens = await frontend.encode(text, body.add_special_tokens is True)
+        chat_body = read_request(ChatRequest, fields)
+        text = render_chat(chat_body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+        tokens = await frontend.encode(text, body.add_special_tokens is True, rendered=True)
     answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
     strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return answer | {"token_strs": strings}
@@ -276,11 +278,14 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: ASGIApp, host: str, port: int, cert: str = "", key: str = "") -> AsyncIterator[str]:
+async def serve_http(
+    app: ASGIApp, host: str, port: int, connections: Connections, cert: str = "", key: str = ""
+) -> AsyncIterator[str]:
     """Listen on host:port (0: any free one) while the context lasts, and yield the address.
 
-    cert, key: PEM files; without them the port speaks plain text. Raises OSError naming an address that cannot be
-    bound.
+    connections: their limits. cert, key: PEM files; without them the port speaks plain text.
+
+    Raises OSError naming an address that cannot be bound.
     """
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -288,6 +293,7 @@ async def serve_http(app: ASGIApp, host: str, port: int, cert: str = "", key: st
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     config = uvicorn.Config(
         app,
+        http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]  # whatever makes a protocol will do
         log_config=None,
         log_level="error",
         access_log=False,

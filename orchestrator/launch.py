@@ -1,12 +1,10 @@
 """`python -m orchestrator.launch`: place the services, open the client endpoints, run until told to stop."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 from config import Config, resolve_launch
@@ -23,22 +21,6 @@ def with_token(config: Config) -> Config:
         return config
     token = secrets.token_urlsafe(32)
     return replace(config, target=replace(target, service_token=token), draft=replace(draft, service_token=token))
-
-
-@contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[str, str]]:
-    """Addresses of target and draft: those that run already, or new ones on Ray, stopped at the end."""
-    if config.cluster.target_address:
-        yield config.cluster.target_address, config.cluster.draft_address
-        return
-    from orchestrator.cluster import connect_ray, services_on_ray  # a launch over running services needs no Ray
-
-    started = connect_ray(config.cluster)
-    print("no running Ray was found: started one on 127.0.0.1" if started else "joined the running Ray")
-    with services_on_ray(config) as services:
-        for name, (address, pid) in services.items():
-            print(f"{name} service: pid {pid}, {address}", flush=True)
-        yield services["target"][0], services["draft"][0]
 
 
 def main() -> None:
@@ -59,11 +41,13 @@ def _launch(config: Config) -> None:
     # Imported now, so that --help and what is refused above need neither torch nor Ray.
     from orchestrator.access import read_access
     from orchestrator.endpoints import resolve_context, run
+    from orchestrator.placement import check_addresses, placed_services
 
     access = read_access(config)
     config = resolve_context(config)
-    with placed_services(config) as (target, draft):
-        asyncio.run(run(config, access, target, draft))
+    check_addresses(config)
+    with placed_services(config) as placed:
+        asyncio.run(run(config, access, *placed))
 
 
 if __name__ == "__main__":

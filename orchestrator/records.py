@@ -2,11 +2,11 @@
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
-from engine.sampling import Sampling
+from engine.sampling import LEAST_TEMPERATURE, Sampling
 from orchestrator.ledger import Record
 from orchestrator.requests import GenerationRequest
+from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument, NotFound
 from wire.messages import Exactness
 
@@ -26,6 +26,14 @@ class Limits:
     top_p: float = 1.0
 
 
+def max_body(limits: Limits) -> int:
+    """Return how many bytes a request may have, so that none costs much to read: 32 for a token of the context.
+
+    That is room for several prompts of the usual 4 to 8 bytes a token, whether text or ids.
+    """
+    return (64 << 10) + 32 * limits.max_context
+
+
 def check_model(name: str | None, limits: Limits) -> None:
     """Raise NotFound for a model that is not served."""
     if name and name != limits.model_name:
@@ -33,15 +41,23 @@ def check_model(name: str | None, limits: Limits) -> None:
         raise NotFound(message, "model", "model_not_found")
 
 
-def encode_text(text: str, tokenizer: Any, limits: Limits, special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text that may be a prompt. Raises InvalidArgument."""
+def encode_text(
+    text: str, encoder: TextEncoder, limits: Limits, special_tokens: bool = True, rendered: bool = False
+) -> list[int]:
+    """Return the token ids of a text that may be a prompt. Raises InvalidArgument.
+
+    special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
+    """
     if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
         raise _beyond_context(limits, f"your prompt has {len(text)} characters")
-    return tokenizer.encode(text, add_special_tokens=special_tokens)
+    return (encoder.encode_rendered if rendered else encoder.encode)(text, special_tokens)
 
 
 def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
-    """Return the tokens of a prompt as they are. Raises InvalidArgument for one that is no token of the model."""
+    """Return the tokens of a prompt as they are. Raises InvalidArgument for one that is no token of the model, and for
+    more than its context has."""
+    if len(tokens) > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has {len(tokens)}")
     outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
     if outside is not None:
         raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}", "prompt")
@@ -95,7 +111,7 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
 def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
     temperature = limits.temperature if request.temperature is None else request.temperature
     top_p = limits.top_p if request.top_p is None else request.top_p
-    if 0 < temperature < 0.01:
-        temperature = 0.01  # as vLLM does: below it the softmax overflows
+    if 0 < temperature < LEAST_TEMPERATURE:
+        temperature = LEAST_TEMPERATURE  # as vLLM does
     top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
     return Sampling(temperature, top_p, seed)

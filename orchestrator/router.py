@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import grpc
 
 from orchestrator.ledger import Ledger, LedgerError, Record
-from protos import control_pb2_grpc
+from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
-from wire.errors import InvalidArgument, ServiceError, Unavailable, error_from_code
-from wire.messages import Abort, At, Closed, Commit, FinishReason, ServedEvent, ServeRequest
+from wire.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, error_from_code
+from wire.messages import Abort, At, Beat, Closed, Commit, FinishReason, ServedEvent, ServeRequest
 from wire.outbox import Outbox
+from wire.streams import exchange, read_frames
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +28,19 @@ _MAX_RESUMPTIONS = 2
 
 
 class Router:
-    """Owns the ledger and the Serve stream to one target."""
+    """Owns the ledger and the Serve stream to one target.
 
-    def __init__(self, target: str, access: PeerAccess, resume_timeout: float) -> None:
+    resume_timeout: seconds that requests wait for a lost target. request_timeout: seconds that a request may take in
+    all; 0: as long as it takes.
+    """
+
+    def __init__(self, target: str, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0) -> None:
         self.ledger = Ledger()
         self.connected = False
-        self._target = target
-        self._access = access
-        self._resume_timeout = resume_timeout
+        self._target, self._access = target, access
+        self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
-        self._outbox: Outbox[ServeRequest] | None = None
+        self._outbox: Outbox[ServeRequest | Beat] | None = None
 
     @contextlib.asynccontextmanager
     async def connected_to_target(self) -> AsyncIterator[None]:
@@ -68,9 +72,16 @@ class Router:
             raise InvalidArgument(str(error)) from None
         queue = self._readers[record.session] = asyncio.Queue()
         self._outbox.put(record.to_open())
+        deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
         try:
             while True:
-                item = await queue.get()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        item = await queue.get()
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the request took longer than the {self._request_timeout:g} s that the server allows"
+                    ) from None
                 if isinstance(item, ServiceError):
                     raise item
                 yield item
@@ -101,6 +112,7 @@ class Router:
             queue.put_nowait(error)
 
     async def _keep_stream(self, channel: grpc.aio.Channel) -> None:
+        """Serve over one stream after the other, whatever ends it. Runs until cancelled."""
         lost_at: float | None = None
         loop = asyncio.get_running_loop()
         while True:
@@ -110,6 +122,10 @@ class Router:
                 pass  # not reachable yet
             except grpc.aio.AioRpcError as error:
                 log.warning("stream to the target at %s ended: %s %s", self._target, error.code().name, error.details())
+            except ServiceError as error:
+                log.warning("stream to the target at %s ended: %s", self._target, error)
+            except Exception:
+                log.exception("stream to the target at %s failed; it is opened again", self._target)
             if self.connected:
                 self.connected, lost_at = False, loop.time()
             if lost_at is not None and loop.time() - lost_at > self._resume_timeout:
@@ -118,10 +134,29 @@ class Router:
             await asyncio.sleep(_REDIAL_SECONDS)
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
+        """Serve until the stream ends. Raises what ended it; TimeoutError if the target cannot be reached."""
         await asyncio.wait_for(channel.channel_ready(), 1.0)
         call = control_pb2_grpc.TargetControlStub(channel).Serve(metadata=self._access.metadata)
-        await call.wait_for_connection()
-        outbox: Outbox[ServeRequest] = Outbox()
+        outbox: Outbox[ServeRequest | Beat] = Outbox()
+
+        def receive(frame: control_pb2.ServedFrame) -> None:
+            if self._outbox is None:  # the target has spoken: it lives
+                self._resume(outbox)
+            for event in frame.events:
+                self._receive(convert.served_event_from_pb(event))
+
+        async def write(requests: list[ServeRequest | Beat]) -> None:
+            for request in requests:
+                await call.write(convert.serve_request_to_pb(request))
+
+        try:
+            await exchange(read_frames(call), receive, outbox, write, "the target")
+        finally:
+            self._outbox = None
+            call.cancel()
+
+    def _resume(self, outbox: Outbox[ServeRequest | Beat]) -> None:
+        """Take a stream into use, and open all sessions on it that there are."""
         for record in self.ledger.records.values():
             if record.resumptions >= _MAX_RESUMPTIONS:
                 self._tell(record.session, Unavailable("the target was lost again and again while it ran this request"))
@@ -129,23 +164,10 @@ class Router:
             record.resumptions += 1
             outbox.put(record.to_open())
         self._outbox, self.connected = outbox, True
-        sender = asyncio.create_task(self._send(call, outbox))
-        try:
-            # read(), not iteration: gRPC forbids mixing the two on one call.
-            while (frame := await call.read()) is not grpc.aio.EOF:
-                for event in frame.events:
-                    self._receive(convert.served_event_from_pb(event))
-        finally:
-            self._outbox = None
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
 
-    async def _send(self, call: grpc.aio.StreamStreamCall, outbox: Outbox[ServeRequest]) -> None:
-        async for requests in outbox:
-            for request in requests:
-                await call.write(convert.serve_request_to_pb(request))
-
-    def _receive(self, event: ServedEvent) -> None:
+    def _receive(self, event: ServedEvent | Beat) -> None:
+        if isinstance(event, Beat):
+            return
         if isinstance(event, Closed):
             # A target that stops is a target lost: its stream ends next, and the session waits for it.
             if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\x0cspecahead.v1\"A\n\x02\x41t\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\"\xa0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\".\n\x07Welcome\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.specahead.v1.Hello\"f\n\nDraftFrame\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.specahead.v1.HelloH\x00\x12*\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x19.specahead.v1.DraftEventsH\x00\x42\x06\n\x04\x62ody\"7\n\x0b\x44raftEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.specahead.v1.DraftEvent\"\xed\x01\n\nDraftEvent\x12\x32\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x1a.specahead.v1.AnnouncementH\x00\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.specahead.v1.ProposalH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.specahead.v1.ReadyH\x00\x12(\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x15.specahead.v1.DeclineH\x00\x12&\n\x06resync\x18\x05 \x01(\x0b\x32\x14.specahead.v1.ResyncH\x00\x42\x07\n\x05\x65vent\"?\n\x0c\x41nnouncement\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tselection\x18\x02 \x01(\x0c\"\xcd\x01\n\x08Proposal\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tannounces\x18\x02 \x01(\x08\x12\x15\n\rassumed_token\x18\x03 \x01(\r\x12\x12\n\x06tokens\x18\x04 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esupport_counts\x18\x05 \x03(\rB\x02\x10\x01\x12\x17\n\x0bsupport_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_probs\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rdraft_seconds\x18\x08 \x01(\x02\"%\n\x05Ready\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\"*\n\x07\x44\x65\x63line\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\"l\n\x0bTargetFrame\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.specahead.v1.WelcomeH\x00\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1a.specahead.v1.TargetEventsH\x00\x42\x06\n\x04\x62ody\"9\n\x0cTargetEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.TargetEvent\"\xb2\x01\n\x0bTargetEvent\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.specahead.v1.BeginH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.specahead.v1.VerdictH\x00\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x11.specahead.v1.EndH\x00\x12(\n\x07refusal\x18\x04 \x01(\x0b\x32\x15.specahead.v1.RefusalH\x00\x42\x07\n\x05\x65vent\"<\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\x87\x01\n\x05\x42\x65gin\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\"\\\n\x07Verdict\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\x06tokens\x18\x03 \x03(\rB\x02\x10\x01\x12\r\n\x05plain\x18\x04 \x01(\x08\"\x16\n\x03\x45nd\x12\x0f\n\x07session\x18\x01 \x01(\t\"=\n\x07Refusal\x12\"\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x0e\n\x06reason\x18\x02 \x01(\t2S\n\x0bSpeculation\x12\x44\n\tSpeculate\x12\x18.specahead.v1.DraftFrame\x1a\x19.specahead.v1.TargetFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\x0cspecahead.v1\"A\n\x02\x41t\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\"\xa0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\".\n\x07Welcome\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.specahead.v1.Hello\"f\n\nDraftFrame\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.specahead.v1.HelloH\x00\x12*\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x19.specahead.v1.DraftEventsH\x00\x42\x06\n\x04\x62ody\"7\n\x0b\x44raftEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.specahead.v1.DraftEvent\"\x91\x02\n\nDraftEvent\x12\x32\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x1a.specahead.v1.AnnouncementH\x00\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.specahead.v1.ProposalH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.specahead.v1.ReadyH\x00\x12(\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x15.specahead.v1.DeclineH\x00\x12&\n\x06resync\x18\x05 \x01(\x0b\x32\x14.specahead.v1.ResyncH\x00\x12\"\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"?\n\x0c\x41nnouncement\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tselection\x18\x02 \x01(\x0c\"\xcd\x01\n\x08Proposal\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tannounces\x18\x02 \x01(\x08\x12\x15\n\rassumed_token\x18\x03 \x01(\r\x12\x12\n\x06tokens\x18\x04 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esupport_counts\x18\x05 \x03(\rB\x02\x10\x01\x12\x17\n\x0bsupport_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_probs\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rdraft_seconds\x18\x08 \x01(\x02\"%\n\x05Ready\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\"*\n\x07\x44\x65\x63line\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\"l\n\x0bTargetFrame\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.specahead.v1.WelcomeH\x00\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1a.specahead.v1.TargetEventsH\x00\x42\x06\n\x04\x62ody\"9\n\x0cTargetEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.TargetEvent\"\xd6\x01\n\x0bTargetEvent\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.specahead.v1.BeginH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.specahead.v1.VerdictH\x00\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x11.specahead.v1.EndH\x00\x12(\n\x07refusal\x18\x04 \x01(\x0b\x32\x15.specahead.v1.RefusalH\x00\x12\"\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42\x65\x61t\"<\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"\x87\x01\n\x05\x42\x65gin\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\"\\\n\x07Verdict\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\x06tokens\x18\x03 \x03(\rB\x02\x10\x01\x12\r\n\x05plain\x18\x04 \x01(\x08\"\x16\n\x03\x45nd\x12\x0f\n\x07session\x18\x01 \x01(\t\"=\n\x07Refusal\x12\"\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x0e\n\x06reason\x18\x02 \x01(\t2S\n\x0bSpeculation\x12\x44\n\tSpeculate\x12\x18.specahead.v1.DraftFrame\x1a\x19.specahead.v1.TargetFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,33 +54,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTEVENTS']._serialized_start=424
   _globals['_DRAFTEVENTS']._serialized_end=479
   _globals['_DRAFTEVENT']._serialized_start=482
-  _globals['_DRAFTEVENT']._serialized_end=719
-  _globals['_ANNOUNCEMENT']._serialized_start=721
-  _globals['_ANNOUNCEMENT']._serialized_end=784
-  _globals['_PROPOSAL']._serialized_start=787
-  _globals['_PROPOSAL']._serialized_end=992
-  _globals['_READY']._serialized_start=994
-  _globals['_READY']._serialized_end=1031
-  _globals['_DECLINE']._serialized_start=1033
-  _globals['_DECLINE']._serialized_end=1075
-  _globals['_RESYNC']._serialized_start=1077
-  _globals['_RESYNC']._serialized_end=1102
-  _globals['_TARGETFRAME']._serialized_start=1104
-  _globals['_TARGETFRAME']._serialized_end=1212
-  _globals['_TARGETEVENTS']._serialized_start=1214
-  _globals['_TARGETEVENTS']._serialized_end=1271
-  _globals['_TARGETEVENT']._serialized_start=1274
-  _globals['_TARGETEVENT']._serialized_end=1452
-  _globals['_SAMPLING']._serialized_start=1454
-  _globals['_SAMPLING']._serialized_end=1514
-  _globals['_BEGIN']._serialized_start=1517
-  _globals['_BEGIN']._serialized_end=1652
-  _globals['_VERDICT']._serialized_start=1654
-  _globals['_VERDICT']._serialized_end=1746
-  _globals['_END']._serialized_start=1748
-  _globals['_END']._serialized_end=1770
-  _globals['_REFUSAL']._serialized_start=1772
-  _globals['_REFUSAL']._serialized_end=1833
-  _globals['_SPECULATION']._serialized_start=1835
-  _globals['_SPECULATION']._serialized_end=1918
+  _globals['_DRAFTEVENT']._serialized_end=755
+  _globals['_ANNOUNCEMENT']._serialized_start=757
+  _globals['_ANNOUNCEMENT']._serialized_end=820
+  _globals['_PROPOSAL']._serialized_start=823
+  _globals['_PROPOSAL']._serialized_end=1028
+  _globals['_READY']._serialized_start=1030
+  _globals['_READY']._serialized_end=1067
+  _globals['_DECLINE']._serialized_start=1069
+  _globals['_DECLINE']._serialized_end=1111
+  _globals['_RESYNC']._serialized_start=1113
+  _globals['_RESYNC']._serialized_end=1138
+  _globals['_TARGETFRAME']._serialized_start=1140
+  _globals['_TARGETFRAME']._serialized_end=1248
+  _globals['_TARGETEVENTS']._serialized_start=1250
+  _globals['_TARGETEVENTS']._serialized_end=1307
+  _globals['_TARGETEVENT']._serialized_start=1310
+  _globals['_TARGETEVENT']._serialized_end=1524
+  _globals['_BEAT']._serialized_start=1526
+  _globals['_BEAT']._serialized_end=1532
+  _globals['_SAMPLING']._serialized_start=1534
+  _globals['_SAMPLING']._serialized_end=1594
+  _globals['_BEGIN']._serialized_start=1597
+  _globals['_BEGIN']._serialized_end=1732
+  _globals['_VERDICT']._serialized_start=1734
+  _globals['_VERDICT']._serialized_end=1826
+  _globals['_END']._serialized_start=1828
+  _globals['_END']._serialized_end=1850
+  _globals['_REFUSAL']._serialized_start=1852
+  _globals['_REFUSAL']._serialized_end=1913
+  _globals['_SPECULATION']._serialized_start=1915
+  _globals['_SPECULATION']._serialized_end=1998
 # @@protoc_insertion_point(module_scope)

@@ -59,18 +59,20 @@ class DraftEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
 
 class DraftEvent(_message.Message):
-    __slots__ = ("announcement", "proposal", "ready", "decline", "resync")
+    __slots__ = ("announcement", "proposal", "ready", "decline", "resync", "beat")
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     announcement: Announcement
     proposal: Proposal
     ready: Ready
     decline: Decline
     resync: Resync
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("at", "selection")
@@ -135,16 +137,22 @@ class TargetEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[TargetEvent, _Mapping]]] = ...) -> None: ...
 
 class TargetEvent(_message.Message):
-    __slots__ = ("begin", "verdict", "end", "refusal")
+    __slots__ = ("begin", "verdict", "end", "refusal", "beat")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     begin: Begin
     verdict: Verdict
     end: End
     refusal: Refusal
-    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, begin: _Optional[_Union[Begin, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "seed")

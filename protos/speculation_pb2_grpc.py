@@ -48,7 +48,8 @@ class SpeculationServicer(object):
 
     def Speculate(self, request_iterator, context):
         """First frame each way is the handshake (Hello, Welcome). A mismatch ends the stream with
-        FAILED_PRECONDITION and a message naming both sides; a malformed frame with INVALID_ARGUMENT.
+        FAILED_PRECONDITION and a message naming both sides; a frame that is no message, or an event that
+        names no session, with INVALID_ARGUMENT. Any other wrong event ends the drafting of its session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,7 @@
 """Which sessions are open: what may be opened, who waits for room, who runs, and whose pages are still to be released.
 
 Room is reserved when a session starts to run, for all that it may come to hold: nothing that runs is ever evicted.
+Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who opened a session.
 """
 
 from collections import Counter, deque
@@ -50,9 +51,12 @@ class Admission:
     # Opening.
 
     def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
-        """Queue a session. Raises InvalidArgument if it can never run, ResourceExhausted if there is no room for it."""
+        """Queue a session. Raises InvalidArgument if it can never run, ResourceExhausted if there is no room for it.
+
+        Where all places of the queue are taken, whoever has the most of them gives one to one who has fewer.
+        """
         self._check_request(request)
-        self._check_room(request.prompt_tokens + request.max_tokens)
+        self._make_room(request.prompt_tokens + request.max_tokens, emit)
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -98,6 +102,21 @@ class Admission:
                 f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {self._kv.pool.num_pages}"
             )
 
+    def _make_room(self, length: int, emit: Callable[[ServedEvent], None]) -> None:
+        """Raise ResourceExhausted if a session of `length` tokens may not even wait for room."""
+        while True:
+            try:
+                self._check_room(length)
+                return
+            except ResourceExhausted:
+                waiting = Counter(session.emit for session in self.queue)
+                most = max(waiting, key=waiting.__getitem__, default=emit)
+                if waiting[most] <= waiting[emit] + 1:
+                    raise
+                newest = next(session for session in reversed(self.queue) if session.emit == most)
+                self.queue.remove(newest)
+                newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
+
     def _check_room(self, length: int) -> None:
         """Raise ResourceExhausted if a session of `length` tokens may not even wait for room."""
         need = self._need(length)
@@ -136,16 +155,18 @@ class Admission:
     # Between steps.
 
     def admit(self) -> list[TargetSession]:
-        """Let sessions run, first come, first served, while there is room; return those that start.
+        """Let sessions run while there is room; return those that start.
 
-        A session takes over indexed pages that hold a prefix of its prompt.
+        The turn is theirs who have the fewest running, and of these the first that came. A session takes over indexed
+        pages that hold a prefix of its prompt.
         """
         admitted = []
         while self.queue and len(self.running) < self._settings.max_sessions:
-            session = self.queue[0]
+            running = Counter(session.emit for session in self.running.values())
+            session = min(self.queue, key=lambda waiting: running[waiting.emit])  # the first of several
             if self.reserved + self._need(session.max_length) > self._kv.pool.num_pages:
                 break
-            self.queue.popleft()
+            self.queue.remove(session)
             self.reserved += self._need(session.max_length)
             self.running[session.id] = session
             session.epoch = self._first_epoch

@@ -70,15 +70,14 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
     return everything, everything
 
 
-def imposed_verdict(item: VerifyRound, following: int, rate: float, foresight: float) -> tuple[int, int]:
-    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate.
-
-    following: the target's token. In its place comes, with the chance `foresight`, one behind which the draft has
-    already drafted the next round, if there is one.
-    """
+def imposed_verdict(item: VerifyRound, rate: float, vocab_size: int) -> tuple[int, int]:
+    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate."""
     session, count = item.session, len(item.input.tokens) - 1
-    draws = uniforms(session.sampling.seed, len(session.tokens), count + 1, USE_ACCEPT)
-    rejected = draws[:count] >= rate
+    rejected = uniforms(session.sampling.seed, len(session.tokens), count, USE_ACCEPT) >= rate
     kept = int(rejected.argmax()) if rejected.any() else count
-    outcomes = session.drafted_outcomes(len(session.tokens) + kept + 1)
-    return kept, outcomes[0] if outcomes and draws[count] < foresight else following
+    return kept, imposed_token(len(session.tokens) + kept, vocab_size)
+
+
+def imposed_token(position: int, vocab_size: int) -> int:
+    """Return what the target adds at a position where verdicts are imposed; a draft may be made to know it, too."""
+    return position * 7919 % vocab_size

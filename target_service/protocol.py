@@ -1,5 +1,6 @@
 """What drafts and target say to each other about sessions. docs/architecture.md has the table of answers."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 
@@ -10,6 +11,8 @@ from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
 from wire.messages import Announcement, Decline, DraftEvent, End, Proposal, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
+
+log = logging.getLogger(__name__)
 
 
 class DraftProtocol:
@@ -94,6 +97,16 @@ class DraftProtocol:
                 session.epoch += 1
                 session.held.clear()
                 peer.send(session.begin())
+
+    def reject(self, peer: DraftPeer, name: str, error: InvalidArgument) -> None:
+        """Let a session for which its draft has sent something wrong go on without a draft for a while."""
+        session = self._sessions.get(name)
+        if session is None or session.draft is not peer:
+            return
+        log.warning("draft %s, session %s: %s", peer.name, name, error)
+        self._counters["rejected_events"] += 1
+        self.end(session)
+        session.usefulness = session.usefulness.paused(len(session.tokens))
 
     def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
         reader = session.reader

@@ -19,7 +19,7 @@ from wire.access import read_peer_access
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, start_server
+from wire.server import RunningServer, check_free, start_server
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,9 @@ async def run(
     """Load the model, then serve until cancelled.
 
     Raises PlanError if the plan is for another target, OSError or what transformers raises for a model that cannot be
-    loaded, and what `serve` raises.
+    loaded, OSError for an address that is taken, and what `serve` raises.
     """
+    check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     dense = tuple(sorted(set(plan.dense_layers)))
     log.info("loading the model", extra={"model": settings.model})
@@ -92,7 +93,13 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            verifier.plan_step, verifier.execute, verifier.finish_step, verifier.fail_step, wake, verifier.next_deadline
+            verifier.plan_step,
+            verifier.execute,
+            verifier.finish_step,
+            verifier.fail_step,
+            wake,
+            verifier.next_deadline,
+            settings.step_timeout,
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import grpc
 
@@ -11,9 +10,10 @@ from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from wire import convert
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
-from wire.messages import Abort, Closed, Hello, ServedEvent, ServiceStatus, TargetEvent
+from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
 from wire.outbox import Outbox
-from wire.server import guarded_stream
+from wire.server import guarded
+from wire.streams import exchange
 
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
@@ -25,16 +25,16 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[speculation_pb2.TargetFrame]:
-        async for frame in guarded_stream(context, self._speculate(request_iterator)):
-            yield frame
+    ) -> None:
+        await guarded(context, self._speculate(request_iterator, context))
 
     async def _speculate(
-        self, frames: AsyncIterator[speculation_pb2.DraftFrame]
-    ) -> AsyncIterator[speculation_pb2.TargetFrame]:
+        self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
+    ) -> None:
         draft = await self._shake_hands(frames)
-        yield speculation_pb2.TargetFrame(welcome=speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello)))
-        outbox: Outbox[TargetEvent] = Outbox()
+        welcome = speculation_pb2.Welcome(target=convert.hello_to_pb(self._hello))
+        await context.write(speculation_pb2.TargetFrame(welcome=welcome))
+        outbox: Outbox[TargetEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
         peer = DraftPeer(draft.peer, outbox.put)
         self._verifier.protocol.attach(peer)
         self._wake.set()
@@ -42,16 +42,31 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
         def receive(frame: speculation_pb2.DraftFrame) -> None:
             if frame.WhichOneof("body") != "batch":
                 raise InvalidArgument("after the handshake a draft sends batches of events")
-            for event in frame.batch.events:
-                self._verifier.protocol.receive(peer, convert.draft_event_from_pb(event))
-            self._wake.set()
+            for pb in frame.batch.events:
+                self._receive(peer, pb)
+
+        async def write(events: list[TargetEvent | Beat]) -> None:
+            await context.write(convert.target_events_to_pb(events))
 
         try:
-            async for events in _exchange(frames, receive, outbox):
-                yield convert.target_events_to_pb(events)
+            await exchange(frames, receive, outbox, write, f"draft {draft.peer}")
         finally:
             self._verifier.protocol.detach(peer)
             self._wake.set()
+
+    def _receive(self, peer: DraftPeer, pb: speculation_pb2.DraftEvent) -> None:
+        """Apply an event; a wrong one ends the drafting of its session. Raises InvalidArgument if it names none."""
+        try:
+            event = convert.draft_event_from_pb(pb)
+            if isinstance(event, Beat):
+                return
+            self._verifier.protocol.receive(peer, event)
+        except InvalidArgument as error:
+            name = convert.session_in(pb, "event")
+            if not name:
+                raise
+            self._verifier.protocol.reject(peer, name, error)
+        self._wake.set()
 
     async def _shake_hands(self, frames: AsyncIterator[speculation_pb2.DraftFrame]) -> Hello:
         first = await anext(aiter(frames), None)
@@ -67,7 +82,10 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 
 
 class ControlServicer(control_pb2_grpc.TargetControlServicer):
-    """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted."""
+    """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted.
+
+    No other stream may abort them.
+    """
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
@@ -81,59 +99,44 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
 
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[control_pb2.ServedFrame]:
-        async for frame in guarded_stream(context, self._serve(request_iterator)):
-            yield frame
+    ) -> None:
+        await guarded(context, self._serve(request_iterator, context))
 
-    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame]) -> AsyncIterator[control_pb2.ServedFrame]:
-        outbox: Outbox[ServedEvent] = Outbox()
+    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+        outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
         opened: set[str] = set()
 
         def receive(frame: control_pb2.ServeFrame) -> None:
-            request = convert.serve_request_from_pb(frame)
-            if isinstance(request, Abort):
-                self._verifier.abort(request.session)
-                opened.discard(request.session)  # the name may be another stream's next
-            else:
-                try:
-                    self._verifier.admission.open(request, outbox.put)
-                    opened.add(request.session)
-                except ServiceError as error:
-                    outbox.put(Closed(request.session, error.status.value[0], str(error)))
+            try:
+                self._receive(frame, opened, outbox)
+            except ServiceError as error:
+                name = convert.session_in(frame, "body")
+                if not name:
+                    raise
+                outbox.put(Closed(name, error.status.value[0], str(error)))
             self._wake.set()
 
+        async def write(events: list[ServedEvent | Beat]) -> None:
+            await context.write(convert.served_events_to_pb(events))
+            for event in events:
+                if isinstance(event, Closed):
+                    opened.discard(event.session)
+                elif isinstance(event, Commit) and event.finish_reason:
+                    opened.discard(event.at.session)
+
         try:
-            async for events in _exchange(frames, receive, outbox):
-                yield convert.served_events_to_pb(events)
-                opened -= {e.session for e in events if isinstance(e, Closed)}
-                opened -= {e.at.session for e in events if not isinstance(e, Closed) and e.finish_reason}
+            await exchange(frames, receive, outbox, write, "the orchestrator")
         finally:
             for session in opened:
                 self._verifier.abort(session)
             self._wake.set()
 
-
-async def _exchange(
-    frames: AsyncIterator[Any], receive: Callable[[Any], None], outbox: Outbox[Any]
-) -> AsyncIterator[list[Any]]:
-    """Receive frames beside yielding what is to be sent; ends when the peer does, or with receive's error."""
-    failure: list[BaseException] = []
-
-    async def read() -> None:
-        try:
-            async for frame in frames:
-                receive(frame)
-        except ServiceError as error:
-            failure.append(error)
-        finally:
-            outbox.close()
-
-    reader = asyncio.create_task(read())
-    try:
-        async for events in outbox:
-            yield events
-        if failure:
-            raise failure[0]
-    finally:
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+    def _receive(self, frame: control_pb2.ServeFrame, opened: set[str], outbox: Outbox[ServedEvent | Beat]) -> None:
+        """Do what a frame asks for. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
+        request = convert.serve_request_from_pb(frame)
+        if isinstance(request, Open):
+            self._verifier.admission.open(request, outbox.put)
+            opened.add(request.session)
+        elif isinstance(request, Abort) and request.session in opened:
+            self._verifier.abort(request.session)
+            opened.discard(request.session)  # the name may be another stream's next

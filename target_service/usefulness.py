@@ -34,9 +34,13 @@ class Usefulness:
         """
         average = self.average + NEWEST * (accepted - self.average)
         if average < LEAST:
-            longer = min(2 * self.next_pause, LONGEST_PAUSE)
-            return Usefulness(RETRY, next_pause=longer, paused_until=committed + self.next_pause)
+            return self.paused(committed)
         return replace(self, average=average, next_pause=FIRST_PAUSE if average >= START else self.next_pause)
+
+    def paused(self, committed: int) -> "Usefulness":
+        """Return the state at the start of a pause, when `committed` tokens are committed."""
+        longer = min(2 * self.next_pause, LONGEST_PAUSE)
+        return Usefulness(RETRY, next_pause=longer, paused_until=committed + self.next_pause)
 
     def is_paused(self, committed: int) -> bool:
         """Return whether a session of so many committed tokens is decoded without a draft."""

@@ -159,12 +159,17 @@ class Verifier:
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
+        if not output.finite:
+            log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
+            self.counters["failed_sessions"] += 1
+            session.fail(ServiceError("the target's logits for this request are NaN or infinite"))
+            self._close(session)
+            return
         if session.reader is not None:
             session.reader.finish(output)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
-            foresight = self.settings.synthetic_foresight
-            verdict = imposed_verdict(item, verdict[1], imposed, imposed if foresight < 0 else foresight)
+            verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
         self._index(session)

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.sampling import Sampling, Support
+from engine.sampling import LEAST_TEMPERATURE, Sampling, Support
 from protos import control_pb2 as control
 from protos import speculation_pb2 as speculation
 from wire import messages as m
 from wire.errors import InvalidArgument
+
+MOST_NAME = 128  # characters of a session's name
 
 # To protobuf
 
@@ -29,19 +31,19 @@ def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
     return control.ServiceStatus(**_values(status))
 
 
-def draft_events_to_pb(events: Iterable[m.DraftEvent]) -> speculation.DraftFrame:
+def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
     return speculation.DraftFrame(batch={"events": [_oneof(event) for event in events]})
 
 
-def target_events_to_pb(events: Iterable[m.TargetEvent]) -> speculation.TargetFrame:
+def target_events_to_pb(events: Iterable[m.TargetEvent | m.Beat]) -> speculation.TargetFrame:
     return speculation.TargetFrame(batch={"events": [_oneof(event) for event in events]})
 
 
-def serve_request_to_pb(request: m.ServeRequest) -> control.ServeFrame:
+def serve_request_to_pb(request: m.ServeRequest | m.Beat) -> control.ServeFrame:
     return control.ServeFrame(**_oneof(request))
 
 
-def served_events_to_pb(events: Iterable[m.ServedEvent]) -> control.ServedFrame:
+def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.ServedFrame:
     return control.ServedFrame(events=[_oneof(event) for event in events])
 
 
@@ -73,22 +75,30 @@ def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
     return _read(m.ServiceStatus, pb)
 
 
-def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent:
-    unset = "draft event: none of announcement, proposal, ready, decline, resync is set"
-    return _read_oneof((m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync), pb, "event", unset)
+def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
+    unset = "draft event: none of announcement, proposal, ready, decline, resync, beat is set"
+    return _read_oneof((m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync, m.Beat), pb, "event", unset)
 
 
-def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent:
-    unset = "target event: none of begin, verdict, end, refusal is set"
-    return _read_oneof((m.Begin, m.Verdict, m.End, m.Refusal), pb, "event", unset)
+def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent | m.Beat:
+    unset = "target event: none of begin, verdict, end, refusal, beat is set"
+    return _read_oneof((m.Begin, m.Verdict, m.End, m.Refusal, m.Beat), pb, "event", unset)
 
 
-def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest:
-    return _read_oneof((m.Open, m.Abort), pb, "body", "serve frame: neither open nor abort is set")
+def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
+    return _read_oneof((m.Open, m.Abort, m.Beat), pb, "body", "serve frame: none of open, abort, beat is set")
 
 
-def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent:
-    return _read_oneof((m.Commit, m.Closed), pb, "event", "served event: neither commit nor closed is set")
+def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
+    return _read_oneof((m.Commit, m.Closed, m.Beat), pb, "event", "served event: none of commit, closed, beat is set")
+
+
+def session_in(pb: Any, oneof: str) -> str:
+    """Return the session that a message with this oneof names, also where the message is wrong; empty for none."""
+    name = pb.WhichOneof(oneof)
+    inner = None if name is None else getattr(pb, name)
+    session = getattr(getattr(inner, "at", inner), "session", "")
+    return session if len(session) <= MOST_NAME else ""
 
 
 def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any:
@@ -110,8 +120,8 @@ def _read(kind: Any, pb: Any) -> Any:
 
 
 def _read_session(session: str) -> str:
-    if not session or len(session) > 128:
-        raise InvalidArgument(f"session: expected 1 to 128 characters, got {len(session)}")
+    if not session or len(session) > MOST_NAME:
+        raise InvalidArgument(f"session: expected 1 to {MOST_NAME} characters, got {len(session)}")
     return session
 
 
@@ -120,8 +130,12 @@ def _read_at(pb: speculation.At) -> m.At:
 
 
 def _read_sampling(pb: speculation.Sampling) -> Sampling:
-    if not (math.isfinite(pb.temperature) and pb.temperature >= 0 and 0 < pb.top_p <= 1):
-        raise InvalidArgument(f"sampling: temperature {pb.temperature} >= 0 and top_p {pb.top_p} in (0, 1] expected")
+    is_heat = pb.temperature == 0 or np.float32(LEAST_TEMPERATURE) <= pb.temperature < math.inf
+    if not (is_heat and 0 < pb.top_p <= 1):
+        raise InvalidArgument(
+            f"sampling: expected a temperature of 0 or from {LEAST_TEMPERATURE} on and top_p in (0, 1], got "
+            f"{pb.temperature} and {pb.top_p}"
+        )
     return Sampling(pb.temperature, pb.top_p, pb.seed)
 
 

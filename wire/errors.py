@@ -57,6 +57,11 @@ class Unavailable(ServiceError):
     retry_after = 1
 
 
+class DeadlineExceeded(ServiceError):
+    status, http_code, kind = grpc.StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"
+    code = "deadline_exceeded"
+
+
 _BY_CODE = {kind.status.value[0]: kind for kind in ServiceError.__subclasses__()}
 
 

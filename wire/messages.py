@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class At(NamedTuple):
@@ -56,6 +56,11 @@ class Hello:
             if getattr(self, name) != getattr(other, name)
         ]
         return "; ".join(differing) or None
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Says that its sender lives; every second, in all streams between services (wire/streams.py)."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from config.logs import configure_logs
 from wire.access import OPEN, Guard, RequireBearer
 from wire.errors import ServiceError
 from wire.malformed import RefuseMalformed
-from wire.options import OPTIONS
+from wire.options import MOST_BYTES, OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -46,43 +46,52 @@ OnReady = Callable[[RunningServer], None]
 
 
 async def start_server(
-    host: str, port: int, services: list[tuple[Callable[[Any, Any], None], Any, str]], guard: Guard = OPEN
+    host: str,
+    port: int,
+    services: list[tuple[Callable[[Any, Any], None], Any, str]],
+    guard: Guard = OPEN,
+    most_bytes: int = MOST_BYTES,
 ) -> RunningServer:
     """Listen on host:port (0: any free one) for those whom `guard` lets in.
 
-    `services`: (add_…_to_server, servicer, full name) each.
+    services: (add_…_to_server, servicer, full name) each. most_bytes: of a message that is received; longer ones are
+    refused with RESOURCE_EXHAUSTED before they are parsed.
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
+    options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
     authorizing = [RequireBearer(guard.authorize, guard.refused)] if guard.authorize else []
-    server = grpc.aio.server(options=OPTIONS, interceptors=[*authorizing, RefuseMalformed()])
+    server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = [name for _, _, name in services] + [health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
+    check_free(host, port)  # gRPC prints what is wrong instead of raising it
     try:
-        _try_bind(host, port)  # gRPC prints what is wrong instead of raising it
         if guard.tls is None:
             bound = server.add_insecure_port(f"{host}:{port}")
         else:
             bound = server.add_secure_port(f"{host}:{port}", guard.tls.server_credentials())
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     await server.start()
     running = RunningServer(server, health_servicer, f"{host}:{bound}")
     await running.set_serving(False)
     return running
 
 
-def _try_bind(host: str, port: int) -> None:
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, _, _, address = found[0]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
+def check_free(host: str, port: int) -> None:
+    """Raise OSError naming the address if nothing can listen on it now. Asked first, since models take long to load."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
@@ -91,21 +100,28 @@ async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None
     await context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
 
 
+async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    if isinstance(error, ServiceError):
+        await _abort(context, error)
+    log.error("a call failed", exc_info=error)
+    await _abort(context, ServiceError(f"{type(error).__name__}: {error}"))
+
+
 async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> Any:
-    """Await a unary call's work; a ServiceError becomes its status."""
+    """Await a call's work; a ServiceError becomes its status, any other error INTERNAL and a log entry."""
     try:
         return await work
-    except ServiceError as error:
-        await _abort(context, error)
+    except Exception as error:
+        await _fail(context, error)
 
 
 async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The same for a server stream."""
+    """Yield what a server stream's work yields, with the same errors."""
     try:
         async for item in work:
             yield item
-    except ServiceError as error:
-        await _abort(context, error)
+    except Exception as error:
+        await _fail(context, error)
 
 
 def run_service(settings: ServiceSettings, run: Callable[[OnReady], Awaitable[None]]) -> None:

@@ -41,12 +41,14 @@ class RoundParts:
 @dataclass(frozen=True)
 class Breakdown:
     """Of the time in which all sessions of a run had rounds. rounds: how many the parts are the mean of. target_idle,
-    draft_idle: the share of that time in which the service's model did not run."""
+    draft_idle: the share of that time in which the service's model did not run. met: the share of verdicts for which
+    the next round was drafted ahead."""
 
     rounds: int
     parts: RoundParts
     target_idle: float
     draft_idle: float
+    met: float
 
 
 def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
@@ -71,8 +73,23 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int)
     ]
     if not rounds:
         raise ValueError(f"{run}: at no time did all sessions have rounds; give more --tokens")
-    parts = _mean_parts(rounds, target, draft)
-    return Breakdown(len(rounds), parts, _idle(target.steps, began, ended), _idle(draft.steps, began, ended))
+    return Breakdown(
+        rounds=len(rounds),
+        parts=_mean_parts(rounds, target, draft),
+        target_idle=_idle(target.steps, began, ended),
+        draft_idle=_idle(draft.steps, began, ended),
+        met=_share_met(rounds, draft),
+    )
+
+
+def _share_met(rounds: list[tuple[float, RoundKey, StepTimes]], draft: Timeline) -> float:
+    """Return the share of rounds whose last drafting was planned before the verdict that they follow."""
+    drafted: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for step in draft.steps:
+        for session, _, round_ in step.rounds:
+            drafted[session, round_].append(step.planned)
+    last = [(began, [at for at in drafted[key[0], key[2]] if at <= step.began]) for began, key, step in rounds]
+    return sum(bool(planned) and planned[-1] < began for began, planned in last) / len(last)
 
 
 def _rounds_by_session(timeline: Timeline, run: str) -> dict[str, list[tuple[RoundKey, StepTimes]]]:

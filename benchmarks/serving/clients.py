@@ -37,9 +37,9 @@ class Figures:
 
     name: the load's. tokens_a_second: of all sessions in the window in which all generated, from the SETTLED-th message
     of the last one to the end of the first; 0 if there was none. all_seconds: from the first request to the last
-    answer. first_token: from the request to the first message. gap: between two messages of a session. token: a session's mean time a token after
-    its first message. plain_share: of rounds without a proposal. draft, verify, wait: means of a round, as the
-    services count them.
+    answer. first_token: from the request to the first message. gap: between two messages of a session. token: a
+    session's mean time a token after its first message. plain_share: of rounds without a proposal. draft, verify, wait:
+    means of a round, as the services count them.
     """
 
     name: str

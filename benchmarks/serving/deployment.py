@@ -23,8 +23,8 @@ PREFILL_CHUNK = 4096  # prompt tokens a step, at most
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    target_flags, draft_flags: further flags of the services. gpus: the device of target and draft; None: as torch
-    finds."""
+    branches: the most that a row drafts. target_flags, draft_flags: further flags of the services. gpus: the device of
+    target and draft; None: as torch finds."""
 
     target_shape: str
     draft_shape: str
@@ -32,6 +32,7 @@ class Pair:
     acceptance: float
     budget: float
     read_share: float
+    branches: int = 1
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
     gpus: tuple[int, int] | None = None
@@ -121,8 +122,9 @@ class Deployment:
         return self.folder / "controls.json"
 
     def _launch_draft(self) -> "subprocess.Popen[str]":
-        own = ("--target", self._addresses["target"], "--read-share", str(self.pair.read_share))
-        return self._launch("draft", *own, "--controls", str(self._controls), *self.pair.draft_flags)
+        own = ["--target", self._addresses["target"], "--controls", str(self._controls)]
+        own += ["--read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
+        return self._launch("draft", *own, *self.pair.draft_flags)
 
     def _launch(self, side: str, *own: str) -> "subprocess.Popen[str]":
         command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]

@@ -39,13 +39,15 @@ class Way:
     mode: str
     waves: int = 0
     ahead: bool = False
+    branches: int = 1
     hot: float = 0.0
     replayed: bool = False
 
     def __str__(self) -> str:
         if self.mode == "none":
             return "no draft"
-        extras = ["" if self.ahead else ", not ahead", f", hot {self.hot:g}" if self.hot else ""]
+        outcomes = f", {self.branches} branches" if self.branches > 1 else ""
+        extras = [outcomes if self.ahead else ", not ahead", f", hot {self.hot:g}" if self.hot else ""]
         return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{''.join(extras)}"
 
 
@@ -151,7 +153,7 @@ def describe_breakdown(breakdown: Breakdown) -> str:
     shown = " + ".join(f"{part.name.replace('_', ' ')} {getattr(parts, part.name):.2f}" for part in fields(parts))
     return (
         f"a round of {parts.whole:.2f} ms = {shown} ({breakdown.rounds} rounds); idle: target "
-        f"{breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}"
+        f"{breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}; verdicts met {breakdown.met:.1%}"
     )
 
 

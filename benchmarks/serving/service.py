@@ -29,9 +29,11 @@ from draft_service.link import keep_link
 from draft_service.sessions import DraftSession
 from draft_service.steps import DraftStep, DraftStepResult
 from engine.inputs import SharedBudget
+from engine.rounds.requests import DraftedTokens, RoundOutput
 from engine.step_loop import run_step_loop
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection, last_word_mask, row_words
+from target_service.commit import imposed_token
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
 from target_service.verifier import Verifier
@@ -44,12 +46,16 @@ class Controls:
     """How a draft drafts from the next row on.
 
     attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
+    foresight: at this share of all positions the token that the target adds, which is imposed, is the draft's next one.
+    branches: at most as many as the service was started with.
     """
 
     micro_batches: int = 2
     ahead: bool = True
+    branches: int = 1
     replay: str = ""
     attached: bool = True
+    foresight: float = 0.0
 
     @staticmethod
     def read(file: str) -> "Controls":
@@ -72,11 +78,15 @@ class ControlledDrafter(Drafter):
         if controls == self._controls:
             return
         self._controls = controls
-        self._settings = replace(self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead)
+        self._settings = replace(
+            self._settings, micro_batches=controls.micro_batches, ahead=controls.ahead, branches=controls.branches
+        )
         self._replayed = np.load(controls.replay, mmap_mode="r") if controls.replay else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         result = super().execute(step)
+        if self._controls is not None and self._controls.foresight > 0:
+            result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
         if self._replayed is None:
             return result
         rounds = []
@@ -88,10 +98,39 @@ class ControlledDrafter(Drafter):
             rounds.append(output)
         return replace(result, rounds=rounds)
 
+    def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
+        """Return the rounds of a step with imposed tokens among the draft's choices."""
+        rounds, vocab = [], self.runner.vocab_size
+        for planned, output in zip(step.rounds, result.rounds, strict=True):
+            starts = [branch.length + 1 for branch in planned.request.branches] or [planned.base]
+            branches = [
+                foreseeing(drafted, start, foresight, vocab)
+                for start, drafted in zip(starts, output.branches, strict=True)
+            ]
+            rounds.append(replace(output, branches=branches))
+        return rounds
+
+
+def foreseeing(drafted: DraftedTokens, start: int, foresight: float, vocab: int) -> DraftedTokens:
+    """Return what was drafted from position `start` on, with the imposed token of some positions as the next choice.
+
+    Which positions these are follows from the position alone.
+    """
+    positions = start + np.arange(len(drafted.tokens))
+    known = positions * 2654435761 % 2**32 < foresight * 2**32
+    imposed = [imposed_token(int(position), vocab) for position in positions]
+    tokens = [*drafted.tokens[:-1], imposed[-1] if known[-1] else drafted.tokens[-1]]
+    if drafted.alternatives is None:
+        return replace(drafted, tokens=tokens)
+    alternatives = drafted.alternatives.copy()
+    alternatives[:, 0] = tokens
+    alternatives[known, 1] = np.array(imposed)[known]
+    return replace(drafted, tokens=tokens, alternatives=alternatives)
+
 
 def _drafted(step: DraftStep) -> list[tuple[DraftSession, int, int]]:
     """Return of each round that a step drafts its session, its number, and the position at which it begins."""
-    return [(session, session.round, session.base) for session in step.drafting]
+    return [(item.session, item.session.round + item.ahead, item.base) for item in step.rounds]
 
 
 def replayed_words(rounds: np.ndarray, number: int, blocks: int) -> np.ndarray:

@@ -93,7 +93,7 @@ def _results_layout(shape: PassShape) -> Layout:
     if shape.decay is not None:
         layout["blocks_read"] = of_sequence
     if shape.judged:
-        layout |= {"accepted": of_sequence, "following": of_sequence}
+        layout |= dict.fromkeys(("accepted", "following", "finite"), of_sequence)
     if shape.fetches:  # as engine.kv.fetch.FetchPlan has them, summed
         layout |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
         layout["missed"] = of_sequence

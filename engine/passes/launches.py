@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder
-from engine.judging import judge
+from engine.judging import are_finite, judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
 from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
@@ -115,9 +115,10 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["missed"].copy_(fetched.missed)
     if shape.judged:
         by_sequence = given["logits"].view(shape.sequences, shape.queries, -1)
-        accepted, following = judge(by_sequence, given, backend)
+        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned)
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
+        results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
     if shape.decay is None:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))

@@ -25,6 +25,7 @@ def read_outputs(
             output.blocks_read = int(results["blocks_read"][i])
         if shape.judged:
             output.verdict = int(results["accepted"][i]), int(results["following"][i])
+            output.finite = bool(results["finite"][i])
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
     if not shape.judged:

@@ -19,7 +19,22 @@ from sparsity.selection import BlockSelection
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_service, start_services
 from wire import convert
-from wire.messages import Announcement, At, Begin, Commit, Exactness, Hello, Open, Proposal, Ready, Support
+from wire.messages import (
+    Announcement,
+    At,
+    Beat,
+    Begin,
+    Closed,
+    Commit,
+    End,
+    Exactness,
+    Hello,
+    Open,
+    Proposal,
+    Ready,
+    Support,
+    Verdict,
+)
 from wire.selection_codec import encode_selection
 
 
@@ -45,6 +60,8 @@ async def _shake(target: str, hello: Hello) -> tuple[grpc.StatusCode, str]:
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details() or ""
         await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
         return await call.code(), await call.details()
 
 
@@ -85,7 +102,7 @@ def test_a_real_draft_reports_its_refusal(services: Services) -> None:
         draft.wait()
 
 
-# What a hostile or broken draft may send once it is attached. Each must end its stream, and only that.
+# What a hostile or broken draft may send once it is attached. Each must end the drafting of its session, and only that.
 PROMPT = list(range(300, 364))
 
 
@@ -120,8 +137,8 @@ BAD_EVENTS = {
 
 
 @pytest.mark.parametrize("what", BAD_EVENTS)
-async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
-    """A session of a draft that misbehaves is decoded plainly to its end; the target lives."""
+async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_target: str, what: str) -> None:
+    """A session of a draft that misbehaves is decoded plainly to its end; the target lives, and so does the stream."""
     async with grpc.aio.insecure_channel(bare_target) as channel:
         draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
         await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
@@ -131,27 +148,36 @@ async def test_a_broken_draft_loses_its_stream_and_no_token(hello: Hello, bare_t
         name = f"session-{what}"
         opening = Open(name, PROMPT, len(PROMPT), 8, [], sampling, Exactness.APPROXIMATE)
         await serve.write(convert.serve_request_to_pb(opening))
-        begin = convert.target_event_from_pb((await draft.read()).batch.events[0])
-        assert isinstance(begin, Begin)
+        begin = await _next(draft, Begin)
         assert begin.tokens == PROMPT
         await draft.write(convert.draft_events_to_pb([BAD_EVENTS[what](begin.at)]))
         committed = 0
         async with asyncio.timeout(20):
             while committed < 8:
-                for event in (await serve.read()).events:
-                    commit = convert.served_event_from_pb(event)
-                    assert isinstance(commit, Commit)
-                    committed += len(commit.tokens)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await _read_to_the_end(draft)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert refused.value.details()
+                for pb in (await serve.read()).events:
+                    event = convert.served_event_from_pb(pb)
+                    assert isinstance(event, Commit | Beat)
+                    committed += len(event.tokens) if isinstance(event, Commit) else 0
+            if what == "no session":
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await _next(draft, End)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert refused.value.details()
+            else:
+                assert (await _next(draft, End)).session == name
+                await serve.write(convert.serve_request_to_pb(replace(opening, session="another")))
+                assert (await _next(draft, Begin)).at.session == "another"
         await serve.done_writing()
 
 
-async def _read_to_the_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
+async def _next(draft: Any, kind: type) -> Any:
+    """The first event of this kind that comes, beside beats and verdicts."""
+    while True:
+        events = map(convert.target_event_from_pb, (await draft.read()).batch.events)
+        for event in events:
+            if isinstance(event, kind):
+                return event
+            assert isinstance(event, Beat | Verdict)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +207,10 @@ async def test_the_target_refuses_what_it_cannot_run(bare_target: str, change: d
     async with grpc.aio.insecure_channel(bare_target) as channel, asyncio.timeout(20):
         serve = control_pb2_grpc.TargetControlStub(channel).Serve()
         await serve.write(convert.serve_request_to_pb(opening))
-        closed = (await serve.read()).events[0].closed
+        closed = None
+        while closed is None:
+            events = map(convert.served_event_from_pb, (await serve.read()).events)
+            closed = next((event for event in events if isinstance(event, Closed)), None)
         assert closed.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert reason in closed.message
         await serve.done_writing()

@@ -1,7 +1,9 @@
 """A launch from its start to its end, on a Ray of its own."""
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,7 +47,8 @@ def _listening(pid: int) -> dict[str, str]:
 
 def test_everything_binds_to_loopback_and_stops_cleanly() -> None:
     """No Ray runs: launch starts one. At SIGTERM a short request finishes, a long one is told why it ends."""
-    environment = {"RAY_ADDRESS": ""}
+    folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: sockets lie in it
+    environment = {"RAY_ADDRESS": "", "TMPDIR": str(folder)}
     stack: Stack = start_stack("--ray-address", "auto", "--shutdown-grace", "6", environment=environment)
     assert "started one" in stack.output.read_text()
     processes = _children(stack.process.pid)
@@ -84,6 +87,9 @@ def test_everything_binds_to_loopback_and_stops_cleanly() -> None:
     while left := [pid for pid in processes if Path(f"/proc/{pid}/cmdline").exists() and _alive(pid)]:
         assert time.monotonic() < deadline, f"processes {left} outlive the launch"
         time.sleep(0.2)
+    left_files = [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left_files, "nothing but torch's cache is left in the temporary folder"
+    shutil.rmtree(folder)
 
 
 def _alive(pid: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.announcing import choose_blocks, predict_weights
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.rounds.requests import (
@@ -166,6 +166,7 @@ class FakeRunner(Runner):
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
             (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+            out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
             out.logits = None
         if item.read is not None:
             self._report(item.read, history, read, out)
@@ -340,7 +341,9 @@ def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Te
     return choose_blocks(announcer, scores, limits, "torch")[0].numpy().view(np.uint64)
 
 
-def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int, int]]:
+def judge_rounds(
+    logits: list[Tensor], rounds: list[Drafted], whatever_is_drafted: bool = False
+) -> list[tuple[int, int]]:
     """Judge rounds in one batch: the accepted count and the next token of each.
 
     logits: [len(tokens) + 1, vocab] each, row i for position base + i
@@ -353,7 +356,7 @@ def judge_rounds(logits: list[Tensor], rounds: list[Drafted]) -> list[tuple[int,
     padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
     for row, rows in zip(padded, logits, strict=True):
         row[: len(rows)] = rows
-    accepted, following = judge(padded, staging.device, default_backend(device))
+    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted)
     return list(zip(accepted.tolist(), following.tolist(), strict=True))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.access import PROBES, require_key
 from orchestrator.callers import Callers
+from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
@@ -84,6 +85,7 @@ async def running_gateway(
     reply_format: ReplyFormat | None = None,
     callers: Callers = ANYONE,
     log_text: bool = False,
+    connections: Connections | None = None,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
 
@@ -93,5 +95,5 @@ async def running_gateway(
     metrics = Metrics(MODEL)
     frontend = Frontend(router, router.tokenizer, limits, metrics, "tiny-draft", reply_format, log_text)
     app = require_key(make_app(frontend, read_status), callers, PROBES, frontend.observer.report)
-    async with serve_http(app, "127.0.0.1", 0) as address:
+    async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

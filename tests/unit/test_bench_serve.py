@@ -66,6 +66,7 @@ def judged(planned: float, began: float, ended: float, finished: float, gpu: flo
 def test_a_round_after_its_verdict() -> None:
     target = Timeline(judged(20, 21, 28, 30, 5), [((S, 0, 1), 1.016)])
     draft = Timeline([step(4, 5, 11, 13, 4, 1)], [((S, 0, 1), 1.003)])
+    assert break_down(target, draft, "run", settled=1).met == 0
     parts = parts_of(target, draft)
     assert parts == RoundParts(*map(pytest.approx, (3 + 3, 1, 1 + 2 + 2, 4, 4, 1 + 2 + 2, 5)))
     assert parts.whole == pytest.approx(30)
@@ -84,6 +85,7 @@ def test_a_round_said_again_waits_for_its_verdict() -> None:
     target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [((S, 0, 1), 0.999), ((S, 1, 1), 1.004)])
     draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [((S, 1, 1), 1.002)])
     assert parts_of(target, draft) == RoundParts(*map(pytest.approx, (4, 0, 0, 0, 1, 0, 4)))
+    assert break_down(target, draft, "run", settled=1).met == 1
 
 
 def test_without_a_draft_the_target_is_all_there_is() -> None:
@@ -145,7 +147,7 @@ def test_a_laid_out_round_is_cut_to_its_context(tmp_path: Path) -> None:
 def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All ways, then tiers of which about two thirds lie on the device."""
     file, plot = tmp_path / "serve.json", tmp_path / "serve.png"
-    sizes = ["--shapes", "2x200", "--tokens", "100", "--hot", "0.6", "--breakdown"]
+    sizes = ["--shapes", "2x200", "--tokens", "100", "--branches", "2", "--hot", "0.6", "--breakdown"]
     main([*TINY, *sizes, "--json", str(file), "--plot", str(plot)])
     content = json.loads(file.read_text())
     assert content["failures"] == []
@@ -165,7 +167,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["none", 0]["figures"]["tokens_a_round"] == 1
     assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
     assert plot.stat().st_size > 0
-    assert "approximate, 2 waves, hot 0.6" in capsys.readouterr().out
+    assert "approximate, 2 waves, 2 branches, hot 0.6" in capsys.readouterr().out
 
 
 def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from config import DraftSettings, SettingsError
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from engine.kv.pages import OutOfPages
+from engine.sampling import Sampling
 from engine.step_loop import MOST_FAILURES, run_step_loop
 from sparsity.announce import announce
 from sparsity.methods import METHODS
@@ -308,7 +309,7 @@ async def serve(stand: DraftStand, seconds: float) -> None:
     drafter = stand.drafter
     steps = drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(run_step_loop(*steps, asyncio.Event(), lambda: None), seconds)
+        await asyncio.wait_for(run_step_loop(*steps, asyncio.Event(), lambda: None, 60), seconds)
 
 
 def begin(name: str, epoch: int = 0) -> m.Begin:
@@ -352,6 +353,20 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     admission = stand.drafter.admission
     assert stand.drafter.session_count == admission.reserved == len(admission.waiting) == 0
     assert runner.kv.pool.held == 0
+
+
+def test_a_draft_declines_a_session_whose_logits_are_no_numbers() -> None:
+    stand = DraftStand()
+    runner = stand.drafter.runner
+    assert isinstance(runner, FakeRunner)
+    sane = runner.logits
+    runner.logits = lambda tokens: sane(tokens) * (float("nan") if len(tokens) == 8 else 1)
+    sampled = replace(begin("b"), sampling=Sampling(1.0))
+    said = stand.receive(sampled, m.Verdict(m.At("a", 1, 1, 40), 0, [9], plain=False))
+    (declined,) = [event for event in said if isinstance(event, m.Decline)]
+    assert declined.session == "b"
+    assert "NaN" in declined.reason
+    assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a"}
 
 
 def test_steps_that_fail_for_ever_end_the_service(failing: tuple[DraftStand, FakeRunner]) -> None:

@@ -42,7 +42,7 @@ PROTO_FILES = {
     "orchestrator/endpoints.py",
     "orchestrator/grpc_gateway.py",
     "orchestrator/router.py",
-    "orchestrator/services.py",
+    "orchestrator/service_status.py",
 }
 # Only the orchestrator knows Ray, in one place.
 RAY_FILES = {"orchestrator/cluster.py"}

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted
+from engine.judging import Drafted, are_finite
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, uniforms
 from tests.unit.fake_models import GREEDY, VOCAB, judge_rounds
 from tests.unit.world import target_probs
@@ -57,3 +57,44 @@ def test_rounds_are_judged_as_each_by_hand() -> None:
     outcomes = judge_rounds(all_logits, rounds)
     assert outcomes == [judged_by_hand(*item) for item in zip(all_logits, rounds, strict=True)]
     assert {accepted for accepted, _ in outcomes} == {0, 1, 2, 3}
+
+
+def test_tokens_whatever_is_drafted_are_those_of_plain_decoding() -> None:
+    """Any proposals, in any rounds, sampled and greedy side by side, give what the target draws alone."""
+    generator = torch.Generator().manual_seed(1)
+    rng = np.random.default_rng(1)
+    samplings = [Sampling(0.7, 0.9, seed=3), Sampling(1.3, 1.0, seed=4), GREEDY]
+    all_logits = 1.5 * torch.randn(len(samplings), 60, VOCAB, generator=generator)
+    plain = [[own(all_logits[row], sampling, at) for at in range(60)] for row, sampling in enumerate(samplings)]
+    given: list[list[int]] = [[] for _ in samplings]
+    kept = 0
+    while min(map(len, given)) < 50:
+        rounds, rows = [], []
+        for row, sampling in enumerate(samplings):
+            base, count = len(given[row]), int(rng.integers(0, 5))
+            tokens = [plain[row][base + i] if rng.random() < 0.6 else int(rng.integers(VOCAB)) for i in range(count)]
+            supports = [m.Support(np.array([t, (t + 1) % VOCAB]), np.array([0.5, 0.5], np.float32)) for t in tokens]
+            rounds.append(Drafted(tokens, [] if sampling.greedy else supports, sampling, base))
+            rows.append(all_logits[row, base : base + count + 1])
+        for tokens, item, (accepted, following) in zip(given, rounds, judge_rounds(rows, rounds, True), strict=True):
+            tokens += [*item.tokens[:accepted], following]
+            del tokens[50:]
+            kept += accepted
+    assert given == [tokens[:50] for tokens in plain]
+    assert kept > 50
+
+
+def own(logits: Tensor, sampling: Sampling, at: int) -> int:
+    """What the target decodes at a position of which nothing is drafted."""
+    return judge_rounds([logits[at : at + 1]], [Drafted([], [], sampling, at)])[0][1]
+
+
+def test_logits_that_are_no_numbers_are_found_in_their_row() -> None:
+    logits = torch.randn(6, 3, 8)
+    logits[1, 0, 3] = float("nan")
+    logits[2, 1, 0] = float("inf")
+    logits[3, 2] = float("-inf")
+    logits[4, 0, :7] = float("-inf")  # a vocabulary may be masked
+    logits[5, 2, 1] = float("nan")  # behind what is drafted
+    counts = torch.tensor([2, 2, 2, 2, 2, 1])
+    assert are_finite(logits, counts).tolist() == [1, 0, 0, 0, 1, 1]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import kernels.rejection.layout
 import kernels.rejection.sampled
+from engine.judging import judge
 from kernels.rejection import DraftedRows, judge_greedy
 
 pytest.importorskip("triton")
@@ -126,3 +127,13 @@ def test_wrong_arguments_are_named() -> None:
         judge_sampled(**(given | {"top_p": torch.ones(3)}))
     with pytest.raises(ValueError, match="counts"):
         judge_greedy(given["logits"], given["draft_tokens"], torch.zeros(3, dtype=torch.int32))
+
+
+def test_the_targets_own_draws() -> None:
+    """What is judged whatever is drafted (engine.judging) has rows without drafted tokens."""
+    given = batch(4, 3, 700, 4, seed=8)
+    logits = given.pop("logits")
+    expected = judge(logits, given, "torch", whatever_is_drafted=True)
+    on_device = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+    got = judge(logits.to(DEVICE), on_device, "triton", whatever_is_drafted=True)
+    assert [t.tolist() for t in got] == [t.tolist() for t in expected]

@@ -1,6 +1,7 @@
 """What a client may ask for: everything else is refused before anything is started."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from evaluation.methods import RIVALS
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
 from orchestrator.requests import CompletionRequest, read_request
+from orchestrator.special_tokens import TextEncoder
 from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import Exactness, FinishReason
@@ -19,8 +21,9 @@ PROMPT = [5, 6, 7]
 def record(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any:
     request = read_request(CompletionRequest, {"prompt": PROMPT} | fields)
     prompt: Any = request.prompt
-    tokens = encode_text(prompt, tokenizer, limits) if isinstance(prompt, str) else check_tokens(prompt, limits)
-    return to_records(request, [tokens], limits)[0]
+    if isinstance(prompt, str):
+        prompt = encode_text(prompt, TextEncoder(tokenizer), limits)
+    return to_records(request, [check_tokens(prompt, limits)], limits)[0]
 
 
 def test_a_request_becomes_a_record(tokenizer: Any) -> None:
@@ -92,7 +95,7 @@ def test_a_prompt_and_output_beyond_the_context() -> None:
 
 def test_a_text_that_cannot_fit_is_not_even_tokenized() -> None:
     """The tokenizer given here would raise something else."""
-    refused("your prompt has 6401 characters", object(), prompt="x" * 6401)
+    refused("your prompt has 6401 characters", SimpleNamespace(added_tokens_decoder={}), prompt="x" * 6401)
 
 
 def test_a_text_of_too_many_tokens(tokenizer: Any) -> None:

@@ -1,14 +1,19 @@
 """The loop of both services, driven by functions: what becomes of a step that fails, and how prompts share a step."""
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.step_loop import MOST_FAILURES, run_step_loop, share_prefill
+from engine.step_loop import HUNG, MOST_FAILURES, run_step_loop, share_prefill
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Loop:
 
     def run(self) -> None:
         async def until_idle() -> None:
-            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None)
+            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None, 60)
             await asyncio.wait_for(loop, 0.2)
 
         try:
@@ -93,6 +98,22 @@ def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception, caplog: p
     (record,) = caplog.records
     assert record.getMessage().startswith(f"a model step failed, which ends the service: {type(error).__name__}")
     assert (loop.planned, loop.failed) == (1, [])
+
+
+HANGING = """
+import asyncio, time
+from engine.step_loop import run_step_loop
+never = lambda *_: None
+work = run_step_loop(lambda: 1, lambda step: time.sleep(100), never, never, asyncio.Event(), never, step_timeout=0.2)
+asyncio.run(work)
+"""
+
+
+def test_a_step_that_hangs_ends_the_process() -> None:
+    """No thread can be ended, and nobody waits for this one."""
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.returncode == HUNG
+    assert "taken more than 0.2 s" in ended.stderr
 
 
 @given(st.lists(st.integers(1, 400), max_size=8), st.integers(2, 300))

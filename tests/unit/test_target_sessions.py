@@ -283,22 +283,6 @@ def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     assert not stand.step()
 
 
-@pytest.mark.parametrize(("foresight", "least", "most"), [(0.0, 0, 0), (0.5, 4, 16), (1.0, 20, 20)])
-def test_verdicts_that_are_imposed_meet_outcomes_at_the_rate_asked_for(foresight: float, least: int, most: int) -> None:
-    met = 0
-    for seed in range(20):
-        stand = Stand(m.Exactness.EXACT, replace(GREEDY, seed=seed))
-        settings = replace(stand.verifier.settings, synthetic_acceptance=0.6, synthetic_foresight=foresight)
-        stand.verifier.settings = settings
-        right = FakeModel(ends=True).plain(stand.tokens, 1, [])[0][-1]
-        stand.receive(stand.proposal(announces=False))
-        for base in range(101, 106):
-            stand.receive(ahead(stand, base, (right + 1 + base) % VOCAB))
-        assert stand.step()
-        met += stand.session.foreseen
-    assert least <= met <= most
-
-
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     stand = Stand(m.Exactness.EXACT)
     for token in range(MAX_BRANCHES):
@@ -470,6 +454,7 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
         fail_step=verifier.fail_step,
         wake=wake,
         next_deadline=verifier.next_deadline,
+        step_timeout=60,
     )
     if ends:
         with pytest.raises(RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"):
@@ -528,6 +513,30 @@ def test_a_full_queue_refuses_and_can_be_aborted_from() -> None:
     stand.verifier.admission.open(stand.opening("d"), stand.served.append)
     stand.verifier.close_all(Unavailable("stopping"))
     assert {event.session for event in stand.served if isinstance(event, m.Closed)} == {"a", "c", "d"}
+
+
+def test_who_has_many_sessions_keeps_nobody_out() -> None:
+    """A full queue makes room for who has fewer sessions in it, and the next place is theirs who have fewer running."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=3, max_context=600))
+    many: list[m.ServedEvent] = []
+    few: list[m.ServedEvent] = []
+    for i in range(5):
+        verifier.admission.open(exact(f"m{i}"), many.append)
+    verifier.admission.admit()
+    with pytest.raises(ResourceExhausted):
+        verifier.admission.open(exact("m5"), many.append)
+    verifier.admission.open(exact("f0"), few.append)
+    assert [session.id for session in verifier.admission.queue] == ["m2", "m3", "f0"]
+    (closed,) = many
+    assert isinstance(closed, m.Closed)
+    assert (closed.session, closed.code) == ("m4", ResourceExhausted.status.value[0])
+    verifier.abort("m0")
+    verifier.admission.release_closed()
+    assert [session.id for session in verifier.admission.admit()] == ["f0"]
+    verifier.abort("m1")
+    verifier.admission.release_closed()
+    assert [session.id for session in verifier.admission.admit()] == ["m2"]
 
 
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:

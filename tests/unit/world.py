@@ -90,7 +90,6 @@ class World:
         faults: Faults | None = None,
         max_sessions: int = 64,
         synthetic_acceptance: float = -1.0,
-        synthetic_foresight: float = -1.0,
         on_round: OnRound | None = None,
         draft_context: int = 500,
     ) -> None:
@@ -108,7 +107,6 @@ class World:
                 max_queued=5000,
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
-                synthetic_foresight=synthetic_foresight,
             ),
             on_round,
         )

@@ -1,0 +1,89 @@
+"""What one HTTP client can take from the others: connections, time and memory, all of it bounded."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrator.connection_limits import Connections
+from tests.unit.gateway import LIMITS, ScriptedRouter, running_gateway
+
+COMPLETIONS = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, data: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which so much was sent."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.close()
+
+
+async def is_closed(reader: asyncio.StreamReader, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+async def ask(address: str, **fields: Any) -> int:
+    async with aiohttp.ClientSession(address) as session:
+        answer = await session.post(COMPLETIONS, json={"prompt": "The sea", "max_tokens": 4} | fields)
+        return answer.status
+
+
+async def test_connections_of_an_address_are_limited_and_one_line_says_so(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections = Connections(6, receive_seconds=30)
+    async with running_gateway(ScriptedRouter(tokenizer), connections=connections) as address:
+        async with contextlib.AsyncExitStack() as silent:
+            readers = [await silent.enter_async_context(connected(address)) for _ in range(9)]
+            closed = [await is_closed(reader, 0.3) for reader in readers]
+            assert closed == [False] * 3 + [True] * 6
+        assert len([r for r in caplog.records if "HTTP connections are open" in r.getMessage()]) == 1
+        await asyncio.sleep(0.1)
+        assert await ask(address) == 200
+    assert not connections.by_address
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", HEAD, HEAD + b'{"prompt": '])
+async def test_a_request_that_does_not_come_is_not_waited_for(tokenizer: Any, data: bytes) -> None:
+    connections = Connections(100, receive_seconds=0.3)
+    async with running_gateway(ScriptedRouter(tokenizer), connections=connections) as address:
+        async with connected(address, data) as reader:
+            assert not await is_closed(reader, 0.1)
+            assert await is_closed(reader, 2)
+        assert await ask(address) == 200
+
+
+async def test_a_request_that_takes_long_to_answer_is_waited_for(tokenizer: Any) -> None:
+    router = ScriptedRouter(tokenizer)
+    router.gate.clear()
+    async with running_gateway(router, connections=Connections(100, receive_seconds=0.2)) as address:
+        asking = asyncio.create_task(ask(address))
+        await asyncio.sleep(0.6)
+        router.gate.set()
+        assert await asking == 200
+
+
+async def test_a_body_beyond_the_context_is_refused_unread(tokenizer: Any) -> None:
+    async with running_gateway(ScriptedRouter(tokenizer)) as address:
+        started = time.monotonic()
+        assert await ask(address, prompt=[1] * 2_000_000) == 413
+        assert time.monotonic() - started < 2
+        assert await ask(address, prompt=[1] * LIMITS.max_context) == 400
+        assert await ask(address, prompt=[1] * (LIMITS.max_context - 4)) == 200

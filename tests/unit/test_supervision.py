@@ -1,0 +1,98 @@
+"""What hangs is replaced, what starts or dies is not, and a Ray that cannot be brought back ends the launch."""
+
+import asyncio
+from collections import deque
+
+import grpc
+import pytest
+
+from orchestrator.supervision import supervise
+from wire.errors import ClusterError
+from wire.messages import ServiceStatus
+
+STATUS = ServiceStatus("target", 1, [], "", {}, {})
+HANGS, GONE = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
+
+
+class Service:
+    """Answers as the script says, the last entry again and again: None is an answer, else the status of none."""
+
+    def __init__(self, *script: grpc.StatusCode | None) -> None:
+        self.script = deque(script)
+
+    async def ask(self) -> ServiceStatus:
+        code = self.script.popleft() if len(self.script) > 1 else self.script[0]
+        if code is None:
+            return STATUS
+        await asyncio.sleep(0.01)
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+class Placement:
+    """Notes what it is told to do. lost: how many restarts it takes, the last of which works."""
+
+    def __init__(self, lost: int = 0) -> None:
+        self.replaced: list[str] = []
+        self.restarts, self.lost = 0, lost
+
+    def replace(self, side: str) -> None:
+        self.replaced.append(side)
+
+    def is_alive(self) -> bool:
+        return self.lost == 0
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.lost -= 1
+        if self.lost:
+            raise ConnectionError("no Ray")
+
+
+@pytest.fixture(autouse=True)
+def short_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.supervision.BEAT_SECONDS", 0.01)
+
+
+async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await supervise({side: service.ask for side, service in services.items()}, placement)
+
+
+async def test_a_service_that_stops_answering_is_replaced_and_no_other() -> None:
+    placement = Placement()
+    await watch(placement, target=Service(None, None, HANGS), draft=Service(None))
+    assert placement.replaced == ["target"]  # and not again while it does not answer: it starts
+
+
+async def test_a_replaced_service_is_watched_again_once_it_answers() -> None:
+    placement = Placement()
+    await watch(placement, target=Service(None, *[HANGS] * 30, GONE, GONE, None, *[HANGS] * 30, None))
+    assert placement.replaced == ["target", "target"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [HANGS],  # it starts and has never answered
+        [None, *[HANGS] * 7, None, *[HANGS] * 7, None],  # it is slow
+        [None, *[HANGS] * 7, GONE, *[HANGS] * 30, None],  # it died and starts
+    ],
+)
+async def test_what_starts_or_is_slow_is_left_alone(script: list[grpc.StatusCode | None]) -> None:
+    placement = Placement()
+    await watch(placement, target=Service(*script))
+    assert placement.replaced == []
+
+
+async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    placement = Placement(lost=3)
+    await watch(placement, target=Service(None))
+    assert placement.restarts == 3
+    assert "Ray is lost" in caplog.text
+    assert "attempt 2 of 3" in caplog.text
+
+
+async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
+    with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
+        await supervise({"target": Service(None).ask}, Placement(lost=9))

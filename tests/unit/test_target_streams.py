@@ -1,0 +1,213 @@
+"""The target's streams over gRPC: one session's error ends that session, and one peer's doings harm no other."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from config import TargetSettings
+from engine.sampling import Sampling
+from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from target_service.admission import Admission
+from target_service.service import serve
+from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
+from wire import convert
+from wire import messages as m
+
+PROMPT = list(range(1, 21))
+HELLO = m.Hello("draft", "any", VOCAB, "hash", PLAN.hash, 4, PLAN.block_size)
+
+
+class SlowRunner(FakeRunner):
+    """A step takes 10 ms, so that a session of some hundred tokens is there for a while."""
+
+    def forward(self, inputs: Any) -> Any:
+        time.sleep(0.01)
+        return super().forward(inputs)
+
+
+@contextlib.asynccontextmanager
+async def target(logits: Logits | None = None, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a target in this process; ends the target at the end."""
+    runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
+    service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
+    task = asyncio.create_task(service)
+    try:
+        async with asyncio.timeout(30), grpc.aio.insecure_channel(await address) as channel:
+            yield channel
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def opening(name: str, max_tokens: int = 300, sampling: Sampling = GREEDY) -> m.Open:
+    return m.Open(name, PROMPT, len(PROMPT), max_tokens, [], sampling, m.Exactness.EXACT)
+
+
+class Orchestrator:
+    """One Serve stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = control_pb2_grpc.TargetControlStub(channel).Serve()
+
+    async def send(self, request: m.ServeRequest) -> None:
+        await self.call.write(convert.serve_request_to_pb(request))
+
+    async def events(self) -> AsyncIterator[m.ServedEvent]:
+        """What comes, but for beats; this end says its own with each."""
+        while (frame := await self.call.read()) is not grpc.aio.EOF:
+            await self.call.write(convert.serve_request_to_pb(m.Beat()))
+            for pb in frame.events:
+                event = convert.served_event_from_pb(pb)
+                if not isinstance(event, m.Beat):
+                    yield event
+
+    async def outcome(self, name: str) -> m.ServedEvent:
+        """The event that ends a session."""
+        async for event in self.events():
+            if isinstance(event, m.Closed) and event.session == name:
+                return event
+            if isinstance(event, m.Commit) and event.at.session == name and event.finish_reason:
+                return event
+        raise AssertionError("the stream ended")
+
+
+class Draft:
+    """One Speculate stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        self._come: deque[Any] = deque()
+
+    async def attach(self) -> None:
+        await self.call.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(HELLO)))
+        assert (await self.call.read()).WhichOneof("body") == "welcome"
+
+    async def send(self, *events: m.DraftEvent) -> None:
+        await self.call.write(convert.draft_events_to_pb(events))
+
+    async def wait_for(self, kind: type, name: str) -> Any:
+        while True:
+            while self._come:
+                event = self._come.popleft()
+                session = getattr(event, "session", None) or getattr(getattr(event, "at", None), "session", None)
+                if isinstance(event, kind) and session == name:
+                    return event
+            self._come += map(convert.target_event_from_pb, (await self.call.read()).batch.events)
+
+
+async def read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_only_who_opened_a_session_may_abort_it() -> None:
+    async with target() as channel:
+        ours, other = Orchestrator(channel), Orchestrator(channel)
+        await ours.send(opening("a", 100))
+        first = await anext(ours.events())
+        assert isinstance(first, m.Commit)
+        await other.send(m.Abort("a"))
+        outcome = await ours.outcome("a")
+        assert isinstance(outcome, m.Commit)
+        assert outcome.finish_reason is m.FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-40), Sampling(float("nan")), Sampling(1.0, top_p=2.0)])
+async def test_a_session_that_cannot_be_leaves_its_stream_to_the_others(sampling: Sampling) -> None:
+    async with target() as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("good", 30))
+        await ours.send(opening("bad", 30, sampling))
+        outcome = await ours.outcome("bad")
+        assert isinstance(outcome, m.Closed)
+        assert outcome.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert isinstance(await ours.outcome("good"), m.Commit)
+
+
+async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> None:
+    async with target() as channel:
+        ours, draft = Orchestrator(channel), Draft(channel)
+        await draft.attach()
+        await ours.send(opening("a"))
+        await ours.send(opening("b"))
+        begin = await draft.wait_for(m.Begin, "a")
+        await draft.send(m.Proposal(begin.at, False, PROMPT[-1], [VOCAB]))
+        await draft.wait_for(m.End, "a")
+        assert (await draft.wait_for(m.Begin, "a")).tokens[: len(PROMPT)] == PROMPT
+        assert await draft.wait_for(m.Verdict, "b")
+        assert isinstance(await ours.outcome("b"), m.Commit)
+
+
+async def test_a_draft_that_does_not_read_is_sent_away() -> None:
+    async with target(max_sessions=2, max_context=400) as channel:
+        ours, draft = Orchestrator(channel), Draft(channel)
+        await draft.attach()
+        await ours.send(opening("a", 350))
+        await draft.wait_for(m.Begin, "a")
+        await draft.send(*[m.Resync("a")] * 3000)  # each is answered by all tokens of the session
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await draft.wait_for(m.Refusal, "a")
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(await ours.outcome("a"), m.Commit)
+
+
+async def test_an_error_in_receiving_a_frame_is_no_ok(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Admission, request: m.Open, emit: Any) -> None:
+        raise KeyError(request.session)
+
+    monkeypatch.setattr(Admission, "open", fail)
+    async with target() as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("a"))
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await ours.outcome("a")
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+    assert "KeyError" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Orchestrator, Draft])
+async def test_a_peer_that_falls_silent_is_let_go(
+    kind: Callable[[grpc.aio.Channel], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    async with target() as channel:
+        peer = kind(channel)
+        if isinstance(peer, Draft):
+            await peer.attach()
+        else:
+            await peer.send(opening("a"))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await read_all(peer.call)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "has said nothing for 0.4 s" in (ended.value.details() or "")
+        status = await control_pb2_grpc.TargetControlStub(channel).Status(control_pb2.StatusRequest())
+        assert not status.attached
+        assert status.gauges["sessions"] == 0
+
+
+async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> None:
+    def logits(tokens: list[int]) -> Any:
+        return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
+
+    async with target(logits=logits) as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("good", 40))
+        await ours.send(replace(opening("bad", 40), tokens=[30, *PROMPT[1:]]))
+        outcome = await ours.outcome("bad")
+        assert isinstance(outcome, m.Closed)
+        assert outcome.code == grpc.StatusCode.INTERNAL.value[0]
+        assert "NaN" in outcome.message
+        good = await ours.outcome("good")
+        assert isinstance(good, m.Commit)
+        assert good.finish_reason is m.FinishReason.LENGTH
