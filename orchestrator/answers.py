@@ -1,6 +1,7 @@
 """The JSON of an answer, whole or in pieces, to a completion or to a chat."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -75,17 +76,45 @@ def _as_vllm_names(totals: SpeculationTotals) -> Event:
     }
 
 
-class CompletionAnswer:
-    """The answer to a completion. echoes: the texts that the choices begin with."""
+class Answer(ABC):
+    """An answer in the making, as its protocol words it. final_event: the text that ends its stream."""
 
     final_event = "data: [DONE]\n\n"
 
+    def __init__(self, totals: Totals) -> None:
+        self._totals = totals
+
+    @abstractmethod
+    def opening(self) -> list[Event]:
+        """Return what a stream begins with."""
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> list[Event]:
+        """Take a chunk in, and return what a stream says of it."""
+
+    @abstractmethod
+    def closing(self) -> list[Event]:
+        """Return what a stream says when all choices have ended."""
+
+    @abstractmethod
+    def whole(self) -> Event:
+        """Return the answer in one piece."""
+
+    def failure(self, error: ServiceError) -> Event:
+        """Return what a stream says of an error."""
+        return error_body(error)
+
+
+class CompletionAnswer(Answer):
+    """The answer to a completion. echoes: the texts that the choices begin with."""
+
     def __init__(self, name: str, model: str, echoes: list[str], totals: Totals, usage: bool) -> None:
+        super().__init__(totals)
         self._head = {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": model}
         self._texts = [""] * len(echoes)
         self._reasons: list[str | None] = [None] * len(echoes)
         self._echoes = echoes
-        self._totals, self._usage = totals, usage
+        self._usage = usage
 
     def opening(self) -> list[Event]:
         """Return what a stream begins with."""
@@ -95,7 +124,7 @@ class CompletionAnswer:
         """Take a chunk in, and return what a stream says of it."""
         self._totals.add(chunk)
         self._texts[chunk.choice] += chunk.text
-        self._reasons[chunk.choice] = reason = _reason(chunk)
+        self._reasons[chunk.choice] = reason = chunk.reason
         return [self._piece(_choice(chunk.choice, {"text": chunk.text}, reason))] if chunk.text or reason else []
 
     def closing(self) -> list[Event]:
@@ -123,18 +152,17 @@ class _Message:
     reason: str | None = None
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """The answer to a chat. parsers: of each choice's text. one_call: whether calls after the first are left out."""
-
-    final_event = "data: [DONE]\n\n"
 
     def __init__(
         self, name: str, model: str, parsers: list[ReplyParser | None], one_call: bool, totals: Totals, usage: bool
     ) -> None:
+        super().__init__(totals)
         self._head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": model}
         self._messages = [_Message(parser) for parser in parsers]
         self._one_call = one_call
-        self._totals, self._usage = totals, usage
+        self._usage = usage
 
     def opening(self) -> list[Event]:
         """Return what a stream begins with."""
@@ -143,7 +171,7 @@ class ChatAnswer:
     def add(self, chunk: Chunk) -> list[Event]:
         """Take a chunk in, and return what a stream says of it."""
         self._totals.add(chunk)
-        message, reason = self._messages[chunk.choice], _reason(chunk)
+        message, reason = self._messages[chunk.choice], chunk.reason
         deltas = [Delta(chunk.text)] if chunk.text else []
         if message.parser is not None:
             deltas = message.parser.feed(chunk.text, reason is not None)
@@ -195,7 +223,3 @@ def _call(call: CalledTool) -> Event:
 
 def _choice(index: int, content: Mapping[str, Any], reason: str | None) -> Event:
     return {"index": index, **content, "logprobs": None, "finish_reason": reason}
-
-
-def _reason(chunk: Chunk) -> str | None:
-    return None if chunk.finish_reason is FinishReason.NONE else chunk.finish_reason.name.lower()

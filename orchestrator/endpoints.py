@@ -100,7 +100,8 @@ def _make_frontend(config: Config, router: Router) -> Frontend:
         config.target.max_context,
         stop_token_ids(generation, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
-        **{name: float(defaults[name]) for name in ("temperature", "top_p") if defaults.get(name)},
+        temperature=defaults.get("temperature", 1.0),
+        top_p=defaults.get("top_p", 1.0),
     )
     metrics = Metrics(limits.model_name)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)

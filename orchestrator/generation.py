@@ -12,8 +12,8 @@ from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
-from orchestrator.replies import ReplyFormat
-from orchestrator.requests import GenerationRequest
+from orchestrator.replies import ReplyFormat, ReplyParser
+from orchestrator.requests import ChatRequest, GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.text import Detokenizer, StopFinder
@@ -33,6 +33,11 @@ class Chunk:
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
+
+    @property
+    def reason(self) -> str | None:
+        """OpenAI's word for the finish reason, None if the choice goes on."""
+        return None if self.finish_reason is FinishReason.NONE else self.finish_reason.name.lower()
 
 
 class Frontend:
@@ -70,6 +75,13 @@ class Frontend:
         encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
         return await asyncio.to_thread(encode) if len(prompt) > 4096 else encode()
 
+    def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
+        """Return what splits the text that follows a chat's prompt, None if all of it is content."""
+        parser = self.reply_format.parser(prompt, request.offered_tools)
+        if parser is not None:  # what opens and closes a tool call may be a special token
+            request.skip_special_tokens = False
+        return parser
+
     def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:
         """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
         if not self.accepting:
@@ -80,9 +92,7 @@ class Frontend:
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
         return records
 
-    async def generate(
-        self, records: list[Record], request: GenerationRequest, skip_special_tokens: bool = True
-    ) -> AsyncGenerator[Chunk]:
+    async def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
 
         Raises ServiceError as soon as one of them fails.
@@ -91,7 +101,7 @@ class Frontend:
 
         async def run(record: Record, choice: int) -> None:
             try:
-                async with aclosing(self._generate(record, request, choice, skip_special_tokens)) as chunks:
+                async with aclosing(self._generate(record, request, choice)) as chunks:
                     async for chunk in chunks:
                         arrived.put_nowait(chunk)
             except Exception as error:  # raised below, where someone listens
@@ -111,10 +121,8 @@ class Frontend:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate(
-        self, record: Record, request: GenerationRequest, choice: int, skip_special_tokens: bool
-    ) -> AsyncGenerator[Chunk]:
-        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens)
+    async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
+        detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
         finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"

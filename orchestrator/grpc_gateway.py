@@ -1,5 +1,6 @@
 """specahead.v1.Inference for clients."""
 
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -33,9 +34,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             with current_caller().request():
                 request = _request_from_pb(pb)
-                prompts = [await self._frontend.encode(prompt) for prompt in request.prompts]
+                special = request.add_special_tokens is not False
+                prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
+                request.request_id = name = request.request_id or secrets.token_hex(12)
                 records = self._frontend.prepare(request, prompts)
-                name = request.request_id or records[0].session
                 async with aclosing(self._frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
@@ -80,10 +82,9 @@ def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:
     kind = pb.WhichOneof("prompt")
     if kind is None:
         raise InvalidArgument("prompt: set text or token_ids", "prompt")
-    values = {field.name: value for field, value in pb.ListFields() if field.name in CompletionRequest.model_fields}
+    given = ((field.name, value) for field, value in pb.ListFields() if field.name in CompletionRequest.model_fields)
+    values = {name: value if isinstance(value, str | int | float) else list(value) for name, value in given}
     values["prompt"] = pb.text if kind == "text" else list(pb.token_ids.ids)
-    if pb.stop:
-        values["stop"] = list(pb.stop)
     if pb.exactness:
         values["exactness"] = _EXACTNESS.get(pb.exactness, f"EXACTNESS {pb.exactness}")
     return read_request(CompletionRequest, values)
@@ -95,6 +96,7 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         text=chunk.text,
         token_ids=chunk.tokens,
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
+        choice=chunk.choice,
     )
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
@@ -102,6 +104,7 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
                 prompt_tokens=chunk.prompt_tokens,
                 completion_tokens=chunk.completion_tokens,
                 total_tokens=chunk.prompt_tokens + chunk.completion_tokens,
+                cached_tokens=chunk.cached_tokens,
             )
         )
         summary = chunk.totals.summary()

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -15,20 +15,17 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from orchestrator.answers import ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
+from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
 from orchestrator.chat import render_chat
 from orchestrator.connection_limits import Connections, LimitedProtocol
-from orchestrator.event_stream import Answer, open_stream, unless_left
+from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
+from orchestrator.http_requests import JSONRoute, RequestId
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
-    MAX_NAME,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,64 +34,15 @@ from orchestrator.requests import (
     invalid_argument,
     read_request,
 )
+from orchestrator.responses_answer import ResponsesAnswer
+from orchestrator.responses_request import ResponsesRequest, to_chat
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 
-class _JSONRequest(Request):
-    """A request whose body is JSON without lone surrogates and not nested too deeply, else it is refused with 400."""
-
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body())
-        except ValueError as error:
-            raise HTTPException(400, f"the body is not valid JSON: {error}") from None
-
-
-class _JSONRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            request = _JSONRequest(request.scope, request.receive)
-            if request.method == "POST":
-                kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding")
-                if kind.partition(";")[0].strip().lower() != "application/json":
-                    raise HTTPException(415, f"the body must be application/json; its headers say {kind[:80]!r}")
-                if encoding not in (None, "identity"):
-                    raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
-                if not await request.body():
-                    raise HTTPException(400, "the body is not valid JSON: it is empty")
-            return await handle(request)
-
-        return handle_json
-
-
-class _RequestId:
-    """Gives every request an id, its own header's or a new one, which its answer's headers repeat."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")[:MAX_NAME]
-        name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-router = APIRouter(route_class=_JSONRoute)
+router = APIRouter(route_class=JSONRoute)
 
 
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
@@ -103,8 +51,8 @@ def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=most)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
-    app.add_middleware(_RequestId)
-    for kind in (ServiceError, RequestValidationError, HTTPException):
+    app.add_middleware(RequestId)
+    for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app
 
@@ -118,7 +66,8 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     else:
         if isinstance(error, RequestValidationError):  # places begin with "body"
             error = invalid_argument([{**e, "loc": e["loc"][1:]} for e in error.errors()])
-        assert isinstance(error, ServiceError)
+        elif not isinstance(error, ServiceError):  # uvicorn logs it
+            error = ServiceError("the server failed to answer this request")
         code = error.http_code
     request.app.state.frontend.observer.report(error)
     headers |= error_headers(error)
@@ -144,22 +93,36 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     n = body.n or 1
     echoes = [echo for echo in echoes for _ in range(n)]
     answer = CompletionAnswer(name, frontend.limits.model_name, echoes, Totals(n), body.wants_usage)
-    return await _answer(request, frontend, body, tokens, answer, body.skip_special_tokens is not False)
+    return await _answer(request, frontend, body, tokens, answer)
 
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
     name = _name(body, request, frontend)
-    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
-    tokens = await frontend.encode(prompt, special_tokens=False, rendered=True)
+    prompt, tokens = await _chat_prompt(body, frontend)
     n = body.n or 1
-    parsers = [frontend.reply_format.parser(prompt, body.offered_tools) for _ in range(n)]
+    parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
     answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, Totals(n), body.wants_usage)
-    # What opens and closes a tool call may be a special token.
-    skip = parsers[0] is None and body.skip_special_tokens is not False
-    return await _answer(request, frontend, body, [tokens], answer, skip)
+    return await _answer(request, frontend, body, [tokens], answer)
+
+
+@router.post("/v1/responses")
+async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
+    """Give the response to a conversation, which is sent along as a whole."""
+    body_as_chat = to_chat(body)
+    name = _name(body_as_chat, request, frontend)
+    prompt, tokens = await _chat_prompt(body_as_chat, frontend)
+    parser = frontend.reply_parser(body_as_chat, prompt)
+    answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
+    return await _answer(request, frontend, body_as_chat, [tokens], answer)
+
+
+async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
+    """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
+    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+    return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
 
 
 def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
@@ -171,15 +134,10 @@ def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
 
 
 async def _answer(
-    request: Request,
-    frontend: Frontend,
-    body: GenerationRequest,
-    prompts: list[list[int]],
-    answer: Answer,
-    skip_special_tokens: bool,
+    request: Request, frontend: Frontend, body: GenerationRequest, prompts: list[list[int]], answer: Answer
 ) -> Response:
     """Return the response of an answer, whole or as a stream. Raises ServiceError."""
-    chunks = frontend.generate(frontend.prepare(body, prompts), body, skip_special_tokens)
+    chunks = frontend.generate(frontend.prepare(body, prompts), body)
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):
@@ -201,8 +159,7 @@ async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
         fields = body.model_dump(exclude_unset=True, exclude={"prompt", "add_special_tokens", "return_token_strs"})
-        chat_body = read_request(ChatRequest, fields)
-        text = render_chat(chat_body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+        text, _ = await _chat_prompt(read_request(ChatRequest, fields), frontend)
         tokens = await frontend.encode(text, body.add_special_tokens is True, rendered=True)
     answer = {"count": len(tokens), "max_model_len": frontend.limits.max_context, "tokens": tokens}
     strings = frontend.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
@@ -301,6 +258,7 @@ async def serve_http(
         timeout_graceful_shutdown=1,
         ssl_certfile=cert or None,
         ssl_keyfile=key or None,
+        timeout_keep_alive=75,
     )
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

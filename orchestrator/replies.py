@@ -99,7 +99,7 @@ class ReplyFormat:
         """Return a parser of what follows a prompt, None if all of it is content."""
         if self.own is not None:
             return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools))
-        fields = (TOOL_FORMATS[self.tools] if tools else {}) | (_THINKING if self.reasoning else {})
+        fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return None
         thinks = self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
-    **dict.fromkeys(("functions", "bad_words", "documents", "include"), ([],)),
+    **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
@@ -27,7 +27,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "top_k": (-1, 0),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -36,8 +36,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
 
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # which are checked where the vocabulary is known
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -72,7 +71,7 @@ class GenerationRequest(BaseModel):
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -134,8 +133,13 @@ class ContentPart(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
+
+
+def join_text(content: str | list[ContentPart]) -> str:
+    """Return a content as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class CalledFunction(BaseModel):
@@ -172,8 +176,7 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         """The content as one text."""
-        content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return join_text(self.content or "")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -22,6 +22,7 @@ from tests.stack import Stack
 
 PROMPT = "The old man looked at the sea and"
 METHODS = ["Generate", "Abort", "ListModels", "Tokenize"]
+JSON = {"Content-Type": "application/json"}
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "ignore_eos": True}
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
@@ -204,7 +205,7 @@ def test_abort(stack: Stack) -> None:
 
 def test_abort_ends_a_request_that_came_over_http(stack: Stack) -> None:
     fields = {"prompt": PROMPT, "stream": True, "request_id": "over-http"} | ENDLESS
-    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(fields).encode())
+    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(fields).encode(), JSON)
     with urllib.request.urlopen(request, timeout=30) as response:
         response.readline()
         stack.stub().Abort(inference_pb2.AbortRequest(request_id="over-http"))
@@ -245,7 +246,7 @@ def _tokenize_much(stack: Stack) -> None:
 
 def _chat_much(stack: Stack) -> None:
     fields = {"messages": [{"role": "user", "content": PROMPT * 40_000}]}
-    request = urllib.request.Request(f"{stack.http}/v1/chat/completions", json.dumps(fields).encode())
+    request = urllib.request.Request(f"{stack.http}/v1/chat/completions", json.dumps(fields).encode(), JSON)
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(request, timeout=60)
     assert error.value.code == 400

@@ -82,7 +82,7 @@ def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
-    assert last.usage == plain.usage
+    assert last.usage.total_tokens == plain.usage.total_tokens
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
     chunks = list(complete(client, **sampling, stream=True))
@@ -95,7 +95,8 @@ async def test_a_stream_is_server_sent_events_up_to_done(raw: aiohttp.ClientSess
         assert response.content_type == "text/event-stream"
         *events, done, rest = (await response.text()).split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events)
+    data = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
+    assert all(json.loads(event)["object"] == "text_completion" for event in data)
 
 
 def test_a_prompt_of_token_ids(client: OpenAI, tokenizer: Any) -> None:
@@ -104,7 +105,7 @@ def test_a_prompt_of_token_ids(client: OpenAI, tokenizer: Any) -> None:
     for prompt in (tokens, [tokens], [PROMPT]):
         answer = complete(client, prompt=prompt)
         assert answer.choices[0].text == plain.choices[0].text
-        assert answer.usage == plain.usage
+        assert answer.usage.total_tokens == plain.usage.total_tokens
 
 
 def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
@@ -132,7 +133,8 @@ def test_approximate(client: OpenAI) -> None:
     exact, approximate = (
         complete(client, prompt=prompt, extra_body={"exactness": name}) for name in ("exact", "approximate")
     )
-    assert approximate.usage == exact.usage
+    assert approximate.usage.total_tokens == exact.usage.total_tokens
+    assert approximate.usage.prompt_tokens_details.cached_tokens > 700  # whose KV the first request left
     assert exact.speculation["kv_read_fraction"] == 1
     assert approximate.speculation["kv_read_fraction"] < 0.7
     assert approximate.speculation["announced_bytes"] > 0
@@ -163,7 +165,7 @@ def test_chat(client: OpenAI, tokenizer: Any) -> None:
     assert "".join(delta.content or "" for delta in deltas) == choice.message.content
     assert chunks[-1].choices[0].finish_reason == "length"
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
-    assert (last.choices, last.usage) == ([], plain.usage)
+    assert (last.choices, last.usage.total_tokens) == ([], plain.usage.total_tokens)
 
 
 def test_chat_takes_text_parts(client: OpenAI) -> None:

@@ -26,7 +26,7 @@ class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
-    the records of all sessions, in their order. gate: no token comes while it is closed. The target has the KV of the
+    the records of all sessions, in their order. gate: nothing comes while it is closed. The target has the KV of the
     first three tokens of every prompt.
     """
 
@@ -37,6 +37,7 @@ class ScriptedRouter:
         self.answer: str | list[str] = "The sea was calm, and the old man was glad of it."
         self.refusal: ServiceError | None = None
         self.opened: list[Record] = []
+        self.aborted: list[str] = []
         self.ledger = Ledger()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -48,12 +49,14 @@ class ScriptedRouter:
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records
 
+    def abort(self, session: str) -> bool:
+        self.aborted.append(session)
+        return True
+
     def fail_all(self, error: ServiceError) -> None:
         """Nothing waits here."""
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
-        if self.refusal is not None:
-            raise self.refusal
         text = self.answer if isinstance(self.answer, str) else self.answer[len(self.opened)]
         self.opened.append(record)
         self.ledger.open(record)
@@ -61,8 +64,10 @@ class ScriptedRouter:
         reason = FinishReason.STOP if len(tokens) <= record.max_tokens else FinishReason.LENGTH
         tokens = tokens[: record.max_tokens]
         try:
+            await self.gate.wait()
+            if self.refusal is not None:
+                raise self.refusal
             for at in range(0, len(tokens), 2):
-                await self.gate.wait()
                 last = at + 2 >= len(tokens)
                 commit = Commit(
                     At(record.session, 0, at // 2, len(record.tokens)),

@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from orchestrator import event_stream
+from orchestrator.answers import CompletionAnswer, Totals
+from orchestrator.generation import Chunk
 from orchestrator.replies import ReplyFormat, find_format
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 from wire.errors import ResourceExhausted, Unavailable
@@ -354,6 +357,22 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_a_failure_after_the_status_line_is_told_in_the_stream(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, path: str
+) -> None:
+    router.gate.clear()
+    router.refusal = Unavailable("the target was lost")
+    body = {"messages": MESSAGES} if path == CHAT else {"input": "Hello"}
+    async with raw.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200
+        router.gate.set()
+        *_, told = [line for line in (await response.text()).split("\n") if line.startswith("data: {")]
+    event = json.loads(told.removeprefix("data: "))
+    assert event.get("error", event)["code"] == "service_unavailable"
+    assert event.get("error", event)["message"] == "the target was lost"
+
+
 async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
     router.gate.clear()
     for stream in (False, True):
@@ -363,6 +382,27 @@ async def test_a_client_that_leaves_ends_its_request(raw: aiohttp.ClientSession,
         async with asyncio.timeout(5):
             while router.running:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_before_the_first_event_ends_its_request() -> None:
+    ended = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[Chunk]:
+        try:
+            await asyncio.sleep(60)
+            yield Chunk("never")
+        finally:
+            ended.set()
+
+    async def leave() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)  # nobody takes it
+
+    stream = await event_stream.open_stream(CompletionAnswer("x", MODEL, [""], Totals(1), False), chunks())
+    await stream({"type": "http", "asgi": {}}, leave, send)
+    assert ended.is_set()
 
 
 # The rest.
@@ -388,3 +428,136 @@ async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: Scripted
     for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
         async with raw.get(path) as response:
             assert response.status == status, path
+
+
+# Responses.
+
+
+async def test_a_response_and_its_items_sent_along(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """Reasoning, text and calls are items; sent back with the calls' results, they are one turn of the assistant."""
+    router.answer = f"<think>Where?</think>I will look.\n{CALL}"
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    first = await client.responses.create(model=MODEL, instructions="Be brief.", input="Is it sunny?", tools=[tool])
+    assert (first.status, first.object) == ("completed", "response")
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert first.output_text == "I will look."
+    call: Any = first.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+    assert first.usage is not None and first.usage.output_tokens == len(router.opened[0].generated)
+
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    history: Any = [{"role": "user", "content": "Is it sunny?"}, *first.output, result]
+    router.answer = "It is sunny."
+    second = await client.responses.create(model=MODEL, input=history, tools=[tool])
+    assert second.output_text == "It is sunny."
+    prompt = router.tokenizer.decode(router.opened[1].tokens)
+    assert f"user: Is it sunny?assistant: I will look.{CALL}tool: Sunny.assistant:" in prompt
+
+
+async def test_a_response_is_streamed_as_events(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    """The package builds from them what it gets in one piece."""
+    router.answer = f"<think>Where?</think>I will look.\n{CALL}"
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    events, text = [], ""
+    async with client.responses.stream(model=MODEL, input="Is it sunny?", tools=[tool]) as stream:
+        async for event in stream:
+            events.append(event)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    assert text == final.output_text == "I will look."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.usage is not None and final.usage.total_tokens > 0
+
+
+async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None:
+    answer = await client.responses.create(model=MODEL, input="Tell me of the sea.", max_output_tokens=4)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"text": {"format": {"type": "json_object"}}},
+        {"input": [{"type": "item_reference"}]},
+    ],
+)
+async def test_what_a_response_cannot_do_is_refused(raw: aiohttp.ClientSession, fields: Any) -> None:
+    async with raw.post("/v1/responses", json={"input": "Hello"} | fields) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, next(iter(fields)))
+
+
+# Whatever is sent.
+
+VALID: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "The sea", "n": 2, "stop": ["x"], "seed": 1, "temperature": 0.5, "echo": True},
+    CHAT: {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+        ],
+        "tools": [WEATHER],
+        "tool_choice": "auto",
+        "chat_template_kwargs": {"opening": "x"},
+        "stream_options": {"include_usage": True},
+        "stream": True,
+        "continue_final_message": False,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "Hello"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "1"},
+        ],
+        "reasoning": {"effort": "low"},
+        "tools": [{"type": "function", **WEATHER["function"]}],
+    },
+    "/tokenize": {"messages": MESSAGES, "prompt": "x", "return_token_strs": True},
+    "/detokenize": {"tokens": [5, 6]},
+}
+STRANGE: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**40,
+    10**400,
+    1.5,
+    "",
+    "x",
+    "\0",
+    [],
+    [[]],
+    {},
+    [None],
+    {"type": "x"},
+    [5, 6],
+]
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """The value with one part of it replaced by something strange, or with a name that it should not have."""
+    if rng.random() < 0.3 or not isinstance(value, dict | list) or not value:
+        return rng.choice(STRANGE)
+    if isinstance(value, list):
+        at = rng.randrange(len(value))
+        return [mutated(rng, item) if i == at else item for i, item in enumerate(value)]
+    name = rng.choice([*value, "tools", "model", "logprobs", "add_generation_prompt", "tokenize", "conversation"])
+    return value | {name: mutated(rng, value.get(name))}
+
+
+@pytest.mark.parametrize("path", VALID)
+async def test_no_body_makes_the_server_fail(raw: aiohttp.ClientSession, path: str) -> None:
+    rng, seen = random.Random(0), set()
+    async with raw.post(path, json=VALID[path]) as response:
+        assert response.status == 200, await response.text()
+    for _ in range(300):
+        body = json.dumps(mutated(rng, VALID[path]))
+        async with raw.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status in (200, 400, 404), (body, await response.text())
+            seen.add(response.status)
+    assert {200, 400} <= seen

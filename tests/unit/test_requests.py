@@ -177,3 +177,25 @@ def test_an_unknown_model_is_not_found() -> None:
 def test_every_refusal_is_a_service_error_with_a_status() -> None:
     assert issubclass(InvalidArgument, ServiceError)
     assert (InvalidArgument.status.name, InvalidArgument.http_code) == ("INVALID_ARGUMENT", 400)
+
+
+def test_a_field_that_is_not_known_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            record(surprise=1, surprise_too=None)
+    assert [message.count("surprise") for message in caplog.messages] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logprobs", 0), ("best_of", 2), ("top_k", 40), ("response_format", {"type": "json_object"}), ("suffix", "x")],
+)
+def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:
+    refused(f"^{name}: this field is not supported", **{name: value})
+
+
+def test_names_and_seeds_of_choices() -> None:
+    request = read_request(CompletionRequest, {"prompt": PROMPT, "n": 2, "seed": 2**64 - 1, "request_id": "mine"})
+    records = to_records(request, [PROMPT, PROMPT], LIMITS)
+    assert [record.session for record in records] == ["mine-0", "mine-1", "mine-2", "mine-3"]
+    assert [record.sampling.seed for record in records] == [2**64 - 1, 0] * 2

@@ -1,0 +1,67 @@
+"""What every HTTP request goes through: its body is JSON and says so, and it has an id."""
+
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from orchestrator.requests import MAX_NAME
+
+
+class _JSONRequest(Request):
+    """A request whose body is JSON without lone surrogates and not nested too deeply, else it is refused with 400."""
+
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body())
+        except ValueError as error:
+            raise HTTPException(400, f"the body is not valid JSON: {error}") from None
+
+
+class JSONRoute(APIRoute):
+    """A route that takes bodies of JSON alone, not compressed: any other is refused with 415."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            request = _JSONRequest(request.scope, request.receive)
+            if request.method == "POST":
+                kind, encoding = request.headers.get("content-type", ""), request.headers.get("content-encoding")
+                if kind.partition(";")[0].strip().lower() != "application/json":
+                    raise HTTPException(415, f"the body must be application/json; its headers say {kind[:80]!r}")
+                if encoding not in (None, "identity"):
+                    raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
+                if not await request.body():
+                    raise HTTPException(400, "the body is not valid JSON: it is empty")
+            return await handle(request)
+
+        return handle_json
+
+
+class RequestId:
+    """Gives every request an id, its own header's or a new one, which its answer's headers repeat."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")[:MAX_NAME]
+        name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,132 @@
+"""A request of OpenAI's Responses, and the chat that it stands for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from orchestrator.requests import (
+    CalledFunction,
+    ChatRequest,
+    ContentPart,
+    FunctionDefinition,
+    GenerationRequest,
+    Message,
+    Tool,
+    ToolCall,
+    join_text,
+)
+
+
+class InputMessage(BaseModel):
+    """A message among the items of a response's input."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["message"] = "message"
+    role: str
+    content: str | list[ContentPart]
+
+
+class InputCall(BaseModel):
+    """A call that an earlier response made."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(BaseModel):
+    """What a call gave."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ContentPart]
+
+
+class InputReasoning(BaseModel):
+    """What an earlier response reasoned."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["reasoning"]
+    content: list[ContentPart] | None = None
+
+
+class ResponseTool(FunctionDefinition):
+    """What the model may call, as Responses word it."""
+
+    type: Literal["function"]
+
+
+class Reasoning(BaseModel):
+    """effort: what the chat template gets as reasoning_effort."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+
+
+InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
+
+
+class ResponsesRequest(GenerationRequest):
+    """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: dict[str, Any] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """Return the chat that a request for a response stands for. Raises InvalidArgument as a chat does."""
+    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True)
+    functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
+    return ChatRequest(
+        **fields | {"max_tokens": request.max_output_tokens},
+        messages=_messages(request),
+        tools=[Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def _messages(request: ResponsesRequest) -> list[Message]:
+    """Return the input as messages: what belongs to one turn of the assistant in one."""
+    messages = [Message(role="system", content=request.instructions)] if request.instructions else []
+    items = request.input
+    if isinstance(items, str):
+        return [*messages, Message(role="user", content=items)]
+    turn: Message | None = None  # the assistant's, as long as it may go on
+    for item in items:
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            turn = None
+            messages.append(Message(role=item.role, content=item.content))
+            continue
+        if isinstance(item, InputCallOutput):
+            turn = None
+            messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
+            continue
+        if turn is None:
+            turn = Message(role="assistant")
+            messages.append(turn)
+        if isinstance(item, InputMessage):
+            turn.content = turn.text + join_text(item.content)
+        elif isinstance(item, InputCall):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            turn.tool_calls = [*(turn.tool_calls or []), ToolCall(id=item.call_id, function=function)]
+        else:
+            turn.reasoning_content = (turn.reasoning_content or "") + join_text(item.content or [])
+    return messages

@@ -1,0 +1,72 @@
+"""The gRPC gateway over a target whose text the test writes: the fields that both gateways have alike."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from orchestrator.generation import Frontend
+from orchestrator.grpc_gateway import InferenceServicer
+from orchestrator.metrics import Metrics
+from protos import inference_pb2, inference_pb2_grpc
+from tests.client import make_request
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from wire.server import start_server
+
+
+@pytest.fixture
+def router(tokenizer: Any) -> ScriptedRouter:
+    return ScriptedRouter(tokenizer)
+
+
+@pytest.fixture
+async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
+    frontend: Any = Frontend(router, router.tokenizer, LIMITS, Metrics(MODEL), "tiny-draft")  # type: ignore[arg-type]
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(frontend), "specahead.v1.Inference")])
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+    await server.stop(0)
+
+
+async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None:
+    router.answer = ["The sea was calm.", "The old man slept."]
+    texts, usage = ["", ""], {}
+    async for response in stub.Generate(make_request("The sea", max_tokens=50, n=2, seed=7, request_id="both")):
+        assert response.request_id == "both"
+        texts[response.choice] += response.text
+        if response.finish_reason:
+            usage[response.choice] = response.usage
+    assert texts == router.answer
+    assert [record.sampling.seed for record in router.opened] == [7, 8]
+    assert [usage[i].completion_tokens for i in (0, 1)] == [len(record.generated) for record in router.opened]
+    assert usage[0].cached_tokens == 3
+
+
+async def test_stops_as_over_http(stub: Any, router: ScriptedRouter) -> None:
+    fields = {"max_tokens": 50, "stop": [" calm"], "include_stop_str_in_output": True, "stop_token_ids": [5, 6]}
+    responses = [response async for response in stub.Generate(make_request("The sea", **fields))]
+    assert "".join(response.text for response in responses) == "The sea was calm"
+    assert router.opened[0].stop_token_ids == [0, 5, 6]
+
+
+async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:
+    router.gate.clear()
+    call = stub.Generate(make_request("The sea", n=2, request_id="both"))
+    reading = asyncio.create_task(call.read())
+    while router.running < 2:
+        await asyncio.sleep(0.01)
+    await stub.Abort(inference_pb2.AbortRequest(request_id="both"))
+    assert router.aborted == ["both-0", "both-1"]
+    call.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"n": 0}, "n: "), ({"temperature": 3.0}, "temperature: ")])
+async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Generate(make_request("The sea", **fields)).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith(reason)

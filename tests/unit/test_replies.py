@@ -1,0 +1,137 @@
+"""What models write, split into content, reasoning and calls: the same however the text is cut."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from config.sections import REASONING_PARSERS, TOOL_CALL_PARSERS
+from orchestrator.replies import TOOL_FORMATS, ReplyFormat, find_format
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+]
+THINKS = ReplyFormat(reasoning="qwen3")
+
+
+def split(form: ReplyFormat, text: str, size: int, prompt: str = "", tools: Any = TOOLS) -> tuple[str, str, list[Any]]:
+    """Return content, reasoning, and the calls as (name, arguments)."""
+    parser = form.parser(prompt, tools)
+    assert parser is not None
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    deltas = [delta for i, piece in enumerate(pieces, 1) for delta in parser.feed(piece, i == len(pieces))]
+    calls = [(delta.call.name, json.loads(delta.call.arguments)) for delta in deltas if delta.call]
+    return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
+
+
+CALLS = [("f", {"a": 1}), ("g", {})]
+WRITTEN = {
+    "hermes": [
+        (
+            'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+            "Let me see.",
+            CALLS,
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", CALLS[:1]),  # the end token stands for the closing
+        ('<tool_call>\n{"name": f}\n</tool_call>', '{"name": f}', []),
+        ('<tool_call>{"a": 1}</tool_call>', '{"a": 1}', []),
+        ("1 < 2 <tool> end", "1 < 2 <tool> end", []),
+    ],
+    "llama3_json": [
+        ('{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", CALLS),
+        ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", CALLS[:1]),
+        ('{"name": "f", "parameters": {"a": "x; {y"}}', "", [("f", {"a": "x; {y"})]),
+        ("Just {braces} and text", "Just {braces} and text", []),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "", CALLS),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "", CALLS),
+    ],
+    "qwen3_coder": [
+        (
+            "ok\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n y\n</parameter>\n"
+            "</function>\n</tool_call>",
+            "ok",
+            [("f", {"a": 1, "b": "x\n y"})],
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in WRITTEN.items() for case in cases])
+def test_tool_calls(name: str, case: tuple[str, str, list[Any]], size: int) -> None:
+    text, content, calls = case
+    assert split(ReplyFormat(tools=name), text, size) == (content, "", calls)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("form", "prompt", "text"),
+    [
+        (THINKS, "", "<think>\nhm, hm\n</think>\n\nThe answer"),
+        (THINKS, "assistant: <think>\n", "\nhm, hm\n</think>\n\nThe answer"),
+        (ReplyFormat(reasoning="deepseek_r1"), "", "hm, hm</think>The answer"),
+    ],
+)
+def test_reasoning(form: ReplyFormat, prompt: str, text: str, size: int) -> None:
+    assert split(form, text, size, prompt) == ("The answer", "hm, hm", [])
+
+
+@pytest.mark.parametrize("text", ["The answer", "1 < 2"])
+def test_an_answer_without_reasoning(text: str) -> None:
+    assert split(THINKS, text, 1) == (text, "", [])
+
+
+def test_reasoning_before_a_call() -> None:
+    text = 'hm</think>\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    assert split(ReplyFormat("hermes", "qwen3"), text, 2, "<think>") == ("", "hm", CALLS[:1])
+
+
+def test_a_tokenizers_own_template_goes_first() -> None:
+    """What breaks its rules is given as it is."""
+    fields = {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}, "content": {}}
+    own = {"start_anchor": "assistant:", "fields": fields}
+    tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=own)
+    form = find_format(tokenizer, "auto", "auto")
+    assert split(form, 'Yes <call>{"name": "f", "arguments": {"a": 1}}</call>', 1, "assistant:") == (
+        "Yes ",
+        "",
+        CALLS[:1],
+    )
+    assert split(form, "<call>{</call> more", 1000, "assistant:")[0] == "<call>{</call> more"
+    assert find_format(tokenizer, "hermes", "none") == ReplyFormat("hermes")
+
+
+def test_mistrals_call_ids_have_nine_characters() -> None:
+    parser = ReplyFormat(tools="mistral").parser("", TOOLS)
+    assert parser is not None
+    (delta,) = parser.feed('[TOOL_CALLS]f{"a": 1}', last=True)
+    assert delta.call is not None and len(delta.call.id) == 9
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<tool_call>' }} {{ '<think>' }}", ReplyFormat("hermes", "qwen3")),
+        ("<tool_call>\n<function=", ReplyFormat("qwen3_coder")),
+        ("[TOOL_CALLS]", ReplyFormat("mistral")),
+        ('{{- \'{"name": "\' }} {{ \'"parameters": \' }}', ReplyFormat("llama3_json")),
+        ("{{ messages }}", ReplyFormat()),
+        (None, ReplyFormat()),
+    ],
+)
+def test_a_format_is_found_by_the_chat_template(template: str | None, expected: ReplyFormat) -> None:
+    assert find_format(SimpleNamespace(chat_template=template), "auto", "auto") == expected
+    assert find_format(SimpleNamespace(chat_template=template), "none", "none") == ReplyFormat()
+
+
+def test_all_is_content_without_tools_and_reasoning() -> None:
+    assert ReplyFormat("hermes").parser("", []) is None
+
+
+def test_settings_name_all_formats() -> None:
+    assert ("auto", "none", *TOOL_FORMATS) == TOOL_CALL_PARSERS
+    assert REASONING_PARSERS[:2] == ("auto", "none")
