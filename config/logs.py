@@ -20,8 +20,9 @@ _ROOMS = ("config", "engine", "sparsity", "wire", "draft_service", "target_servi
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What a message was given as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    """What a message was given as `extra`. Names that begin with _ are Ray's."""
+    given = vars(record).items()
+    return {name: value for name, value in given if name not in _STANDARD and not name.startswith("_")}
 
 
 class TextFormatter(logging.Formatter):
@@ -29,7 +30,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname} {record.name}: {record.getMessage()}"
-        line += "".join(f" {name}={_shown(value)}" for name, value in fields_of(record).items())
+        fields = fields_of(record).items()
+        line += "".join(f" {name}={_shown(value)}" for name, value in fields if value is not None)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
