@@ -64,6 +64,13 @@ class ClientAccess(ProcessSettings):
     tls_cert: str = _clients("", "certificate (PEM, with its chain) of the client endpoints")
     tls_key: str = _clients("", "its private key (PEM)")
     log_requests: bool = _logs(False, "write prompts and answers to the log")
+    trace_share: float = setting(
+        0.0,
+        "share of requests that OpenTelemetry traces; where to: OTEL_EXPORTER_OTLP_ENDPOINT",
+        group="traces",
+        least=0,
+        most=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from config.access import ClientAccess
 from orchestrator.answers import error_body, error_headers
 from orchestrator.callers import Callers
 from orchestrator.keys import read_keys
+from orchestrator.observing import Observer
 from wire.access import Guard, PeerAccess, bearer_of, read_peer_access
 from wire.errors import ServiceError
 from wire.tls import Tls, read_tls
@@ -47,24 +48,23 @@ def open_paths(clients: ClientAccess) -> tuple[str, ...]:
     return (*PROBES, "/metrics") if clients.open_metrics else PROBES
 
 
-def require_key(
-    app: Asgi, callers: Callers, open_to_all: Collection[str], refused: Callable[[ServiceError], None]
-) -> Asgi:
+def require_key(app: Asgi, callers: Callers, open_to_all: Collection[str], observer: Observer) -> Asgi:
     """Wrap an ASGI application: requests for other paths need a key, and those that generate count against its limits.
 
-    `refused` is told of each request that is not let in.
+    `observer` is told of each request that is not let in.
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] in open_to_all:
             return await app(scope, receive, send)
+        observer.follow((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         with ExitStack() as entered:
             try:
                 caller = callers.admit(bearer_of(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")))
                 if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
                     entered.enter_context(caller.request())
             except ServiceError as error:
-                refused(error)
+                observer.report(error)
                 response = JSONResponse(error_body(error), error.http_code, error_headers(error))
                 return await response(scope, receive, send)
             await app(scope, receive, send)

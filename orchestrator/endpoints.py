@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from config import Config, SettingsError
 from engine.kv.pages import PAGE_SIZE
@@ -18,11 +19,13 @@ from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from orchestrator.records import Limits, max_body
 from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
 from orchestrator.supervision import Placement, supervise
+from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import methods_of
 from sparsity.plan import load_plan
@@ -58,9 +61,9 @@ async def serve_clients(
     """
     clients = config.clients
     router = Router(addresses["target"], access.peers, clients.resume_timeout, clients.request_timeout)
-    frontend = _make_frontend(config, router)
-    limits, report = frontend.limits, frontend.observer.report
     async with contextlib.AsyncExitStack() as started:
+        frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
+        limits, observer = frontend.limits, frontend.observer
 
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
@@ -69,11 +72,11 @@ async def serve_clients(
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
-        guard = access.client_guard(report)
+        guard = access.client_guard(observer.report)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_body(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), report)
+        app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)
         http = serve_http(app, clients.host, clients.http_port, connections, clients.tls_cert, clients.tls_key)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
@@ -88,7 +91,7 @@ async def serve_clients(
             await frontend.drain(clients.shutdown_grace)
 
 
-def _make_frontend(config: Config, router: Router) -> Frontend:
+def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
@@ -103,9 +106,9 @@ def _make_frontend(config: Config, router: Router) -> Frontend:
         temperature=defaults.get("temperature", 1.0),
         top_p=defaults.get("top_p", 1.0),
     )
-    metrics = Metrics(limits.model_name)
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
-    return Frontend(router, tokenizer, limits, metrics, config.draft.model, reply_format, clients.log_requests)
+    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
 
 async def run(config: Config, access: Access, target: str, draft: str, placement: Placement | None = None) -> None:

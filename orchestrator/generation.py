@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
-from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
 from orchestrator.replies import ReplyFormat, ReplyParser
@@ -41,26 +40,22 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on.
-
-    reply_format: how the model writes tool calls and its reasoning. log_text: whether prompts and answers are logged.
-    """
+    """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""
 
     def __init__(
         self,
         router: Router,
         tokenizer: Any,
         limits: Limits,
-        metrics: Metrics,
+        observer: Observer,
         draft_name: str,
         reply_format: ReplyFormat | None = None,
-        log_text: bool = False,
     ) -> None:
         self.router = router
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
         self.limits = limits
-        self.observer = Observer(metrics, tokenizer, log_text)
+        self.observer = observer
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True

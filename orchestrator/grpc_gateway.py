@@ -26,6 +26,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self._frontend.observer.follow(context.invocation_metadata() or ())
         async with aclosing(self._generate(request)) as responses:
             async for response in guarded_stream(context, responses):
                 yield response

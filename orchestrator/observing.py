@@ -6,21 +6,24 @@ then too, since they may quote what a client sent.
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.callers import current_caller
 from orchestrator.ledger import Record
 from orchestrator.metrics import Metrics
+from orchestrator.tracing import RequestTrace, follow
 from wire.errors import InvalidArgument, ServiceError
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Writes down what requests come to."""
+    """Writes down what requests come to. tracer: makes spans of those that are sampled."""
 
-    def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool) -> None:
+    def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None) -> None:
         self.metrics = metrics
+        self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text
 
@@ -31,7 +34,13 @@ class Observer:
         if self._log_text:
             fields = {"request": record.session, "key": caller.name, "prompt": self._tokenizer.decode(record.tokens)}
             log.info("request taken", extra=fields)
-        return Watch(record, self)
+        trace = RequestTrace(self._tracer, record, caller.name) if self._tracer is not None else None
+        return Watch(record, self, trace)
+
+    def follow(self, headers: Iterable[tuple[Any, Any]]) -> None:
+        """Make this task's requests part of the trace that their caller's headers name."""
+        if self._tracer is not None:
+            follow(dict(headers))
 
     def end(self, watch: "Watch", outcome: str) -> None:
         """Write down how a request ended that came to its end or was aborted."""
@@ -73,8 +82,9 @@ class Observer:
 class Watch:
     """One request's times. first_seconds: from its start to its first round, 0 before it."""
 
-    def __init__(self, record: Record, observer: Observer) -> None:
+    def __init__(self, record: Record, observer: Observer, trace: RequestTrace | None) -> None:
         self.record = record
+        self._trace = trace
         self.first_seconds = 0.0
         self._observer = observer
         self._start = self._last = time.perf_counter()
@@ -94,12 +104,16 @@ class Watch:
         now = time.perf_counter()
         self.first_seconds = self.first_seconds or now - self._start
         self._observer.metrics.committed(self.record, tokens, now - self._start, now - self._last)
+        if self._trace is not None:
+            self._trace.round(self.record.commits[-1], now - self._last)
         self._last = now
         current_caller().pay(tokens)
 
     def end(self, outcome: str | ServiceError) -> None:
         """Write down how it ended: the name of its finish reason, or what broke it off."""
         self._observer.metrics.ended(self.record)
+        if self._trace is not None:
+            self._trace.end(self.record, outcome)
         if isinstance(outcome, ServiceError):
             self._observer.report(outcome, self.record)
         else:

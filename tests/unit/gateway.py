@@ -12,6 +12,7 @@ from orchestrator.generation import Frontend
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
 from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from wire.errors import ServiceError
@@ -90,6 +91,7 @@ async def running_gateway(
     reply_format: ReplyFormat | None = None,
     callers: Callers = ANYONE,
     log_text: bool = False,
+    tracer: Any = None,
     connections: Connections | None = None,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
@@ -97,8 +99,8 @@ async def running_gateway(
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    metrics = Metrics(MODEL)
-    frontend = Frontend(router, router.tokenizer, limits, metrics, "tiny-draft", reply_format, log_text)
-    app = require_key(make_app(frontend, read_status), callers, PROBES, frontend.observer.report)
+    observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
+    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
+    app = require_key(make_app(frontend, read_status), callers, PROBES, observer)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -247,7 +247,7 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
 def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:
     with pytest.raises(SettingsError, match="the target model is '/nope', and there is no such folder"):
         resolve("--target", "/nope")
-    with pytest.raises(SettingsError, match="the draft model is './nope'"):
+    with pytest.raises(SettingsError, match=r"the draft model is '\./nope'"):
         alone(DraftSettings(), "--model", "./nope")
 
 

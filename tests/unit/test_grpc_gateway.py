@@ -10,6 +10,7 @@ import pytest
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
@@ -23,7 +24,7 @@ def router(tokenizer: Any) -> ScriptedRouter:
 
 @pytest.fixture
 async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
-    frontend: Any = Frontend(router, router.tokenizer, LIMITS, Metrics(MODEL), "tiny-draft")  # type: ignore[arg-type]
+    frontend: Any = Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")  # type: ignore[arg-type]
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(frontend), "specahead.v1.Inference")])
     async with grpc.aio.insecure_channel(server.address) as channel:
