@@ -99,6 +99,8 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
     sampling, announce, drafted = session.sampling, None, session.drafted
 
     def draws(position: int) -> np.ndarray:
+        if sampling.greedy:
+            return np.zeros(settings.gamma + 1)
         return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()

@@ -47,18 +47,23 @@ class Graphs:
         buffers = make_buffers()
         captured = Captured(buffers, partial(launch, buffers))
         if self.captures:
-            captured.graph = self._capture(captured.launch)
+            captured.graph = self._capture(captured)
             self.by_shape[shape] = captured
         return captured
 
-    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, captured: Captured) -> torch.cuda.CUDAGraph:
+        """Capture the copies from and to the host with the launches: each call from outside costs the host dearly."""
+        inputs, results = captured.buffers.inputs, captured.buffers.results
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # kernels compile and load, cuBLAS takes its workspace
             for _ in range(2):
-                launch()
+                captured.launch()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            launch()
+            inputs.copy_in()
+            captured.launch()
+            results.copy_out()
+        inputs.in_graph = results.in_graph = True
         return graph

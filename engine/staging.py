@@ -19,7 +19,8 @@ class Staging:
     """Arrays of fixed shapes in host memory (`host`, numpy) and on the device (`device`, torch), zero at first.
 
     Write `host` after `begin`, then `send`; or let the device write `device`, then `fetch`. On a CPU both are the
-    same memory.
+    same memory. in_graph: the copies stand in a CUDA graph, which is replayed between `send` and `fetch`, each time
+    after the last `fetch`; then these launch nothing.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -31,6 +32,7 @@ class Staging:
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=cuda)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if cuda else self._host
         self._sent = torch.cuda.Event() if cuda else None
+        self.in_graph = False
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, Tensor] = {}
         for name, (shape, dtype) in layout.items():
@@ -40,21 +42,30 @@ class Staging:
 
     def begin(self) -> None:
         """Wait until the last `send` has read `host`."""
-        if self._sent is not None:
+        if self._sent is not None and not self.in_graph:
             self._sent.synchronize()
 
     def send(self) -> None:
         """Copy `host` to the device, in the order of its stream, without waiting."""
-        if self._sent is not None:
-            self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None and not self.in_graph:
+            self.copy_in()
             self._sent.record()
 
     def fetch(self) -> dict[str, np.ndarray]:
         """Copy what the device has written, once it has; `host`, which the next `fetch` overwrites."""
         if self._sent is not None:
-            self._host.copy_(self._device, non_blocking=True)
+            if not self.in_graph:
+                self.copy_out()
             torch.cuda.current_stream().synchronize()
         return self.host
+
+    def copy_in(self) -> None:
+        """Launch the copy from the host."""
+        self._device.copy_(self._host, non_blocking=True)
+
+    def copy_out(self) -> None:
+        """Launch the copy to the host."""
+        self._host.copy_(self._device, non_blocking=True)
 
 
 @dataclass

@@ -66,6 +66,7 @@ async def run_step_loop(
                 alarm.cancel()
             failures = 0
             finish_step(work, result)
+            await asyncio.sleep(0)  # what the step gave is sent before the next one is planned
 
 
 def _end_hung(seconds: float) -> None:

@@ -6,8 +6,9 @@ message says alone.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,44 +25,70 @@ MOST_NAME = 128  # characters of a session's name
 
 
 def hello_to_pb(hello: m.Hello) -> speculation.Hello:
-    return speculation.Hello(**_values(hello))
+    return speculation.Hello(**vars(hello))
 
 
 def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
-    return control.ServiceStatus(**_values(status))
+    return control.ServiceStatus(**vars(status))
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
-    return speculation.DraftFrame(batch={"events": [_oneof(event) for event in events]})
+    frame = speculation.DraftFrame()
+    for event in events:
+        _write_oneof(frame.batch.events.add(), event)
+    return frame
 
 
 def target_events_to_pb(events: Iterable[m.TargetEvent | m.Beat]) -> speculation.TargetFrame:
-    return speculation.TargetFrame(batch={"events": [_oneof(event) for event in events]})
+    frame = speculation.TargetFrame()
+    for event in events:
+        _write_oneof(frame.batch.events.add(), event)
+    return frame
 
 
 def serve_request_to_pb(request: m.ServeRequest | m.Beat) -> control.ServeFrame:
-    return control.ServeFrame(**_oneof(request))
+    frame = control.ServeFrame()
+    _write_oneof(frame, request)
+    return frame
 
 
 def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.ServedFrame:
-    return control.ServedFrame(events=[_oneof(event) for event in events])
+    frame = control.ServedFrame()
+    for event in events:
+        _write_oneof(frame.events.add(), event)
+    return frame
 
 
-def _oneof(message: Any) -> dict[str, Any]:
-    return {type(message).__name__.lower(): _values(message)}
+def _write_oneof(pb: Any, message: Any) -> None:
+    """Set the field of `pb` that is named as the message's type."""
+    field = getattr(pb, type(message).__name__.lower())
+    field.SetInParent()  # also where all values are the defaults
+    _write(field, message)
 
 
-def _values(message: Any) -> dict[str, Any]:
-    """Return the values of a message by field, those of the messages in it too; protobuf's constructors take them."""
-    if isinstance(message, m.At):
-        return message._asdict()
-    values = dict(vars(message))
-    if isinstance(message, m.Proposal):
-        supports = values.pop("supports")
-        values["support_counts"] = [len(support.ids) for support in supports]
-        values["support_ids"] = [i for support in supports for i in support.ids.tolist()]
-        values["support_probs"] = [p for support in supports for p in support.probs.tolist()]
-    return {name: _values(value) if isinstance(value, m.At | Sampling) else value for name, value in values.items()}
+def _write(pb: Any, message: Any) -> None:
+    """Copy a message's values; those of the messages in it, and lists, into what `pb` has already."""
+    for name in _names_of(type(message)):
+        value = getattr(message, name)
+        if isinstance(value, m.At):
+            at = getattr(pb, name)
+            at.session, at.epoch, at.round, at.base = value
+        elif isinstance(value, list | tuple):
+            getattr(pb, name).extend(value)
+        elif isinstance(value, Sampling):
+            _write(getattr(pb, name), value)
+        else:
+            setattr(pb, name, value)
+    if isinstance(message, m.Proposal) and message.supports:
+        pb.support_counts.extend(len(support.ids) for support in message.supports)
+        pb.support_ids.extend(i for support in message.supports for i in support.ids.tolist())
+        pb.support_probs.extend(p for support in message.supports for p in support.probs.tolist())
+
+
+@cache
+def _names_of(kind: Hashable) -> tuple[str, ...]:
+    """The fields that are copied: all but a proposal's distributions."""
+    return tuple(field.name for field in fields(kind) if field.name != "supports")
 
 
 # From protobuf
@@ -112,8 +139,7 @@ def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any
 
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
-    copied = (field.name for field in fields(kind) if field.name != "supports")
-    values = {name: _READERS.get(name, lambda value: value)(getattr(pb, name)) for name in copied}
+    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _readers_of(kind)}
     if kind is m.Proposal:
         values["supports"] = _read_supports(pb)
     return kind(**values)
@@ -161,13 +187,21 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@cache
+def _readers_of(kind: Hashable) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
+    """The fields of a message, each with how it is read; None: as it is."""
+    return tuple((name, _READERS.get(name)) for name in _names_of(kind))
+
+
 def _read_supports(pb: speculation.Proposal) -> list[Support]:
     """Return the distributions of a proposal's tokens, none if it is greedy. Raises InvalidArgument for bad numbers."""
     if not math.isfinite(pb.draft_seconds):
         raise InvalidArgument("proposal: draft_seconds is not finite")
-    tokens, counts = list(pb.tokens), list(pb.support_counts)
-    if not tokens:
+    if not pb.tokens:
         raise InvalidArgument("proposal: no tokens")
+    if not (pb.support_counts or pb.support_ids or pb.support_probs):
+        return []
+    tokens, counts = list(pb.tokens), list(pb.support_counts)
     if counts and len(counts) != len(tokens):
         raise InvalidArgument(f"proposal: {len(counts)} distributions for {len(tokens)} tokens")
     if not sum(counts) == len(pb.support_ids) == len(pb.support_probs):

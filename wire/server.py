@@ -25,6 +25,7 @@ from wire.options import MOST_BYTES, OPTIONS
 log = logging.getLogger(__name__)
 
 _MAX_DETAILS = 500
+_SWITCH_SECONDS = 1e-4
 
 
 @dataclass
@@ -59,6 +60,8 @@ async def start_server(
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
+    # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
     authorizing = [RequireBearer(guard.authorize, guard.refused)] if guard.authorize else []
     server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
