@@ -120,8 +120,8 @@ class TargetSettings(ServiceSettings):
 
     @property
     def most_unread_tokens(self) -> int:
-        """How many tokens a peer of the target may leave unread: as many as all sessions have, twice."""
-        return 2 * self.max_sessions * self.max_context
+        """How many tokens a peer of the target may leave unread: as many as all sessions have, twice, or 2^18."""
+        return max(1 << 18, 2 * self.max_sessions * self.max_context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
-from orchestrator.records import Limits, max_body
+from orchestrator.records import Limits, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
@@ -73,7 +73,7 @@ async def serve_clients(
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
         guard = access.client_guard(observer.report)
-        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_body(limits))
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
         app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)

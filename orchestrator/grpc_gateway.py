@@ -9,7 +9,7 @@ import grpc
 
 from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
-from orchestrator.records import check_model
+from orchestrator.records import check_count, check_model
 from orchestrator.requests import CompletionRequest, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.errors import InvalidArgument, NotFound, ServiceError
@@ -34,6 +34,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
         try:
             with current_caller().request():
+                check_count(len(pb.token_ids.ids), self._frontend.limits)  # before they become a list
                 request = _request_from_pb(pb)
                 special = request.add_special_tokens is not False
                 prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]

@@ -9,6 +9,9 @@ from orchestrator.requests import GenerationRequest
 from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument, NotFound
 from wire.messages import Exactness
+from wire.server import MOST_BYTES
+
+MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,16 @@ class Limits:
 
 
 def max_body(limits: Limits) -> int:
-    """Return how many bytes a request may have, so that none costs much to read: 32 for a token of the context.
+    """Return how many bytes a request over HTTP may have, so that none takes long to read: 64 a token of the context.
 
     That is room for several prompts of the usual 4 to 8 bytes a token, whether text or ids.
     """
-    return (64 << 10) + 32 * limits.max_context
+    return (64 << 10) + 64 * limits.max_context
+
+
+def max_message(limits: Limits) -> int:
+    """Return how many bytes a message over gRPC may have: those of the longest text that is looked at."""
+    return min(MOST_BYTES, (64 << 10) + 4 * MOST_CHARACTERS * limits.max_context)
 
 
 def check_model(name: str | None, limits: Limits) -> None:
@@ -48,20 +56,25 @@ def encode_text(
 
     special_tokens: whether the model's own are put around it. rendered: whether a chat template has made it.
     """
-    if len(text) > 64 * limits.max_context:  # no tokenizer packs that much; do not even try
+    if len(text) > MOST_CHARACTERS * limits.max_context:  # do not even try
         raise _beyond_context(limits, f"your prompt has {len(text)} characters")
     return (encoder.encode_rendered if rendered else encoder.encode)(text, special_tokens)
 
 
 def check_tokens(tokens: list[int], limits: Limits) -> list[int]:
-    """Return the tokens of a prompt as they are. Raises InvalidArgument for one that is no token of the model, and for
-    more than its context has."""
-    if len(tokens) > limits.max_context:
-        raise _beyond_context(limits, f"your prompt has {len(tokens)}")
+    """Return the tokens of a prompt as they are. Raises InvalidArgument for more of them than the model's context has,
+    and for one that is no token of the model."""
+    check_count(len(tokens), limits)
     outside = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
     if outside is not None:
         raise InvalidArgument(f"prompt token {outside} lies outside the vocabulary of {limits.vocab_size}", "prompt")
     return tokens
+
+
+def check_count(tokens: int, limits: Limits) -> None:
+    """Raise InvalidArgument if a prompt of so many tokens is longer than the context."""
+    if tokens > limits.max_context:
+        raise _beyond_context(limits, f"your prompt has {tokens}")
 
 
 def _beyond_context(limits: Limits, what: str) -> InvalidArgument:

@@ -5,6 +5,7 @@ are the templates of the usual families, for tokenizers that bring none.
 """
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,12 @@ TOOL_FORMATS: dict[str, dict[str, Any]] = {
         }
     },
 }
-# What a chat template that shows a format has in it; the first that is found counts.
+# What the chat template of a model that writes a format has in it; the first that is found counts.
 _SHOWN_BY = {
-    "qwen3_coder": "<function=",
-    "hermes": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "llama3_json": '"parameters":',
+    "qwen3_coder": r"<function=",
+    "hermes": r"(?s)^(?!.*<arg_key>).*<tool_call>",  # GLM's calls have other insides
+    "mistral": r"\[TOOL_CALLS\]",
+    "llama3_json": r"Environment: ipython",
 }
 _THINKING = {
     "reasoning_content": {
@@ -116,7 +117,7 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
     template = str(tokenizer.chat_template or "")
     own = getattr(tokenizer, "response_template", None) if tools == reasoning == "auto" else None
     if tools == "auto":
-        tools = next((name for name, sign in _SHOWN_BY.items() if sign in template), "none")
+        tools = next((name for name, sign in _SHOWN_BY.items() if re.search(sign, template)), "none")
     if reasoning == "auto":
         reasoning = "qwen3" if "<think>" in template else "none"
     return ReplyFormat("" if tools == "none" else tools, "" if reasoning == "none" else reasoning, own)

@@ -64,15 +64,20 @@ async def _watch_service(side: str, ask: AskStatus, placement: Placement, turn: 
                 missed, serves = 0, False
                 await asyncio.sleep(BEAT_SECONDS)
         if serves and missed >= PATIENCE:
-            log.error(
-                "the %s service has not answered for %g s: it hangs, and is replaced", side, missed * BEAT_SECONDS
-            )
+            log.error("the %s service has not answered for %g s: it hangs and is replaced", side, missed * BEAT_SECONDS)
             async with turn:
-                try:
-                    await asyncio.to_thread(placement.replace, side)
-                except Exception:
-                    log.exception("the %s service could not be replaced", side)
-            missed, serves = 0, False
+                serves = not await _replace(side, placement)
+            missed = 0
+
+
+async def _replace(side: str, placement: Placement) -> bool:
+    """Have a service replaced; returns whether that worked."""
+    try:
+        await asyncio.to_thread(placement.replace, side)
+    except Exception:
+        log.exception("the %s service could not be replaced", side)
+        return False
+    return True
 
 
 async def _watch_placement(placement: Placement, turn: asyncio.Lock) -> None:

@@ -163,6 +163,7 @@ class Verifier:
             log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
             self.counters["failed_sessions"] += 1
             session.fail(ServiceError("the target's logits for this request are NaN or infinite"))
+            self.runner.kv.scrub(session.kv)
             self._close(session)
             return
         if session.reader is not None:

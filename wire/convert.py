@@ -68,7 +68,8 @@ def _write_oneof(pb: Any, message: Any) -> None:
 
 def _write(pb: Any, message: Any) -> None:
     """Copy a message's values; those of the messages in it, and lists, into what `pb` has already."""
-    for name in _names_of(type(message)):
+    kind: Any = type(message)
+    for name in _names_of(kind):
         value = getattr(message, name)
         if isinstance(value, m.At):
             at = getattr(pb, name)
@@ -86,7 +87,7 @@ def _write(pb: Any, message: Any) -> None:
 
 
 @cache
-def _names_of(kind: Hashable) -> tuple[str, ...]:
+def _names_of(kind: Any) -> tuple[str, ...]:
     """The fields that are copied: all but a proposal's distributions."""
     return tuple(field.name for field in fields(kind) if field.name != "supports")
 

@@ -39,22 +39,23 @@ async def exchange(
 
     async def send() -> None:
         async for events in outbox:
-            await _complete(write(events))
+            await write(events)
 
-    beats = send_beats(outbox.put)
-    await run_together(read(), send(), beats, listener.until_silent(), outbox.until_overflown())
-
-
-async def _complete(writing: Awaitable[None]) -> None:
-    """Await a write; if it is cancelled, give it a second: gRPC can end no call properly in the middle of a write."""
-    task = asyncio.ensure_future(writing)
+    sender = asyncio.create_task(send())
+    beats, sent = send_beats(outbox.put), _ended(sender)
     try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=1.0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        raise
+        await run_together(read(), sent, beats, listener.until_silent(), outbox.until_overflown())
+    finally:
+        # gRPC can end no call properly in the middle of a write: it gets a second to end.
+        outbox.close()
+        await asyncio.wait([sender], timeout=1.0)
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for a task, and raise what it raises; it is not cancelled with the waiting."""
+    await asyncio.shield(task)
 
 
 async def read_frames(call: grpc.aio.StreamStreamCall) -> AsyncIterator[Any]:

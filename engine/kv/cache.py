@@ -195,6 +195,20 @@ class KVCache:
         if self.means is not None:
             self.means.truncate(sequence)
 
+    @torch.inference_mode()
+    def scrub(self, sequence: SequenceKV) -> None:
+        """Let nobody meet the KV of a sequence that may hold NaN: its prefixes are forgotten, its own pages zeros.
+
+        A page that another sequence holds as well keeps its KV. No step may be running.
+        """
+        self.pool.forget(sequence.pages)
+        own = np.array([self.pool.references[page] == 1 for page in sequence.pages], dtype=bool)
+        for layer, tensors in enumerate(zip(self.k_pages, self.v_pages, strict=True)):
+            places = sequence.table() if layer in self.kept_layers else self.gpu_pages(sequence)
+            index = torch.from_numpy(places[own & (places >= 0)]).long().to(self.device)
+            for tensor in tensors:
+                tensor.index_fill_(0, index, 0.0)
+
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""
         while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):

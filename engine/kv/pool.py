@@ -93,6 +93,12 @@ class PagePool:
             known = page
         return self._prefixes.serial_of(known)
 
+    def forget(self, pages: list[int]) -> None:
+        """Offer held pages to nobody from now on."""
+        for page in pages:
+            if page in self._prefixes:
+                self._prefixes.remove(page)
+
     def evict_one(self) -> None:
         """Forget the reusable page that was released longest ago."""
         page, _ = self._reusable.popitem(last=False)

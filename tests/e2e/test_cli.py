@@ -148,12 +148,13 @@ def test_launch_refuses_a_folder_that_is_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["grpc", "http"])
 def test_launch_refuses_a_port_that_is_in_use(stack: Stack, which: str) -> None:
-    """Whichever endpoint it is, the other is given up too, and the process ends."""
+    """Whichever endpoint it is, and before Ray is joined or a model is loaded."""
     port = getattr(stack, which).rsplit(":", 1)[1]
     flags = {"grpc": "0", "http": "0"} | {which: port}
     ports = ("--grpc-port", flags["grpc"], "--http-port", flags["http"])
-    done = run(*LAUNCH, "--target-address", "127.0.0.1:1", *ports)
+    done = run(*LAUNCH, *ports)
     assert_refused(done, f"cannot listen on 127.0.0.1:{port}")
+    assert b"Ray" not in done.stdout
 
 
 def test_launch_refuses_a_plan_of_another_version(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def _support(token: int, probability: float) -> Support:
 
 HEADS = BY_TARGET_HEAD.rows(load_plan(PLAN))  # of the bundled plan's default method
 BAD_EVENTS = {
-    "indices out of range": lambda at: Announcement(at, 0, _selection(HEADS, 5)),
-    "heads the plan does not have": lambda at: Announcement(at, 0, _selection(HEADS + 1)),
-    "garbage announcement": lambda at: Announcement(at, 0, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: Announcement(at, 0, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
+    "indices out of range": lambda at: Announcement(at, _selection(HEADS, 5)),
+    "heads the plan does not have": lambda at: Announcement(at, _selection(HEADS + 1)),
+    "garbage announcement": lambda at: Announcement(at, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
+    "2^31 blocks": lambda at: Announcement(at, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
     "empty proposal": lambda at: Proposal(at, False, 0, []),
     "too many tokens": lambda at: Proposal(at, False, 0, [1] * 5),
     "token outside the vocabulary": lambda at: Proposal(at, False, 0, [4096]),

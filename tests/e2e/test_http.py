@@ -255,7 +255,7 @@ BAD_BODIES = {
     "token 2^70": (body(prompt=[2**70]), "vocabulary"),
     "over-long token prompt": (body(prompt=[5] * 40_000), "context"),
     "over-long prompt": (body(prompt="a " * 100_000), "context"),
-    "far over-long prompt": (body(prompt="a " * 2_000_000), "characters"),
+    "far over-long prompt": (body(prompt="a " * 1_060_000), "characters"),
     "NaN temperature": (b'{"prompt": "a", "temperature": NaN}', "temperature"),
     "infinite temperature": (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
     "huge integer temperature": (body(temperature=10**400), "temperature"),
@@ -297,7 +297,7 @@ BAD_CHATS = {
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
     "lone surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
     "over-long": ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "context"),
-    "far over-long": ({"messages": [{"role": "user", "content": "a " * 8_000_000}]}, "characters"),
+    "far over-long": ({"messages": [{"role": "user", "content": "a " * 1_060_000}]}, "characters"),
     "max_completion_tokens text": ({"messages": MESSAGES, "max_completion_tokens": "x"}, "max_completion_tokens"),
     "max_completion_tokens 0": ({"messages": MESSAGES, "max_completion_tokens": 0}, "greater than or equal to 1"),
 }  # fmt: skip

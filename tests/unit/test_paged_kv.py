@@ -308,6 +308,29 @@ def test_a_prefix_is_reused_while_it_is_held_and_after() -> None:
     assert kv.reuse_prefix(SequenceKV(), tokens[16:32]) == 0  # the same page behind another beginning
 
 
+def test_kv_that_was_scrubbed_meets_nobody() -> None:
+    """Neither by its prefix nor in the memory of its pages; what another sequence holds as well stays."""
+    kv = small()
+    tokens = list(range(3 * PAGE_SIZE))
+    first = filled(kv, tokens[:PAGE_SIZE])
+    bad = SequenceKV()
+    kv.reuse_prefix(bad, tokens)
+    kv.grow(bad, len(tokens))
+    bad.length = len(tokens)
+    for pages in (*kv.k_pages, *kv.v_pages):
+        pages[bad.pages[1:]] = float("nan")
+    kv.index_prefix(bad, tokens)
+    held = kv.k_pages[0][first.pages].clone()
+    kv.scrub(bad)
+    kv.release(bad)
+    assert all(pages.isfinite().all() for pages in (*kv.k_pages, *kv.v_pages))
+    assert torch.equal(kv.k_pages[0][first.pages], held)
+    assert kv.reuse_prefix(SequenceKV(), tokens) == 0
+    kv.release(first)
+    kv.pool.check_integrity()
+    assert kv.pool.held == 0
+
+
 def test_equal_pages_behind_different_prefixes_are_told_apart() -> None:
     kv = small()
     same = [7] * 16

@@ -29,14 +29,18 @@ class Service:
 
 
 class Placement:
-    """Notes what it is told to do. lost: how many restarts it takes, the last of which works."""
+    """Notes what it is told to do. lost: how many restarts it takes, the last of which works. stubborn: how many
+    replacements fail first."""
 
-    def __init__(self, lost: int = 0) -> None:
+    def __init__(self, lost: int = 0, stubborn: int = 0) -> None:
         self.replaced: list[str] = []
+        self.stubborn = stubborn
         self.restarts, self.lost = 0, lost
 
     def replace(self, side: str) -> None:
         self.replaced.append(side)
+        if len(self.replaced) <= self.stubborn:
+            raise RuntimeError("not now")
 
     def is_alive(self) -> bool:
         return self.lost == 0
@@ -63,6 +67,12 @@ async def test_a_service_that_stops_answering_is_replaced_and_no_other() -> None
     placement = Placement()
     await watch(placement, target=Service(None, None, HANGS), draft=Service(None))
     assert placement.replaced == ["target"]  # and not again while it does not answer: it starts
+
+
+async def test_a_service_that_could_not_be_replaced_is_tried_again() -> None:
+    placement = Placement(stubborn=2)
+    await watch(placement, target=Service(None, HANGS), seconds=1.0)
+    assert placement.replaced == ["target"] * 3
 
 
 async def test_a_replaced_service_is_watched_again_once_it_answers() -> None:

@@ -153,7 +153,7 @@ async def test_a_draft_that_does_not_read_is_sent_away() -> None:
         await draft.attach()
         await ours.send(opening("a", 350))
         await draft.wait_for(m.Begin, "a")
-        await draft.send(*[m.Resync("a")] * 3000)  # each is answered by all tokens of the session
+        await draft.send(*[m.Resync("a")] * 20_000)  # each is answered by all tokens of the session
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await draft.wait_for(m.Refusal, "a")
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -211,3 +211,20 @@ async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> No
         good = await ours.outcome("good")
         assert isinstance(good, m.Commit)
         assert good.finish_reason is m.FinishReason.LENGTH
+
+
+async def test_a_peer_that_departs_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
+    async with target() as channel:
+        ours, draft = Orchestrator(channel), Draft(channel)
+        await draft.attach()
+        for name in ("a", "b", "c"):
+            await ours.send(opening(name))
+        await anext(ours.events())
+        draft.call.cancel()
+        ours.call.cancel()
+        status = control_pb2_grpc.TargetControlStub(channel).Status
+        async with asyncio.timeout(5):
+            while (found := await status(control_pb2.StatusRequest())).gauges["sessions"] or found.attached:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
