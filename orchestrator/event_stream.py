@@ -65,23 +65,24 @@ async def _events(
     answer: Answer, pending: asyncio.Future[Chunk | None], chunks: AsyncGenerator[Chunk]
 ) -> AsyncGenerator[str]:
     """Yield the events of an answer whose first chunk is awaited already, and comments while nothing comes."""
-    patience, opened = 0.0, False
+    now, opened, chunk = asyncio.get_running_loop().time, False, None
+    due = now()  # when a comment is sent if nothing else is
     try:
-        while True:
-            await asyncio.wait({pending}, timeout=patience)
-            patience = KEEP_ALIVE_SECONDS
-            if not pending.done():
-                yield ": no tokens yet\n\n"
-                continue
-            chunk = pending.result()
-            said = [] if opened else answer.opening()
-            said += answer.closing() if chunk is None else answer.add(chunk)
-            opened = True
+        while chunk is not None or not opened:
+            await asyncio.wait({pending}, timeout=max(0.0, due - now()))
+            said: list[Event] = []
+            if pending.done():
+                chunk = pending.result()
+                said = [] if opened else answer.opening()
+                said += answer.closing() if chunk is None else answer.add(chunk)
+                opened = True
+                pending = asyncio.ensure_future(anext(chunks, None))
             for event in said:
                 yield _event_text(event)
-            if chunk is None:
-                break
-            pending = asyncio.ensure_future(anext(chunks, None))
+            if not said and now() >= due:
+                yield ": nothing to show yet\n\n"
+            if said or now() >= due:
+                due = now() + KEEP_ALIVE_SECONDS
     except ServiceError as error:
         yield _event_text(answer.failure(error))
     finally:

@@ -84,7 +84,7 @@ Served = Annotated[Frontend, Depends(_frontend)]
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
     """Continue one prompt or several."""
-    name, prompts = _name(body, request, frontend), body.prompts
+    name, prompts = _name(body, request), body.prompts
     special = body.add_special_tokens is not False
     tokens = [await frontend.encode(prompt, special) for prompt in prompts]
     echoes = [""] * len(prompts)
@@ -99,7 +99,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
     """Give the next message of a conversation."""
-    name = _name(body, request, frontend)
+    name = _name(body, request)
     prompt, tokens = await _chat_prompt(body, frontend)
     n = body.n or 1
     parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
@@ -112,7 +112,7 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
 async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
     """Give the response to a conversation, which is sent along as a whole."""
     body_as_chat = to_chat(body)
-    name = _name(body_as_chat, request, frontend)
+    name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
     parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
@@ -125,11 +125,9 @@ async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list
     return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
 
 
-def _name(body: GenerationRequest, request: Request, frontend: Frontend) -> str:
-    """Return a request's name, which its sessions have as well: what it asks for, else its header's if that is free."""
-    header = request.state.request_id
-    taken = frontend.router.is_open(header) or frontend.router.is_open(f"{header}-0")
-    body.request_id = body.request_id or (secrets.token_hex(12) if taken else header)
+def _name(body: GenerationRequest, request: Request) -> str:
+    """Return a request's name, which its sessions have as well: what it asks for, else one that begins as its id."""
+    body.request_id = body.request_id or f"{request.state.request_id}.{secrets.token_hex(4)}"
     return body.request_id
 
 

@@ -55,7 +55,7 @@ class RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")[:MAX_NAME]
+        given = Headers(scope=scope).get("x-request-id", "")[: MAX_NAME - 20]
         name = given if given.isascii() and given.isprintable() and given else secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
 

@@ -13,6 +13,8 @@ from wire.server import MOST_BYTES
 
 MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
 
+MAX_CHOICES = 1024  # of one request
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -94,6 +96,9 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     name, choices = request.request_id or secrets.token_hex(12), request.n or 1
     seed = secrets.randbits(63) if request.seed is None else request.seed
     count = choices * len(prompts)
+    if count > MAX_CHOICES:
+        message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
+        raise InvalidArgument(message, "prompt")
     return [
         Record(
             session=name if count == 1 else f"{name}-{index}",

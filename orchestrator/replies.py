@@ -94,7 +94,9 @@ class ReplyFormat:
     @property
     def has_tools(self) -> bool:
         """Whether tool calls can be told from text."""
-        return bool(self.own or self.tools)
+        if self.own is not None:
+            return any(name.startswith("tool_call") for name in self.own["fields"])
+        return self.tools != ""
 
     def parser(self, prompt: str, tools: list[dict[str, Any]]) -> "ReplyParser | None":
         """Return a parser of what follows a prompt, None if all of it is content."""

@@ -333,12 +333,20 @@ async def test_a_refusal_says_when_to_try_again(
         assert (await response.json())["error"]["code"] == code
 
 
-async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession) -> None:
-    body = {"prompt": "The sea"}
-    async with raw.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine"}) as response:
-        assert (response.headers["x-request-id"], (await response.json())["id"]) == ("mine", "cmpl-mine")
-    async with raw.post(COMPLETIONS, json=body) as response:
-        assert (await response.json())["id"] == f"cmpl-{response.headers['x-request-id']}"
+async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: ScriptedRouter) -> None:
+    """One that several requests have at once is no name of theirs, and still they can be found by it."""
+
+    async def ask(given: str) -> tuple[str, str]:
+        headers = {"X-Request-Id": given} if given else None
+        async with raw.post(COMPLETIONS, json={"prompt": "The sea"}, headers=headers) as response:
+            return response.headers["x-request-id"], (await response.json())["id"]
+
+    given, named = zip(*await asyncio.gather(*(ask("mine") for _ in range(4))), strict=True)
+    assert set(given) == {"mine"}
+    assert len(set(named)) == 4 and all(name.startswith("cmpl-mine.") for name in named)
+    made, name = await ask("")
+    assert len(made) == 24 and name.startswith(f"cmpl-{made}.")
+    assert (await ask("x" * 200))[0] == "x" * 100
     async with raw.get("/nonesuch") as response:
         assert response.status == 404 and response.headers["x-request-id"]
 
@@ -355,6 +363,18 @@ async def test_a_stream_is_kept_alive_while_nothing_comes(
         router.gate.set()
         rest = (await response.read()).decode()
     assert rest.count("data: ") > 3 and rest.endswith("data: [DONE]\n\n")
+
+
+async def test_a_stream_is_kept_alive_while_a_call_is_written(
+    raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come, and there is nothing to show of them before the call is complete."""
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.0)
+    router.answer = CALL
+    async with raw.post(CHAT, json={"messages": MESSAGES, "tools": [WEATHER], "stream": True}) as response:
+        events = (await response.text()).split("\n\n")
+    call = next(i for i, event in enumerate(events) if "tool_calls" in event)
+    assert sum(event.startswith(": ") for event in events[:call]) > 3
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])

@@ -1,6 +1,9 @@
 """How much KV a service makes room for, and what it loads."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +18,24 @@ from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, room_
 from engine.loading.model import load_model
 from engine.loading.opening import open_model
 from engine.loading.shape import ModelShape, load_shape
+from engine.loading.tokenizer import load_generation_config, stop_token_ids
 from engine.model_runner import MAX_OVERHANG
 
 SHAPE = ModelShape(4, 4, 2, 64, 4096, 8192)
 A_TOKEN = 2 * 4 * 2 * 64 * 4  # bytes, float32
 SETTINGS = ModelSettings(model=str(models.DRAFT), device="cpu", max_context=1000, max_sessions=4)
+
+
+def test_a_generation_config_is_read_where_there_is_one(tmp_path: Path) -> None:
+    tokenizer = SimpleNamespace(eos_token_id=7)
+    assert load_generation_config(str(tmp_path)) == {}
+    assert stop_token_ids({}, tokenizer) == [7]
+    given = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    found = load_generation_config(str(tmp_path))
+    assert {name: found[name] for name in given} == given
+    assert stop_token_ids(found, tokenizer) == [1, 2]
+    assert stop_token_ids(load_generation_config(str(models.TARGET)), tokenizer) == [0]
 
 
 def room(settings: ModelSettings) -> int:

@@ -199,3 +199,10 @@ def test_names_and_seeds_of_choices() -> None:
     records = to_records(request, [PROMPT, PROMPT], LIMITS)
     assert [record.session for record in records] == ["mine-0", "mine-1", "mine-2", "mine-3"]
     assert [record.sampling.seed for record in records] == [2**64 - 1, 0] * 2
+
+
+def test_too_many_choices() -> None:
+    request = read_request(CompletionRequest, {"prompt": PROMPT, "n": 32})
+    assert len(to_records(request, [PROMPT] * 32, LIMITS)) == 1024
+    with pytest.raises(InvalidArgument, match="33 prompts with n 32: at most 1024 choices"):
+        to_records(request, [PROMPT] * 33, LIMITS)
