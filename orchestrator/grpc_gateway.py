@@ -44,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
         except ServiceError as error:
-            self._frontend.observer.report(error)
+            self._frontend.observer.report(error, request=pb.request_id or None)
             raise
 
     async def Abort(

@@ -69,7 +69,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         elif not isinstance(error, ServiceError):  # uvicorn logs it
             error = ServiceError("the server failed to answer this request")
         code = error.http_code
-    request.app.state.frontend.observer.report(error)
+    request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
     headers |= error_headers(error)
     return JSONResponse(error_body(error), code, headers)
 

@@ -64,16 +64,23 @@ class Observer:
             fields["text"] = self._tokenizer.decode(record.generated)
         log.info("request done", extra=fields)
 
-    def report(self, error: ServiceError, record: Record | None = None) -> None:
-        """Write down, once, that a request is refused or, after its first token, that it breaks off."""
+    def report(self, error: ServiceError, record: Record | None = None, request: str | None = None) -> None:
+        """Write down, once, that a request is refused or, after its first token, that it breaks off.
+
+        request: its id, if it has no record yet.
+        """
         if error.reported:
             return
         error.reported = True
         began = record is not None and bool(record.generated)
         (self.metrics.failed if began else self.metrics.refused)(error.code)
-        fields = {"key": current_caller().name, "status": error.http_code, "code": error.code, "param": error.param}
-        if record is not None:
-            fields["request"] = record.session
+        fields = {
+            "request": request if record is None else record.session,
+            "key": current_caller().name,
+            "status": error.http_code,
+            "code": error.code,
+            "param": error.param,
+        }
         if self._log_text or not isinstance(error, InvalidArgument):
             fields["reason"] = str(error)
         log.warning("request failed" if began else "request refused", extra=fields)

@@ -152,12 +152,14 @@ async def test_the_log_tells_who_and_why_and_never_what(
         async with running_gateway(router, callers=callers()) as url:
             client = Client(url, "alice")
             await client.post("/v1/completions", json=ASK)
-            await client.post("/v1/completions", json=ASK | {"stop": ["secret word"] * 99})
+            bad = ASK | {"stop": ["secret word"] * 99}
+            await client.post("/v1/completions", json=bad, headers={"x-request-id": "mine"})
             await client.post("/v1/completions", json=ASK, headers=bearer("eve"))
     done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
     assert (done["msg"], done["key"], done["outcome"], done["tokens"]) == ("request done", "alice", "length", 8)
     assert done["seconds"] >= done["first_token_seconds"] > 0
     assert (wrong["msg"], wrong["key"], wrong["status"]) == ("request refused", "alice", 400)
+    assert wrong["request"] == "mine"
     assert (strange["status"], strange["code"]) == (401, "invalid_api_key")
     said = json.dumps([vars(record) for record in caplog.records], default=str)
     assert "secret" not in said and "calm" not in said and "key\\u0027s" not in said
