@@ -10,8 +10,8 @@ import numpy as np
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
-from draft_service.sessions import TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, take_round
+from draft_service.sessions import REFRESH_EVERY, TargetPeer
+from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
 from draft_service.verdicts import receive_verdict
 from engine.runner import Runner
 from engine.step_loop import describe
@@ -38,7 +38,8 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+        refresh_every = REFRESH_EVERY if settings.read_share < 1 else 1
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
         runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
 
@@ -111,6 +112,12 @@ class Drafter:
                 take_round(planned, output, self._plan, result.seconds, self.counters)
             else:
                 self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
+        # Of a round whose verdict has come meanwhile one branch is said at most.
+        ahead = [(item.session, item.session.ahead) for item in step.rounds if item.ahead]
+        self._apply_inbox()
+        for session, drafted in ahead:
+            if session.ahead is drafted and session.peer.sessions.get(session.id) is session:
+                send_ahead(session, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 

@@ -12,13 +12,17 @@ from itertools import takewhile
 
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import DraftedTokens, MovedKV
+from engine.rounds.requests import DraftedTokens, MovedKV, RoundMemory
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Verdict
 from wire.selection_codec import NamedSelection
 
+# A session's first rounds each begin with a dense pass, and later ones with one in so many, or after a verdict that
+# accepted little: right after a question rounds without it cost 5 to 19 points of acceptance, in running text nothing
+# (docs/quality.md).
+FIRST_REFRESHED, REFRESH_EVERY = 8, 4
 _RETRY = 16  # rounds
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
 
@@ -72,8 +76,9 @@ class DraftSession:
     its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
-    were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
-    that came before the ones they follow, by the round that they judge.
+    were accepted where they were judged. memory: what the last dense pass weighed; rounds_judged and surprised (whether
+    the last verdict accepted nothing) say with it when a dense pass is due again. reference: what was announced for the
+    round judged last. early_verdicts: those that came before the ones they follow, by the round that they judge.
     """
 
     peer: TargetPeer
@@ -97,6 +102,9 @@ class DraftSession:
     waiting: int = 0
     foresight: float = 1.0
     acceptance: float = 0.7
+    memory: RoundMemory = field(default_factory=RoundMemory)
+    rounds_judged: int = 0
+    surprised: bool = False
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
@@ -136,6 +144,12 @@ class DraftSession:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
         return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
 
+    @property
+    def refreshes(self) -> bool:
+        """Whether the next round is to begin with a dense pass."""
+        is_new = self.rounds_judged < FIRST_REFRESHED
+        return is_new or self.surprised or self.memory.refresh_due(REFRESH_EVERY)
+
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
         return max(1, min(self.gamma, self.max_length - base - 1))
@@ -154,6 +168,7 @@ class DraftSession:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
         met, proposed = self._branch_met(tokens), self.tokens[base:]
         self._take_statistics(verdict, met is not None)
+        self.memory.cut(base)
         if self.selection is not None and not verdict.plain:
             self.reference = (self.epoch, self.round), self.selection
         self.committed = base + len(tokens)
@@ -210,6 +225,8 @@ class DraftSession:
         """Count whether the verdict met an outcome that was drafted for, and the share of tokens accepted."""
         if verdict.plain or self.drafted is None:
             return
+        self.rounds_judged += 1
+        self.surprised = verdict.accepted == 0
         proposed = self.tokens_to_propose(verdict.at.base)
         judged = min(proposed, verdict.accepted + 1)
         self.acceptance += _NEWEST * (verdict.accepted / judged - self.acceptance)

@@ -124,12 +124,14 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         announce=announce,
         branches=tuple(branches),
         moved=session.moved,
+        memory=session.memory,
+        refresh=session.refreshes,
     )
     return PlannedRound(session, request, drafted is not None, base)
 
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
-    """Take the round that was drafted for a session in so many seconds, and send it."""
+    """Take the round that was drafted for a session in so many seconds, and send it, unless it is one ahead."""
     session, request = planned.session, planned.request
     session.moved, session.waiting = None, 0
     base = planned.base
@@ -143,10 +145,6 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
             for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
         ]
         session.ahead = RoundAhead(base, selection, branches, seconds)
-        _announce(session, session.at._replace(round=session.round + 1, base=base), selection, counters)
-        for branch in branches:
-            at = session.at._replace(round=session.round + 1, base=branch.base)
-            _propose(session, at, branch.token, branch.drafted, seconds, counters)
         return
     (session.drafted,) = output.branches
     count = session.tokens_to_propose(base)
@@ -154,6 +152,16 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     session.kv.length = base + count
     session.seconds = seconds
     send_round(session, selection, base, counters)
+
+
+def send_ahead(session: DraftSession, counters: Counter[str]) -> None:
+    """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
+    ahead = session.ahead
+    assert ahead is not None
+    at = session.at._replace(round=session.round + 1)
+    _announce(session, at._replace(base=ahead.base), ahead.selection, counters)
+    for branch in ahead.branches:
+        _propose(session, at._replace(base=branch.base), branch.token, branch.drafted, ahead.seconds, counters)
 
 
 def send_round(session: DraftSession, selection: BlockSelection | None, base: int, counters: Counter[str]) -> None:

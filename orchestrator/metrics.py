@@ -54,9 +54,7 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "From request to first committed token")
         self._between = self._histogram("inter_token_latency_seconds", "From one token to the next")
         self._latency = self._histogram("e2e_request_latency_seconds", "From request to its end")
-        self._queued = self._histogram(
-            "request_queue_time_seconds", "From request to first token, less the steps that ran it"
-        )
+        self._queued = self._histogram("request_queue_time_seconds", "Until the target had room")
         self._prefill = self._histogram("request_prefill_time_seconds", "Steps that ran the prompt")
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
@@ -83,8 +81,7 @@ class Metrics:
             self._prompt.inc(record.prompt_tokens)
             self._looked_up.inc(record.prompt_tokens)
             self._found.inc(record.cached_tokens)
-            steps = commit.prefill_seconds + commit.wait_seconds + commit.verify_seconds
-            self._queued.observe(max(0.0, since_start - steps))
+            self._queued.observe(commit.queue_seconds)
         else:
             for _ in range(tokens):
                 self._between.observe(since_last / tokens)

@@ -56,6 +56,7 @@ class Observer:
             "tokens": len(record.generated),
             "seconds": round(watch.seconds, 4),
             "first_token_seconds": round(watch.first_seconds, 4),
+            "queue_seconds": round(record.commits[0].queue_seconds, 4) if record.commits else None,
             "prefill_seconds": round(totals.prefill_seconds, 4),
             "drafted": totals.drafted,
             "accepted": totals.accepted,

@@ -90,6 +90,8 @@ class RequestTrace:
         self._add("target.wait", span, verified, commit.wait_seconds)
         self._add("draft.round", span, verified, commit.draft_seconds)
         self._add("target.prefill", span, waited, commit.prefill_seconds)
+        filled = waited - int(commit.prefill_seconds * _NANO)
+        self._add("target.queue", span, filled, commit.queue_seconds)
 
     def _add(
         self, name: str, parent: "Span", end: int, seconds: float, attributes: Mapping[str, int] | None = None

@@ -6,9 +6,8 @@ message says alone.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,14 @@ from wire import messages as m
 from wire.errors import InvalidArgument
 
 MOST_NAME = 128  # characters of a session's name
+_KINDS: tuple[Any, ...] = (
+    *(m.Hello, m.ServiceStatus, m.Beat, Sampling),
+    *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
+    *(m.Begin, m.Verdict, m.End, m.Refusal),
+    *(m.Open, m.Abort, m.Commit, m.Closed),
+)
+# The fields that are copied: all but a proposal's distributions.
+_NAMES = {kind: tuple(each.name for each in fields(kind) if each.name != "supports") for kind in _KINDS}
 
 # To protobuf
 
@@ -68,8 +75,7 @@ def _write_oneof(pb: Any, message: Any) -> None:
 
 def _write(pb: Any, message: Any) -> None:
     """Copy a message's values; those of the messages in it, and lists, into what `pb` has already."""
-    kind: Any = type(message)
-    for name in _names_of(kind):
+    for name in _NAMES[type(message)]:
         value = getattr(message, name)
         if isinstance(value, m.At):
             at = getattr(pb, name)
@@ -84,12 +90,6 @@ def _write(pb: Any, message: Any) -> None:
         pb.support_counts.extend(len(support.ids) for support in message.supports)
         pb.support_ids.extend(i for support in message.supports for i in support.ids.tolist())
         pb.support_probs.extend(p for support in message.supports for p in support.probs.tolist())
-
-
-@cache
-def _names_of(kind: Any) -> tuple[str, ...]:
-    """The fields that are copied: all but a proposal's distributions."""
-    return tuple(field.name for field in fields(kind) if field.name != "supports")
 
 
 # From protobuf
@@ -140,7 +140,7 @@ def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any
 
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
-    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _readers_of(kind)}
+    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _READS[kind]}
     if kind is m.Proposal:
         values["supports"] = _read_supports(pb)
     return kind(**values)
@@ -186,12 +186,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "counters": dict,
     "gauges": dict,
 }
-
-
-@cache
-def _readers_of(kind: Hashable) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
-    """The fields of a message, each with how it is read; None: as it is."""
-    return tuple((name, _READERS.get(name)) for name in _names_of(kind))
+_READS = {kind: tuple((name, _READERS.get(name)) for name in names) for kind, names in _NAMES.items()}
 
 
 def _read_supports(pb: speculation.Proposal) -> list[Support]:

@@ -111,7 +111,9 @@ class Deployment:
 
     def control(self, controls: Controls) -> None:
         """Say how the draft drafts from its next session on."""
-        self._controls.write_text(json.dumps(asdict(controls)))
+        whole = self._controls.with_suffix(".new")  # the draft never reads a half of it
+        whole.write_text(json.dumps(asdict(controls)))
+        whole.replace(self._controls)
 
     def timeline(self, side: str) -> Path:
         """Return where a service writes its timeline."""

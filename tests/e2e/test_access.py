@@ -17,7 +17,7 @@ from orchestrator.keys import make_key
 from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.certificates import Files, make_certificate
 from tests.client import wait_for
-from tests.stack import Services, Stack, start_gateway, start_service, start_services
+from tests.stack import Services, Stack, start_gateway, start_service, start_services, start_stack
 
 ASK = {"model": "tiny-target", "prompt": "The old man", "max_tokens": 4, "temperature": 0}
 
@@ -153,6 +153,14 @@ def test_the_log_has_an_object_a_line_and_neither_key_nor_text(locked: Locked) -
     assert any(line["message"] == "request refused" and line["code"] == "invalid_api_key" for line in lines)
     assert any(line["message"] == "loading the model" and line["service"] == "draft" for line in lines)
     assert locked.key not in text and "The old man" not in text
+
+
+def test_an_expired_certificate_ends_the_start(locked: Locked) -> None:
+    """Before anything is dialled or placed, for either kind of port."""
+    for prefix in ("--", "--service-"):
+        flags = (f"{prefix}tls-cert", locked.expired.cert, f"{prefix}tls-key", locked.expired.key)
+        with pytest.raises(RuntimeError, match=r"TLS certificate .*expired-cert\.pem: certificate has expired"):
+            start_stack("--target-address", "127.0.0.1:1", *flags)
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from config import SettingsError, TargetSettings
 from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
+from orchestrator.access import open_paths
 from protos import control_pb2, control_pb2_grpc
 from tests.certificates import Files, make_certificate
 from wire.access import PeerAccess, bearer_of, check_token, read_peer_access
@@ -173,6 +174,11 @@ def test_a_listener_off_loopback_asks_who_calls() -> None:
         check_client_listener(ClientAccess(**pair), "::")
     for asked in ({"api_key": "a"}, {"api_keys_file": "a"}, {"insecure": True}):
         check_client_listener(ClientAccess(**asked), "::")
+
+
+def test_metrics_are_behind_the_key_unless_told_otherwise() -> None:
+    assert "/metrics" not in open_paths(ClientAccess())
+    assert open_paths(ClientAccess(open_metrics=True)) == ("/live", "/ready", "/health", "/metrics")
 
 
 @pytest.mark.parametrize(

@@ -68,23 +68,25 @@ def test_the_parts_of_a_round_lie_in_their_order_within_it() -> None:
     exporter = InMemorySpanExporter()
     with tracing(1, exporter) as tracer:
         trace = RequestTrace(tracer, record(), "")
-        commit = Commit(At("s", 0, 0, 2), [5], prefill_seconds=1, wait_seconds=2, draft_seconds=3, verify_seconds=4)
+        seconds = {"queue_seconds": 2.0, "prefill_seconds": 1.0, "wait_seconds": 2.0, "draft_seconds": 3.0}
+        commit = Commit(At("s", 0, 0, 2), [5], verify_seconds=4.0, **seconds)  # type: ignore[arg-type]
         trace.round(commit, 10)
         trace.end(record(), "length")
     spans = {span.name: span for span in exporter.get_finished_spans()}
     end = spans["round"].end_time
     assert end is not None
-    seconds = {
+    times = {
         name: ((span.start_time or 0) - end, (span.end_time or 0) - end)
         for name, span in spans.items()
         if name != "request"
     }
-    assert {name: (round(a / 1e9), round(b / 1e9)) for name, (a, b) in seconds.items()} == {
+    assert {name: (round(a / 1e9), round(b / 1e9)) for name, (a, b) in times.items()} == {
         "round": (-10, 0),
         "target.verify": (-4, 0),
         "target.wait": (-6, -4),
         "draft.round": (-7, -4),
         "target.prefill": (-7, -6),
+        "target.queue": (-9, -7),
     }
 
 
