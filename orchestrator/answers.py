@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -183,14 +183,19 @@ class ChatAnswer(Answer):
 
     def _take(self, message: _Message, delta: Delta) -> Event:
         """Add a delta to a message, and return it as a stream tells it; empty if it is left out."""
-        if delta.call is None:
+        if delta.call is not None:
+            message.calls.append(delta.call)
+        elif delta.arguments:
+            last = message.calls[-1]
+            message.calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        else:
             message.content += delta.content
             message.reasoning += delta.reasoning
             return {"content": delta.content} if delta.content else {"reasoning_content": delta.reasoning}
-        if self._one_call and message.calls:
+        if self._one_call and len(message.calls) > 1:
             return {}
-        message.calls.append(delta.call)
-        return {"tool_calls": [{"index": len(message.calls) - 1} | _call(delta.call)]}
+        told = _call(delta.call) if delta.call else {"function": {"arguments": delta.arguments}}
+        return {"tool_calls": [{"index": len(message.calls) - 1} | told]}
 
     def closing(self) -> list[Event]:
         """Return what a stream says when all choices have ended."""
@@ -199,7 +204,8 @@ class ChatAnswer(Answer):
 
     def whole(self) -> Event:
         """Return the answer in one piece."""
-        choices = [_choice(i, {"message": _message(m)}, m.reason) for i, m in enumerate(self._messages)]
+        calls = 1 if self._one_call else None
+        choices = [_choice(i, {"message": _message(m, calls)}, m.reason) for i, m in enumerate(self._messages)]
         body = self._head | {"object": "chat.completion", "choices": choices, "usage": self._totals.usage()}
         return body | self._totals.speculation()
 
@@ -207,13 +213,13 @@ class ChatAnswer(Answer):
         return self._head | {"object": "chat.completion.chunk", "choices": [_choice(index, {"delta": delta}, reason)]}
 
 
-def _message(message: _Message) -> Event:
+def _message(message: _Message, most_calls: int | None) -> Event:
     """Return a choice's message; content is null beside calls if there is none."""
     body: Event = {"role": "assistant", "content": message.content if message.content or not message.calls else None}
     if message.reasoning:
         body["reasoning_content"] = message.reasoning
     if message.calls:
-        body["tool_calls"] = [_call(call) for call in message.calls]
+        body["tool_calls"] = [_call(call) for call in message.calls[:most_calls]]
     return body
 
 

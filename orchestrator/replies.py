@@ -62,9 +62,13 @@ _THINKING = {
 _CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
 
 
+# A call as JSON, whose name is complete and whose arguments begin.
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
 @dataclass(frozen=True)
 class CalledTool:
-    """A call of a tool, complete. arguments: JSON."""
+    """A call of a tool. arguments: JSON, so far as it has come."""
 
     id: str
     name: str
@@ -73,11 +77,12 @@ class CalledTool:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a piece of text adds to a message."""
+    """What a piece of text adds to a message. arguments: what the last call's go on with."""
 
     content: str = ""
     reasoning: str = ""
     call: CalledTool | None = None
+    arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,11 @@ class ReplyFormat:
             return any(name.startswith("tool_call") for name in self.own["fields"])
         return self.tools != ""
 
-    def parser(self, prompt: str, tools: list[dict[str, Any]]) -> "ReplyParser | None":
-        """Return a parser of what follows a prompt, None if all of it is content."""
+    def parser(self, prompt: str, tools: list[dict[str, Any]], stream: bool = False) -> "ReplyParser | None":
+        """Return a parser of what follows a prompt, None if all of it is content.
+
+        stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
+        """
         if self.own is not None:
             return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
@@ -108,7 +116,7 @@ class ReplyFormat:
         thinks = self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         parser = ResponseParser(template, prefix="<think>" if thinks else "", tools=tools)
-        return ReplyParser(parser, short_ids=self.tools == "mistral")
+        return ReplyParser(parser, self.tools == "mistral", stream)
 
 
 def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
@@ -126,11 +134,15 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
 
 
 class ReplyParser:
-    """Splits a text that comes piece by piece. short_ids: whether a call's id has the nine characters of Mistral's."""
+    """Splits a text that comes piece by piece. short_ids: whether a call's id has the nine characters of Mistral's.
 
-    def __init__(self, parser: ResponseParser, short_ids: bool = False) -> None:
+    stream: whether calls are told as they come.
+    """
+
+    def __init__(self, parser: ResponseParser, short_ids: bool = False, stream: bool = False) -> None:
         self._parser: ResponseParser | None = parser
-        self._short_ids = short_ids
+        self._short_ids, self._stream = short_ids, stream
+        self._call, self._told = "", 0  # the text of the call that is open, and how much of it is told
 
     def feed(self, text: str, last: bool) -> list[Delta]:
         """Return what a piece adds; at the last one, all that is left."""
@@ -145,12 +157,39 @@ class ReplyParser:
 
     def _deltas(self, event: dict[str, Any]) -> list[Delta]:
         field = event["field"]
+        if self._stream and field == "tool_calls":
+            if event["type"] == "region_open":
+                self._call, self._told = "", 0
+            elif event["type"] == "region_chunk":
+                return self._tell_call(event["text"])
+            elif self._told:  # what is left, but for the brace that closes a complete call
+                end = -1 if isinstance(event["value"], dict) else None
+                left = self._call.rstrip()[self._told : end]
+                return [Delta(arguments=left)] if left else []
         if event["type"] == "region_close" and field.startswith("tool_call"):
             calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
             return [self._called(call) for call in calls]
         if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
             return []
         return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
+
+    def _tell_call(self, text: str) -> list[Delta]:
+        """Return what a piece adds to the call that is open; braces are held back, since the last one closes it."""
+        self._call += text
+        said = []
+        if not self._told:
+            begun = _BEGUN.match(self._call)
+            if begun is None:
+                return []
+            self._told = begun.end()
+            said = [Delta(call=CalledTool(self._new_id(), begun[1], ""))]
+        end = max(self._told, len(self._call.rstrip("} \t\r\n")))
+        self._told, more = end, self._call[self._told : end]
+        return [*said, Delta(arguments=more)] if more else said
+
+    def _new_id(self) -> str:
+        number = secrets.token_hex(12)
+        return number[:9] if self._short_ids else f"call_{number}"
 
     def _called(self, value: Any) -> Delta:
         """Return a call that was parsed; text for what is no call."""
@@ -159,5 +198,4 @@ class ReplyParser:
             return Delta(value if isinstance(value, str) else json.dumps(value))
         arguments = function.get("arguments", function.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        number = secrets.token_hex(12)
-        return Delta(call=CalledTool(number[:9] if self._short_ids else f"call_{number}", function["name"], text))
+        return Delta(call=CalledTool(self._new_id(), function["name"], text))

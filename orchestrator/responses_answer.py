@@ -32,7 +32,7 @@ class ResponsesAnswer(Answer):
         self._items: list[Event] = []
         self._open: Event | None = None  # the item that text is added to
         self._status = "in_progress"
-        self._said = 0
+        self._said = self._calls = 0
 
     def opening(self) -> list[Event]:
         """Return what a stream begins with."""
@@ -94,8 +94,13 @@ class ResponsesAnswer(Answer):
     def _take(self, delta: Delta) -> list[Event]:
         """Add a delta to the items, and return the events of it."""
         if delta.call is not None:
-            calls = sum(item["type"] == "function_call" for item in self._items)
-            return [] if self._request.parallel_tool_calls is False and calls else self._call(delta.call)
+            self._calls += 1
+        if (delta.call or delta.arguments) and self._calls > 1 and self._request.parallel_tool_calls is False:
+            return []
+        if delta.call is not None:
+            return self._close() + self._begin_call(delta.call)
+        if delta.arguments:
+            return self._argue(delta.arguments)
         kind, text = ("message", delta.content) if delta.content else ("reasoning", delta.reasoning)
         said = []
         if self._open is None or self._open["type"] != kind:
@@ -124,39 +129,44 @@ class ResponsesAnswer(Answer):
         """End the item that is open, if there is one."""
         if self._open is None:
             return []
-        part = self._open["content"][0]
-        said = [
-            self._part_event(f"response.{part['type']}.done", text=part["text"]),
-            self._part_event("response.content_part.done", part=part),
-        ]
+        if self._open["type"] == "function_call":
+            named = {"name": self._open["name"], "arguments": self._open["arguments"]}
+            said = [self._place_event("response.function_call_arguments.done", **named)]
+        else:
+            part = self._open["content"][0]
+            said = [
+                self._part_event(f"response.{part['type']}.done", text=part["text"]),
+                self._part_event("response.content_part.done", part=part),
+            ]
         self._open["status"] = "incomplete" if self._status == "incomplete" else "completed"
         said.append(self._item_event("response.output_item.done", self._open))
         self._open = None
         return said
 
-    def _call(self, call: CalledTool) -> list[Event]:
-        """Add a call as an item of its own."""
-        said = self._close()
+    def _begin_call(self, call: CalledTool) -> list[Event]:
+        """Open an item for a call, with what there is of its arguments."""
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id, "name": call.name}
-        self._items.append(item | {"arguments": call.arguments, "status": "completed"})
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        return [
-            *said,
-            self._item_event("response.output_item.added", begun),
-            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
-            self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments),
-            self._item_event("response.output_item.done", self._items[-1]),
-        ]
+        self._open = item | {"arguments": "", "status": "in_progress"}
+        self._items.append(self._open)
+        return [self._item_event("response.output_item.added", self._open), *self._argue(call.arguments)]
+
+    def _argue(self, text: str) -> list[Event]:
+        """Add to the arguments of the call that is open."""
+        assert self._open is not None
+        self._open["arguments"] += text
+        return [self._place_event("response.function_call_arguments.delta", delta=text)] if text else []
 
     def _item_event(self, kind: str, item: Event) -> Event:
         return self._event(kind, output_index=len(self._items) - 1, item=deepcopy(item))
 
     def _part_event(self, kind: str, **values: Any) -> Event:
         """Return an event of the open item's part; events of visible text have a place for log probabilities."""
+        return self._place_event(kind, content_index=0, **values, **({"logprobs": []} if "output_text" in kind else {}))
+
+    def _place_event(self, kind: str, **values: Any) -> Event:
+        """Return an event of the open item."""
         assert self._open is not None
-        place = {"item_id": self._open["id"], "output_index": len(self._items) - 1, "content_index": 0}
-        return self._event(kind, **place, **values, **({"logprobs": []} if "output_text" in kind else {}))
+        return self._event(kind, item_id=self._open["id"], output_index=len(self._items) - 1, **values)
 
     def _event(self, kind: str, **values: Any) -> Event:
         self._said += 1

@@ -68,6 +68,36 @@ def test_tool_calls(name: str, case: tuple[str, str, list[Any]], size: int) -> N
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in WRITTEN.items() for case in cases])
+def test_tool_calls_that_are_told_as_they_come(name: str, case: tuple[str, str, list[Any]], size: int) -> None:
+    """The same calls; JSON's arguments in pieces, the first of them before the call is complete."""
+    text, content, calls = case
+    parser = ReplyFormat(tools=name).parser("", TOOLS, stream=True)
+    assert parser is not None
+    told: list[list[str]] = []
+    shown, early = "", False
+    for at in range(0, len(text), size):
+        for delta in parser.feed(text[at : at + size], at + size >= len(text)):
+            shown += delta.content
+            if delta.call:
+                told.append([delta.call.name, delta.call.arguments])
+            elif delta.arguments:
+                told[-1][1] += delta.arguments
+        early = early or (bool(told) and told[0][1] == "{")  # before its first key is written
+    assert (shown, [(name, json.loads(arguments)) for name, arguments in told]) == (content, calls)
+    if size == 1:
+        assert early == (bool(calls) and name in ("hermes", "llama3_json"))
+
+
+def test_a_call_that_is_cut_short_is_told_so_far_as_it_came() -> None:
+    parser = ReplyFormat(tools="hermes").parser("", TOOLS, stream=True)
+    assert parser is not None
+    deltas = parser.feed('<tool_call>{"name": "f", "arguments": {"a": {"b": 1', False) + parser.feed("}", True)
+    assert "".join(delta.arguments for delta in deltas) == '{"a": {"b": 1}'
+    assert [delta.call.name for delta in deltas if delta.call] == ["f"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("form", "prompt", "text"),
     [
