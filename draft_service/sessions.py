@@ -76,9 +76,10 @@ class DraftSession:
     its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
-    were accepted where they were judged. memory: what the last dense pass weighed; rounds_judged and surprised (whether
-    the last verdict accepted nothing) say with it when a dense pass is due again. reference: what was announced for the
-    round judged last. early_verdicts: those that came before the ones they follow, by the round that they judge.
+    were accepted where they were judged. memory: what the last dense pass weighed; rounds_judged, and surprised
+    (whether the last verdict accepted nothing) say with it when a dense pass is due again. reference: what was
+    announced for the round judged last. early_verdicts: those that came before the ones they follow, by the round that
+    they judge.
     """
 
     peer: TargetPeer

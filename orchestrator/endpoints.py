@@ -119,8 +119,12 @@ async def run(config: Config, access: Access, target: str, draft: str, placement
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+
+    def listen_for_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+
+    listen_for_signals()
     addresses = {"target": target, "draft": draft}
     async with (
         services_at(addresses, access.peers) as services,
@@ -129,7 +133,7 @@ async def run(config: Config, access: Access, target: str, draft: str, placement
         print(f"gRPC endpoint: {grpc_address}")
         print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
-        watching = [] if placement is None else [supervise(services, placement)]
+        watching = [] if placement is None else [supervise(services, placement, listen_for_signals)]
         await run_together(_wait_for(stop), *watching)
         print("stopping: requests in flight are given time to finish", flush=True)
 

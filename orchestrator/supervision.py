@@ -7,7 +7,7 @@ process (engine/step_loop.py).
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc
@@ -36,14 +36,17 @@ class Placement(Protocol):
         """Place all services anew, at their addresses. Raises ClusterError or what Ray raises."""
 
 
-async def supervise(services: Mapping[str, AskStatus], placement: Placement) -> None:
+async def supervise(
+    services: Mapping[str, AskStatus], placement: Placement, after_restart: Callable[[], None] = lambda: None
+) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
     services: how each is asked for its status, by side; raises AioRpcError, after BEAT_SECONDS at the latest.
+    after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
     """
     turn = asyncio.Lock()  # one repair at a time
     watches = [_watch_service(side, ask, placement, turn) for side, ask in services.items()]
-    await run_together(_watch_placement(placement, turn), *watches)
+    await run_together(_watch_placement(placement, turn, after_restart), *watches)
 
 
 async def _watch_service(side: str, ask: AskStatus, placement: Placement, turn: asyncio.Lock) -> None:
@@ -80,14 +83,14 @@ async def _replace(side: str, placement: Placement) -> bool:
     return True
 
 
-async def _watch_placement(placement: Placement, turn: asyncio.Lock) -> None:
+async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_restart: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         if await _is_alive(placement):
             continue
         log.error("Ray is lost, so nobody watches the services: they are placed anew")
         async with turn:
-            await _restart(placement)
+            await _restart(placement, after_restart)
         log.warning("the services are placed anew")
 
 
@@ -99,12 +102,14 @@ async def _is_alive(placement: Placement) -> bool:
         return False
 
 
-async def _restart(placement: Placement) -> None:
+async def _restart(placement: Placement, after_restart: Callable[[], None]) -> None:
     for attempt in range(1, RAY_ATTEMPTS + 1):
         try:
             return await asyncio.to_thread(placement.restart)
         except Exception as error:
             log.error("attempt %d of %d to place the services anew failed: %s", attempt, RAY_ATTEMPTS, error)
             last = error
+        finally:
+            after_restart()
         await asyncio.sleep(PAUSE_BEATS * BEAT_SECONDS)
     raise ClusterError(f"Ray was lost, and the services could not be placed again: {last}")

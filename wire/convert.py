@@ -23,7 +23,7 @@ _KINDS: tuple[Any, ...] = (
     *(m.Hello, m.ServiceStatus, m.Beat, Sampling),
     *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
     *(m.Begin, m.Verdict, m.End, m.Refusal),
-    *(m.Open, m.Abort, m.Commit, m.Closed),
+    *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),
 )
 # The fields that are copied: all but a proposal's distributions.
 _NAMES = {kind: tuple(each.name for each in fields(kind) if each.name != "supports") for kind in _KINDS}

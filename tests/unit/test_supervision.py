@@ -96,9 +96,12 @@ async def test_what_starts_or_is_slow_is_left_alone(script: list[grpc.StatusCode
 
 
 async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    placement = Placement(lost=3)
-    await watch(placement, target=Service(None))
+    placement, told = Placement(lost=3), []
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await supervise({"target": Service(None).ask}, placement, lambda: told.append(placement.restarts))
     assert placement.restarts == 3
+    assert told == [1, 2, 3]
     assert "Ray is lost" in caplog.text
     assert "attempt 2 of 3" in caplog.text
 
