@@ -48,7 +48,7 @@ from evaluation.models import model_hash
 from protos import inference_pb2, inference_pb2_grpc
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
-from wire.server import OPTIONS
+from wire.options import OPTIONS
 
 READS = Path(__file__).parent / "traces" / "reads.npz"
 PROMPT, GENERATED, ROUNDS, PASSAGES, AT_ONCE = 4076, 64, 20, 32, 4

@@ -23,7 +23,7 @@ import grpc
 
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints
 from protos import inference_pb2, inference_pb2_grpc
-from wire.server import OPTIONS
+from wire.options import OPTIONS
 
 PROMPT_TOKENS = 2000
 EXACTNESS = ("exact", "approximate")

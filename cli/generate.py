@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
 from orchestrator.client import Generation, generate
+from wire.tls import Tls, read_tls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", metavar="FILE")
     prompt.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from standard input")
     parser.add_argument("--address", metavar="HOST:PORT", default="127.0.0.1:50051")
+    parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
+    parser.add_argument("--tls", action="store_true", help="the server has a certificate")
+    parser.add_argument("--tls-ca", metavar="FILE", help="who signed it (PEM), unless it is a public authority")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
@@ -37,6 +42,8 @@ def run(flags: argparse.Namespace) -> None:
     result = generate(
         flags.address,
         prompt,
+        api_key=flags.api_key or os.environ.get("SPECAHEAD_API_KEY", ""),
+        tls=read_tls("", "", flags.tls_ca) if flags.tls_ca else Tls() if flags.tls else None,
         max_tokens=flags.max_tokens,
         temperature=flags.temperature,
         top_p=flags.top_p,

@@ -8,11 +8,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 import grpc
 
 COMMANDS = {
     "generate": ("cli.generate", "continue a prompt on a running server"),
+    "key": ("cli.key", "make an API key for a client"),
     "calibrate": ("evaluation.calibration.command", "make a plan for a pair of models"),
     "evaluate": ("evaluation.command", "measure what the sparsity methods cost in quality"),
     "bench stack": ("benchmarks.stack", "what a round costs without the models: codec, gRPC, ledger, batching"),
@@ -32,16 +34,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         flags.run(flags)
     except grpc.RpcError as error:
-        sys.exit(f"error: {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+        sys.exit(_in_words(error))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def _in_words(error: grpc.RpcError) -> str:
+    """Say what ended a call, and for those that a person can mend how."""
+    code, details = error.code(), error.details()  # type: ignore[attr-defined]
+    remedies = {
+        grpc.StatusCode.UNAVAILABLE: "; check that a server runs there, the port, and whether it speaks TLS (--tls)",
+        grpc.StatusCode.UNAUTHENTICATED: " (--api-key or SPECAHEAD_API_KEY)",
+    }
+    return f"error: {code.name}: {details}{remedies.get(code, '')}"
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The flags of the chosen command, with its function as `run`. argparse exits on --help and on what is wrong."""
     parser = argparse.ArgumentParser(prog="specahead", description="Use and measure a specahead server.")
+    parser.add_argument("--version", action="version", version=f"specahead {version('specahead')}")
     commands = parser.add_subparsers(dest="command", required=True)
     benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
     for command, (module, text) in COMMANDS.items():

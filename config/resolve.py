@@ -6,11 +6,13 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 import yaml
 
+from config.access import check_client_listener, check_service_listener
 from config.sections import ClientSettings, ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.setting import Section, Setting, SettingsError, declared_in
 
@@ -35,6 +37,7 @@ def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     default = Config()
     sections = [default.target, default.draft, default.clients, default.cluster]
     (target, draft, clients, cluster), _ = _resolve(parser, sections, arguments, environment)
+    check_client_listener(clients, clients.host)
     return Config(target=target, draft=draft, clients=clients, cluster=cluster)
 
 
@@ -46,6 +49,7 @@ def resolve_service(
     Raises SettingsError; exits on --help and --dry-run.
     """
     (settings,), rest = _resolve(parser, [default], arguments, environment)
+    check_service_listener(settings, settings.host)
     return settings, rest
 
 
@@ -62,6 +66,8 @@ def _resolve(
     argparse exits on unknown flags.
     """
     options = _options(defaults)
+    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
+    parser.add_argument("--version", action="version", version=f"specahead {version('specahead')}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     _add_flags(parser, options.values())
@@ -83,12 +89,12 @@ def _resolve(
 
 
 def describe(sections: Iterable[Section]) -> dict[str, Any]:
-    """The settings by their names, as a file may give them."""
+    """The settings by their names, as a file may give them, without those that are secret."""
     return {
         item.name: getattr(section, item.field)
         for section in sections
         for item in declared_in(type(section))
-        if item.name
+        if item.name and not item.secret
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import models
+from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from config.setting import Section, SettingsError, setting
 
@@ -64,7 +65,7 @@ class ModelSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceSettings(ModelSettings):
+class ServiceSettings(ServiceAccess, ModelSettings):
     """What target and draft service have in common."""
 
     bundled: ClassVar[Path]  # the model that the bundled plan was made for
@@ -83,6 +84,8 @@ class ServiceSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
+            raise SettingsError(f"the {self.side} model is {self.model!r}, and there is no such folder")
         if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
             raise SettingsError(
                 f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
@@ -160,7 +163,7 @@ class DraftSettings(ServiceSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientSettings(Section):
+class ClientSettings(ClientAccess):
     """The endpoints that clients call."""
 
     served_model_name: str = setting(

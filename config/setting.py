@@ -16,7 +16,8 @@ class Setting:
 
     group: the heading of --help that lists it. name: what a launch, the environment and a file call it; "": only a
     service's own command line has it. flag: what a service's own command line calls it. least, most: the ends of its
-    range; above: less than all of it; choices: all its values. field, kind: the name and type of its section's field.
+    range; above: less than all of it; choices: all its values. secret: it is never printed.
+    field, kind: the name and type of its section's field.
     In a declaration "{side}" stands for target or draft and "{field}" for the field's name; `declared_in` fills them.
     """
 
@@ -28,6 +29,7 @@ class Setting:
     most: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
+    secret: bool = False
     field: str = ""
     kind: Any = None
 
@@ -49,7 +51,8 @@ class Setting:
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
     """A dataclass field with its declaration; the other arguments are Setting's."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(help, **declared)})
+    item = Setting(help, **declared)
+    return dataclasses.field(default=default, repr=not item.secret, metadata={"setting": item})
 
 
 @dataclass(frozen=True, kw_only=True)

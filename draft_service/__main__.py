@@ -1,13 +1,11 @@
 """`python -m draft_service`: a draft process by itself, for deployments without Ray and for tests."""
 
 import argparse
-import asyncio
 import os
 import sys
 
 from config import DraftSettings, SettingsError, resolve_service
-from draft_service.service import run
-from wire.server import serve_until_signal
+from wire.server import run_service
 
 
 def main() -> None:
@@ -18,7 +16,9 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if not settings.targets:
         parser.error("a draft serves targets: give --target HOST:PORT, once for each")
-    asyncio.run(serve_until_signal("draft", lambda on_ready: run(settings, on_ready)))
+    from draft_service.service import run  # --help and what is refused above need no torch
+
+    run_service(settings, lambda on_ready: run(settings, on_ready))
 
 
 if __name__ == "__main__":

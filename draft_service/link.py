@@ -11,15 +11,16 @@ from draft_service.sessions import TargetPeer
 from protos import speculation_pb2 as speculation
 from protos import speculation_pb2_grpc
 from wire import convert
+from wire.access import PeerAccess
 from wire.errors import ServiceError
 from wire.messages import Beat, DraftEvent, Hello
 from wire.outbox import Outbox
-from wire.server import OPTIONS
 from wire.streams import BEAT_SECONDS, PATIENCE, exchange, read_frames
 
 log = logging.getLogger(__name__)
 
 _REDIAL_SECONDS = 0.2
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass
@@ -31,17 +32,21 @@ class LinkState:
     refusal: str = ""  # why the target refused the last handshake
 
 
-async def keep_link(state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:
+async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:
     """Runs until cancelled."""
+    last = ""
     while True:
         try:
-            async with grpc.aio.insecure_channel(state.target, options=OPTIONS) as channel:
-                await channel.channel_ready()
-                await _speculate(channel, state, hello, drafter, wake)
+            async with access.dial(state.target) as channel:
+                await _speculate(channel, access, state, hello, drafter, wake)
         except grpc.aio.AioRpcError as error:
-            refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
-            state.refusal = error.details() or "" if refused else ""
-            log.warning("stream to %s ended: %s %s", state.target, error.code().name, error.details())
+            state.refusal = error.details() or "" if error.code() in _REFUSALS else ""
+            reason = f"{error.code().name} {error.details()}"
+            if reason != last or state.attached:  # a target that is not there yet is dialled many times
+                expected = error.code() is grpc.StatusCode.UNAVAILABLE and not state.attached
+                level = logging.INFO if expected else logging.WARNING
+                log.log(level, "no stream to the target", extra={"target": state.target, "reason": reason})
+            last = reason
         except (ServiceError, TimeoutError) as error:
             log.warning("stream to %s ended: %s", state.target, str(error) or "it does not answer the handshake")
         except Exception:
@@ -52,14 +57,14 @@ async def keep_link(state: LinkState, hello: Hello, drafter: Drafter, wake: asyn
 
 
 async def _speculate(
-    channel: grpc.aio.Channel, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
+    channel: grpc.aio.Channel, access: PeerAccess, state: LinkState, hello: Hello, drafter: Drafter, wake: asyncio.Event
 ) -> None:
     """Draft for a target until it ends the stream.
 
     Raises its status if that is an error, ServiceError for what it says wrongly or if it hangs, TimeoutError if it does
     not answer the handshake.
     """
-    call = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+    call = speculation_pb2_grpc.SpeculationStub(channel).Speculate(metadata=access.metadata)
     await call.write(speculation.DraftFrame(hello=convert.hello_to_pb(hello)))
     async with asyncio.timeout(PATIENCE * BEAT_SECONDS):
         first = await call.read()

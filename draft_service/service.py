@@ -1,6 +1,7 @@
 """The draft process: a model, a drafter, a link to each target, and a small server for health and status."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,13 @@ from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
 from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError
+from wire.access import read_peer_access
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
+
+log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 
@@ -31,6 +35,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     """
     check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
+    log.info("loading the model", extra={"model": settings.model})
     opened = open_model(settings)
     planned = plan.draft_layers, plan.draft_heads
     actual = opened.shape.num_layers, opened.shape.num_heads
@@ -56,6 +61,7 @@ async def serve(
     """Serve until cancelled. Raises what `run_step_loop` raises."""
     drafter = Drafter(runner, plan, settings)
     announcing = METHODS[plan.method].announcing is not None
+    log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
@@ -71,13 +77,16 @@ async def serve(
         )
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    server = await start_server(settings.host, settings.port, [(add, _Control(status), "specahead.v1.DraftControl")])
+    access = read_peer_access(settings)
+    services = [(add, _Control(status), "specahead.v1.DraftControl")]
+    server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
+    log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
     on_ready(server)
     try:
         async with asyncio.TaskGroup() as tasks:
             for link in links:
-                tasks.create_task(keep_link(link, hello, drafter, wake))
+                tasks.create_task(keep_link(link, access, hello, drafter, wake))
             tasks.create_task(
                 run_step_loop(
                     drafter.plan_step,

@@ -164,7 +164,7 @@ class ModelRunner(Runner):
         kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
         counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
         step_queries = self._limits.step_queries
-        for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps"):
+        for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps", disable=None):
             for queries in (1, step_queries) if read is None else (step_queries,):
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
                 item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)

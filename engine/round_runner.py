@@ -48,7 +48,7 @@ class RoundRunner:
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         branches = sorted({1, self._settings.branches}, reverse=True)
         kinds = list(itertools.product((False, True), ("", *methods), sizes, branches))
-        for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds"):
+        for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:

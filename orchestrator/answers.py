@@ -22,6 +22,12 @@ def error_body(error: ServiceError) -> Event:
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
+def error_headers(error: ServiceError) -> dict[str, str]:
+    """Return what HTTP says of an error beside its body."""
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    return headers | ({"WWW-Authenticate": "Bearer"} if error.http_code == 401 else {})
+
+
 class Totals:
     """What all choices of a request took, known once each has ended. choices: how many there are of each prompt."""
 

@@ -7,7 +7,8 @@ from typing import Any
 import grpc
 
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.server import OPTIONS
+from wire.options import OPTIONS
+from wire.tls import Tls
 
 
 @dataclass
@@ -25,6 +26,8 @@ def generate(
     address: str,
     prompt: str,
     *,
+    api_key: str = "",
+    tls: Tls | None = None,
     max_tokens: int,
     temperature: float | None = None,
     top_p: float | None = None,
@@ -46,8 +49,9 @@ def generate(
         sparsity=sparsity,
     )
     result = Generation("", [], 0, "", {})
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        for response in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+    with _dial(address, tls) as channel:
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=metadata):
             result.text += response.text
             result.token_ids += response.token_ids
             if on_text is not None:
@@ -60,3 +64,9 @@ def generate(
                 values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
                 result.speculation = values | {"accepted_per_position": list(summary.accepted_per_position)}
     return result
+
+
+def _dial(address: str, tls: Tls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=OPTIONS)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
 from config import ClusterSettings, Config, DraftSettings, TargetSettings
+from config.logs import Recorder, Said, configure_logs
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
 from wire.errors import ClusterError
@@ -25,6 +26,7 @@ from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
 
+_LOG_SECONDS = 0.5
 # Of the processes of a Ray that was started here: without them it cannot go on.
 _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
 
@@ -38,6 +40,9 @@ class ServiceActor:
 
     def __init__(self, settings: DraftSettings | TargetSettings) -> None:
         self._address: Future[str] = Future()
+        configure_logs(settings)
+        self._said = Recorder()
+        logging.getLogger().addHandler(self._said)
         self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
         threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
         threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
@@ -60,6 +65,10 @@ class ServiceActor:
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
         return self._address.result(), os.getpid()
+
+    def said(self) -> list[Said]:
+        """Return what the service wrote to its log since it was asked last."""
+        return self._said.take()
 
 
 def _end_with_parent() -> None:
@@ -134,12 +143,12 @@ class RayPlacement:
         """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
         gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0))
         # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
-        options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1}
+        options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
         actor = ray.remote(ServiceActor)
         for settings, count in zip(self._settings, gpus, strict=True):
             named = actor.options(name=settings.side, num_gpus=count, **options)
             self._actors[settings.side] = named.remote(settings)
-        infos = _wait_for([started.info.remote() for started in self._actors.values()])
+        infos = _wait_for(self._actors)
         self.services = dict(zip(self._actors, infos, strict=True))
 
     def stop(self) -> None:
@@ -184,9 +193,20 @@ def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
         placement.stop()
 
 
-def _wait_for(answers: list[Any]) -> list[Any]:
-    """What the actors answer. Raises ClusterError with the words of one that failed."""
+def _wait_for(actors: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return what the services say of themselves once all listen; until then their logs are shown in ours.
+
+    Raises ClusterError with the words of one that failed.
+    """
+    waiting = answers = [actor.info.remote() for actor in actors.values()]
     try:
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
+            ready = [answer for answer in answers if answer not in waiting]
+            ray.get(ready)  # raises what one of them raised, though others are still loading
+            for side, actor in actors.items():
+                for level, name, message, fields in ray.get(actor.said.remote()):
+                    logging.getLogger(name).log(level, message, extra=fields | {"service": side})
         return ray.get(answers)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error

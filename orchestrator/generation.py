@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.ledger import Record, SpeculationTotals
-from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
 from orchestrator.replies import ReplyFormat, ReplyParser
 from orchestrator.requests import ChatRequest, GenerationRequest
@@ -47,7 +47,7 @@ class Frontend:
         router: Router,
         tokenizer: Any,
         limits: Limits,
-        metrics: Metrics,
+        observer: Observer,
         draft_name: str,
         reply_format: ReplyFormat | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
         self.limits = limits
-        self.metrics = metrics
+        self.observer = observer
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
@@ -119,9 +119,8 @@ class Frontend:
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
         detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
         finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
-        started = time.perf_counter()
-        self.metrics.started(record)
-        outcome = "error"
+        watch = self.observer.start(record)
+        outcome: str | ServiceError = "error"
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
@@ -129,7 +128,7 @@ class Frontend:
                         outcome = "abort"
                         yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
-                    self.metrics.committed(record, len(item.tokens), time.perf_counter() - started)
+                    watch.round(len(item.tokens))
                     shown = item.tokens
                     if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
                         shown = shown[:-1]  # the token that ends the text is not in it
@@ -144,13 +143,13 @@ class Frontend:
                         return
                     yield Chunk(text, item.tokens, choice=choice)
         except ServiceError as error:
-            outcome = error.status.name.lower()
+            outcome = error
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "abort"
             raise
         finally:
-            self.metrics.finished(record, outcome, time.perf_counter() - started)
+            watch.end(outcome)
 
     def abort(self, request_id: str) -> bool:
         """End a running request, all of its choices; False if there is none of that id."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import grpc
 
+from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.records import check_count, check_model
 from orchestrator.requests import CompletionRequest, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.errors import InvalidArgument, NotFound
+from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
 from wire.server import guarded, guarded_stream
 
@@ -25,19 +26,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self._frontend.observer.follow(context.invocation_metadata() or ())
         async with aclosing(self._generate(request)) as responses:
             async for response in guarded_stream(context, responses):
                 yield response
 
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        check_count(len(pb.token_ids.ids), self._frontend.limits)  # before they become a list
-        request = _request_from_pb(pb)
-        special = request.add_special_tokens is not False
-        prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
-        request.request_id = name = request.request_id or secrets.token_hex(12)
-        async with aclosing(self._frontend.generate(self._frontend.prepare(request, prompts), request)) as chunks:
-            async for chunk in chunks:
-                yield _chunk_to_pb(name, chunk)
+        try:
+            with current_caller().request():
+                check_count(len(pb.token_ids.ids), self._frontend.limits)  # before they become a list
+                request = _request_from_pb(pb)
+                special = request.add_special_tokens is not False
+                prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
+                request.request_id = name = request.request_id or secrets.token_hex(12)
+                records = self._frontend.prepare(request, prompts)
+                async with aclosing(self._frontend.generate(records, request)) as chunks:
+                    async for chunk in chunks:
+                        yield _chunk_to_pb(name, chunk)
+        except ServiceError as error:
+            self._frontend.observer.report(error, request=pb.request_id or None)
+            raise
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext

@@ -16,8 +16,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
-from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body
+from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
 from orchestrator.chat import render_chat
 from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.event_stream import open_stream, unless_left
@@ -68,8 +69,8 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         elif not isinstance(error, ServiceError):  # uvicorn logs it
             error = ServiceError("the server failed to answer this request")
         code = error.http_code
-    if code in (429, 503):
-        headers["Retry-After"] = "1"
+    request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
+    headers |= error_headers(error)
     return JSONResponse(error_body(error), code, headers)
 
 
@@ -219,7 +220,7 @@ async def show_version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request, frontend: Served) -> Response:
     """Give Prometheus its figures."""
-    text = frontend.metrics.render(await request.app.state.read_status())
+    text = frontend.observer.metrics.render(frontend.router.running, await request.app.state.read_status())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -232,10 +233,12 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve_http(app: FastAPI, host: str, port: int, connections: Connections) -> AsyncIterator[str]:
+async def serve_http(
+    app: ASGIApp, host: str, port: int, connections: Connections, cert: str = "", key: str = ""
+) -> AsyncIterator[str]:
     """Listen on host:port (0: any free one) while the context lasts, and yield the address.
 
-    connections: their limits.
+    connections: their limits. cert, key: PEM files; without them the port speaks plain text.
 
     Raises OSError naming an address that cannot be bound.
     """
@@ -251,12 +254,14 @@ async def serve_http(app: FastAPI, host: str, port: int, connections: Connection
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
+        ssl_certfile=cert or None,
+        ssl_keyfile=key or None,
         timeout_keep_alive=75,
     )
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        yield f"{'https' if cert else 'http'}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving

@@ -1,87 +1,168 @@
-"""Prometheus metrics. Suffixes follow vLLM's, so that its dashboards need only another prefix."""
+"""Prometheus metrics. What vLLM counts too is there under both names, so that its dashboards draw it unchanged."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from orchestrator.ledger import Record
 from wire.messages import ServiceStatus
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LENGTHS = (1, 10, 100, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+OURS, VLLM = "specahead:", "vllm:"
+# What has the same meaning in vLLM, by the name without prefix.
+_AS_VLLM = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prompt_tokens", "generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
+    *("prefix_cache_queries", "prefix_cache_hits"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos",
+}
 
 
 class Metrics:
+    """The figures of the client endpoints, and at the time of reading those of the services."""
+
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
+        self._running = self._gauge("num_requests_running", "Requests that the target runs")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for room on the target")
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of the target's KV room that is held, 1: all of it")
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a proposal")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
-        self._accepted_at = self._counter(
+        self._accepted_at = self._by(
             "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
         )
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
         self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
         self._kv_dense = self._counter("kv_tokens_dense", "KV that dense verification would have read")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests taken")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
+        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the KV")
+        self._found = self._counter("prefix_cache_hits", "Of these, found there")
         self._generated = self._counter("generation_tokens", "Tokens committed")
-        self._requests = self._counter("request_success", "Requests ended, by reason", "finished_reason")
-        self._running = self._gauge("num_requests_running", "Requests open")
+        self._finished = self._by("request_success", "Requests that came to their end, by how", "finished_reason")
+        self._failed = self._by("request_failed", "Requests that broke off after their first token", "reason")
+        self._refused = self._by("request_refused", "Requests that got no token, by what was wrong", "reason")
         self._first = self._histogram("time_to_first_token_seconds", "From request to first committed token")
+        self._between = self._histogram("inter_token_latency_seconds", "From one token to the next")
         self._latency = self._histogram("e2e_request_latency_seconds", "From request to its end")
-        self._up = self._gauge("service_up", "Whether a service answers", "service")
-        self._attached = self._gauge("service_attached", "Peers on a service's Speculate streams", "service")
-        self._service_gauge = self._gauge("service_state", "Gauges of the services", "service", "name")
-        self._service_count = self._gauge(
-            "service_events", "Counters of the services since they started", "service", "name"
-        )
+        self._queued = self._histogram("request_queue_time_seconds", "Until the target had room")
+        self._prefill = self._histogram("request_prefill_time_seconds", "Steps that ran the prompt")
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
+        self._lengths = self._histogram("request_generation_tokens", "Tokens of answers", _LENGTHS)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"specahead:{name}", text, ["model_name", *labels], registry=self.registry)
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(OURS + name, text, ["model_name"], registry=self.registry).labels(self._model)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"specahead:{name}", text, ["model_name", *labels], registry=self.registry)
+    def _by(self, name: str, text: str, label: str) -> Counter:
+        return Counter(OURS + name, text, ["model_name", label], registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"specahead:{name}", text, ["model_name"], registry=self.registry, buckets=_SECONDS)
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(OURS + name, text, ["model_name"], registry=self.registry).labels(self._model)
 
-    def started(self, record: Record) -> None:
-        self._prompt.labels(self._model).inc(record.prompt_tokens)
-        self._running.labels(self._model).inc()
+    def _histogram(self, name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
+        histogram = Histogram(OURS + name, text, ["model_name"], registry=self.registry, buckets=tuple(buckets))
+        return histogram.labels(self._model)
 
-    def committed(self, record: Record, tokens: int, seconds: float) -> None:
-        if len(record.generated) == tokens:
-            self._first.labels(self._model).observe(seconds)
-        self._generated.labels(self._model).inc(tokens)
+    def committed(self, record: Record, tokens: int, since_start: float, since_last: float) -> None:
+        """Count a round of `tokens` tokens, which ended so many seconds after the request came and after the last."""
         commit = record.commits[-1]
+        if len(record.generated) == tokens:
+            self._first.observe(since_start)
+            self._prompt.inc(record.prompt_tokens)
+            self._looked_up.inc(record.prompt_tokens)
+            self._found.inc(record.cached_tokens)
+            self._queued.observe(commit.queue_seconds)
+        else:
+            for _ in range(tokens):
+                self._between.observe(since_last / tokens)
+        self._generated.inc(tokens)
         if commit.drafted:
-            self._drafts.labels(self._model).inc()
-            self._draft_tokens.labels(self._model).inc(commit.drafted)
-            self._accepted.labels(self._model).inc(commit.accepted)
+            self._drafts.inc()
+            self._draft_tokens.inc(commit.drafted)
+            self._accepted.inc(commit.accepted)
             for position in range(commit.accepted):
                 self._accepted_at.labels(self._model, position).inc()
 
-    def finished(self, record: Record, outcome: str, seconds: float) -> None:
-        totals = record.totals
-        self._stale.labels(self._model).inc(totals.stale_rounds)
-        self._announced.labels(self._model).inc(totals.announced_bytes)
-        self._kv_read.labels(self._model).inc(totals.kv_tokens_read)
-        self._kv_dense.labels(self._model).inc(totals.kv_tokens_total)
-        self._running.labels(self._model).dec()
-        self._requests.labels(self._model, outcome).inc()
-        self._latency.labels(self._model).observe(seconds)
+    def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:
+        """Count a request that came to its end `seconds` after it came, its last token so long after its first."""
+        self._finished.labels(self._model, outcome).inc()
+        self._latency.observe(seconds)
+        self._decode.observe(decode_seconds)
+        self._prefill.observe(record.totals.prefill_seconds)
+        self._prompt_lengths.observe(record.prompt_tokens)
+        self._lengths.observe(len(record.generated))
 
-    def render(self, services: Mapping[str, ServiceStatus | None]) -> bytes:
-        """The exposition text, with each service's status as it is now (None: it does not answer)."""
-        self._service_gauge.clear()
-        self._service_count.clear()
-        for name, status in services.items():
-            self._up.labels(self._model, name).set(status is not None)
-            self._attached.labels(self._model, name).set(len(status.attached) if status else 0)
-            if status:
-                for key, value in status.gauges.items():
-                    self._service_gauge.labels(self._model, name, key).set(value)
-                for key, value in status.counters.items():
-                    self._service_count.labels(self._model, name, key).set(value)
-        return generate_latest(self.registry)
+    def ended(self, record: Record) -> None:
+        """Count what the rounds of a request took, whichever way it ended."""
+        totals = record.totals
+        self._stale.inc(totals.stale_rounds)
+        self._announced.inc(totals.announced_bytes)
+        self._kv_read.inc(totals.kv_tokens_read)
+        self._kv_dense.inc(totals.kv_tokens_total)
+
+    def failed(self, reason: str) -> None:
+        """Count a request that broke off after its first token."""
+        self._failed.labels(self._model, reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count a request that got no token."""
+        self._refused.labels(self._model, reason).inc()
+
+    def render(self, requests: int, services: Mapping[str, ServiceStatus | None]) -> bytes:
+        """The exposition text. requests: how many are open; services: their statuses now (None: no answer)."""
+        target = services.get("target")
+        gauges = target.gauges if target else {}
+        waiting = min(requests, int(gauges.get("queued_sessions", 0)))
+        self._waiting.set(waiting)
+        self._running.set(requests - waiting)
+        self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
+        families = [*self.registry.collect(), *_service_families(self._model, services)]
+        named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
+        return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
+
+
+class _Families:
+    """What stands in for a registry: families that were collected already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _as_vllm(family: Metric) -> Metric:
+    """The same family by vLLM's name."""
+    other = Metric(family.name.replace(OURS, VLLM, 1), family.documentation, family.type)
+    other.samples = [sample._replace(name=sample.name.replace(OURS, VLLM, 1)) for sample in family.samples]
+    return other
+
+
+def _service_families(model: str, services: Mapping[str, ServiceStatus | None]) -> Iterator[Metric]:
+    """What the services say of themselves; counters begin anew when a service does."""
+    labels = ["model_name", "service"]
+    up = GaugeMetricFamily(f"{OURS}service_up", "Whether a service answers", labels=labels)
+    attached = GaugeMetricFamily(f"{OURS}service_attached", "Peers on its Speculate streams", labels=labels)
+    states = GaugeMetricFamily(f"{OURS}service_state", "Gauges of the services", labels=[*labels, "name"])
+    events = CounterMetricFamily(f"{OURS}service_events", "Counters of the services", labels=[*labels, "name"])
+    for name, status in services.items():
+        up.add_metric([model, name], float(status is not None))
+        attached.add_metric([model, name], len(status.attached) if status else 0)
+        _add_all(states, [model, name], status.gauges if status else {})
+        _add_all(events, [model, name], status.counters if status else {})
+    yield from (up, attached, states, events)
+
+
+def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        family.add_metric([*labels, name], value)

@@ -14,10 +14,10 @@ import grpc
 from orchestrator.ledger import Ledger, LedgerError, Record
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
+from wire.access import PeerAccess
 from wire.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, error_from_code
 from wire.messages import Abort, At, Beat, Closed, Commit, FinishReason, ServedEvent, ServeRequest
 from wire.outbox import Outbox
-from wire.server import OPTIONS
 from wire.streams import exchange, read_frames
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class Router:
     all; 0: as long as it takes.
     """
 
-    def __init__(self, target: str, resume_timeout: float, request_timeout: float = 0.0) -> None:
+    def __init__(self, target: str, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0) -> None:
         self.ledger = Ledger()
         self.connected = False
-        self._target = target
+        self._target, self._access = target, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._outbox: Outbox[ServeRequest | Beat] | None = None
@@ -45,7 +45,7 @@ class Router:
     @contextlib.asynccontextmanager
     async def connected_to_target(self) -> AsyncIterator[None]:
         """Keep the stream to the target while the context lasts, dialling again when it is lost."""
-        async with grpc.aio.insecure_channel(self._target, options=OPTIONS) as channel:
+        async with self._access.dial(self._target) as channel:
             keeping = asyncio.create_task(self._keep_stream(channel))
             try:
                 yield
@@ -136,7 +136,7 @@ class Router:
     async def _serve(self, channel: grpc.aio.Channel) -> None:
         """Serve until the stream ends. Raises what ended it; TimeoutError if the target cannot be reached."""
         await asyncio.wait_for(channel.channel_ready(), 1.0)
-        call = control_pb2_grpc.TargetControlStub(channel).Serve()
+        call = control_pb2_grpc.TargetControlStub(channel).Serve(metadata=self._access.metadata)
         outbox: Outbox[ServeRequest | Beat] = Outbox()
 
         def receive(frame: control_pb2.ServedFrame) -> None:

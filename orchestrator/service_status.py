@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from protos import control_pb2, control_pb2_grpc
+from wire.access import PeerAccess
 from wire.convert import status_from_pb
 from wire.messages import ServiceStatus
-from wire.server import OPTIONS
 from wire.streams import BEAT_SECONDS
 
 AskStatus = Callable[[], Awaitable[ServiceStatus]]
@@ -19,7 +19,7 @@ _STUBS = {"target": control_pb2_grpc.TargetControlStub, "draft": control_pb2_grp
 
 
 @contextlib.asynccontextmanager
-async def services_at(addresses: Mapping[str, str]) -> AsyncIterator[dict[str, AskStatus]]:
+async def services_at(addresses: Mapping[str, str], access: PeerAccess) -> AsyncIterator[dict[str, AskStatus]]:
     """Yield how each service is asked, by side; those whose address is empty are left out.
 
     Asking raises AioRpcError if there is no answer within BEAT_SECONDS.
@@ -28,13 +28,14 @@ async def services_at(addresses: Mapping[str, str]) -> AsyncIterator[dict[str, A
         asks: dict[str, AskStatus] = {}
         for side, address in addresses.items():
             if address:
-                channel = await channels.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
-                asks[side] = partial(_ask, _STUBS[side](channel))
+                channel = await channels.enter_async_context(access.dial(address))
+                asks[side] = partial(_ask, _STUBS[side](channel), access)
         yield asks
 
 
-async def _ask(stub: Any) -> ServiceStatus:
-    return status_from_pb(await stub.Status(control_pb2.StatusRequest(), timeout=BEAT_SECONDS))
+async def _ask(stub: Any, access: PeerAccess) -> ServiceStatus:
+    request = control_pb2.StatusRequest()
+    return status_from_pb(await stub.Status(request, timeout=BEAT_SECONDS, metadata=access.metadata))
 
 
 async def read_statuses(asks: Mapping[str, AskStatus]) -> dict[str, ServiceStatus | None]:

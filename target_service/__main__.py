@@ -1,13 +1,11 @@
 """`python -m target_service`: a target process by itself, for deployments without Ray and for tests."""
 
 import argparse
-import asyncio
 import os
 import sys
 
 from config import SettingsError, TargetSettings, resolve_service
-from target_service.service import run
-from wire.server import serve_until_signal
+from wire.server import run_service
 
 
 def main() -> None:
@@ -21,6 +19,8 @@ def main() -> None:
         settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:
         sys.exit(f"error: {error}")
+    from target_service.service import run  # --help and what is refused above need no torch
+
     recording = None
     if flags.record_reads is not None:
         from benchmarks.recording import ReadRecording  # measurements are loaded only where they are asked for
@@ -28,7 +28,7 @@ def main() -> None:
         recording = ReadRecording(flags.record_reads)
     on_round = None if recording is None else recording.add
     try:
-        asyncio.run(serve_until_signal("target", lambda on_ready: run(settings, on_ready, on_round)))
+        run_service(settings, lambda on_ready: run(settings, on_ready, on_round))
     finally:
         if recording is not None:
             recording.save()

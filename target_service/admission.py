@@ -4,6 +4,7 @@ Room is reserved when a session starts to run, for all that it may come to hold:
 Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who opened a session.
 """
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
@@ -172,6 +173,7 @@ class Admission:
             session.epoch = self._first_epoch
             self._kv.reuse_prefix(session.kv, session.tokens[:-1])
             session.stats.cached_tokens = session.kv.length
+            session.stats.queue_seconds = time.monotonic() - session.opened_at
             self._counters["opened_sessions"] += 1
             admitted.append(session)
         return admitted

@@ -38,6 +38,7 @@ def commit_round(
         kv_tokens_total=tokens_total,
         kv_tokens_fetched=output.tokens_fetched,
         cached_tokens=stats.cached_tokens,
+        queue_seconds=stats.queue_seconds,
         announced_bytes=stats.announced_bytes,
         stale_rounds=stats.stale_rounds,
         prefill_seconds=stats.prefill_seconds,

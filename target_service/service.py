@@ -1,6 +1,7 @@
 """The target process: a model, a verifier, and the server that drafts and the orchestrator dial."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,13 @@ from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
+from wire.access import read_peer_access
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
+
+log = logging.getLogger(__name__)
 
 
 async def run(
@@ -31,6 +35,7 @@ async def run(
     check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     dense = tuple(sorted(set(plan.dense_layers)))
+    log.info("loading the model", extra={"model": settings.model})
     opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
@@ -58,6 +63,7 @@ async def serve(
     cannot be bound.
     """
     verifier = Verifier(runner, plan, settings, on_round)
+    log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     verifier.warm_up()
     wake = asyncio.Event()
     speculation = SpeculationServicer(verifier, hello, wake)
@@ -80,8 +86,10 @@ async def serve(
             (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
             (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
         ],
+        read_peer_access(settings).guard(),
     )
     await server.set_serving(True)
+    log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
     on_ready(server)
     try:
         await run_step_loop(

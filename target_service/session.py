@@ -1,5 +1,6 @@
 """One session as the target sees it. The target is the authority on committed tokens."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,10 +26,14 @@ class DraftPeer:
 
 @dataclass
 class RoundStats:
-    """Statistics of the round in the making; reset with every commit. cached_tokens: of the prompt, that were found in
-    the KV; waiting_since: when the target began to wait for its proposal, None if it does not."""
+    """Statistics of the round in the making; reset with every commit.
+
+    cached_tokens: of the prompt, that were found in the KV. queue_seconds: until there was room. waiting_since: when
+    the target began to wait for the round's proposal, None if it does not.
+    """
 
     cached_tokens: int = 0
+    queue_seconds: float = 0.0
     stale_rounds: int = 0
     announced_bytes: int = 0
     prefill_seconds: float = 0.0
@@ -65,6 +70,7 @@ class TargetSession:
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
+    opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def at(self) -> At:

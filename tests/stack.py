@@ -33,6 +33,8 @@ class Stack:
     http: str = ""
     target_pid: int = 0
     draft_pid: int = 0
+    target: str = ""
+    draft: str = ""
     channels: list[grpc.Channel] = field(default_factory=list)
 
     def stub(self) -> inference_pb2_grpc.InferenceStub:
@@ -132,6 +134,7 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
 
     stack.grpc, stack.http = find(r"gRPC endpoint: (\S+)"), find(r"HTTP endpoint: (\S+)")
     if "--target-address" not in flags:
-        stack.target_pid = int(find(r"target service: pid (\d+)"))
-        stack.draft_pid = int(find(r"draft service: pid (\d+)"))
+        for side in ("target", "draft"):
+            setattr(stack, f"{side}_pid", int(find(rf"{side} service: pid (\d+)")))
+            setattr(stack, side, find(rf"{side} service: pid \d+, (\S+)"))
     return stack

@@ -20,7 +20,7 @@ from wire.errors import InvalidArgument
 
 MOST_NAME = 128  # characters of a session's name
 _KINDS: tuple[Any, ...] = (
-    *(m.Hello, m.ServiceStatus, Sampling),
+    *(m.Hello, m.ServiceStatus, m.Beat, Sampling),
     *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
     *(m.Begin, m.Verdict, m.End, m.Refusal),
     *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),

@@ -7,22 +7,32 @@ class ServiceError(Exception):
     """Raised anywhere on a request's way; the servicer or gateway turns it into a status.
 
     kind, param and code: OpenAI's error.type, the field that is wrong, and the name of what is wrong with it.
+    retry_after: seconds after which it is worth trying again, 0 if that would not help. reported: whether log and
+    metrics have it.
     """
 
     status: grpc.StatusCode = grpc.StatusCode.INTERNAL
     http_code: int = 500
     kind: str = "internal_error"
     code: str = "internal_error"
+    retry_after: int = 0
+    reported: bool = False
 
-    def __init__(self, message: str, param: str | None = None, code: str = "") -> None:
+    def __init__(self, message: str, param: str | None = None, code: str = "", retry_after: int = 0) -> None:
         super().__init__(message)
         self.param = param
         self.code = code or type(self).code
+        self.retry_after = retry_after or type(self).retry_after
 
 
 class InvalidArgument(ServiceError):
     status, http_code, kind = grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"
     code = "invalid_value"
+
+
+class Unauthenticated(ServiceError):
+    status, http_code, kind = grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class NotFound(ServiceError):
@@ -38,11 +48,13 @@ class FailedPrecondition(ServiceError):
 class ResourceExhausted(ServiceError):
     status, http_code, kind = grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"
     code = "rate_limit_exceeded"
+    retry_after = 1
 
 
 class Unavailable(ServiceError):
     status, http_code, kind = grpc.StatusCode.UNAVAILABLE, 503, "service_unavailable_error"
     code = "service_unavailable"
+    retry_after = 1
 
 
 class DeadlineExceeded(ServiceError):

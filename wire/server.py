@@ -15,25 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from config import ServiceSettings
+from config.logs import configure_logs
+from wire.access import OPEN, Guard, RequireBearer
 from wire.errors import ServiceError
 from wire.malformed import RefuseMalformed
+from wire.options import MOST_BYTES, OPTIONS
 
 log = logging.getLogger(__name__)
-
-MOST_BYTES = 64 << 20
-# A Begin or Open carries a whole prompt: 4 bytes a token and more, beyond gRPC's default of 4 MiB.
-OPTIONS = [
-    ("grpc.max_receive_message_length", MOST_BYTES),
-    ("grpc.max_send_message_length", MOST_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # grpc.keepalive_timeout_ms does nothing
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
 
 _MAX_DETAILS = 500
 _SWITCH_SECONDS = 1e-4
@@ -54,18 +43,28 @@ class RunningServer:
         await self.server.stop(grace)
 
 
+OnReady = Callable[[RunningServer], None]
+
+
 async def start_server(
-    host: str, port: int, services: list[tuple[Callable[[Any, Any], None], Any, str]], most_bytes: int = MOST_BYTES
+    host: str,
+    port: int,
+    services: list[tuple[Callable[[Any, Any], None], Any, str]],
+    guard: Guard = OPEN,
+    most_bytes: int = MOST_BYTES,
 ) -> RunningServer:
-    """Listen on host:port (0: any free one). `services`: (add_…_to_server, servicer, full name) each. most_bytes: of a
-    message that is received; longer ones are refused with RESOURCE_EXHAUSTED before they are parsed.
+    """Listen on host:port (0: any free one) for those whom `guard` lets in.
+
+    services: (add_…_to_server, servicer, full name) each. most_bytes: of a message that is received; longer ones are
+    refused with RESOURCE_EXHAUSTED before they are parsed.
 
     Raises OSError naming the address if it cannot be bound. Health says NOT_SERVING until set_serving(True).
     """
     # The event loop and the model's thread take turns; a turn of the default 5 ms would hold up a round that long.
     sys.setswitchinterval(_SWITCH_SECONDS)
     options = dict(OPTIONS) | {"grpc.max_receive_message_length": most_bytes}  # of two of a name gRPC takes the first
-    server = grpc.aio.server(options=list(options.items()), interceptors=[RefuseMalformed()])
+    authorizing = [RequireBearer(guard.authorize, guard.refused)] if guard.authorize else []
+    server = grpc.aio.server(options=list(options.items()), interceptors=[*authorizing, RefuseMalformed()])
     for add, servicer, _ in services:
         add(servicer, server)
     health_servicer = health.aio.HealthServicer()
@@ -74,7 +73,10 @@ async def start_server(
     reflection.enable_server_reflection(names, server)
     check_free(host, port)  # gRPC prints what is wrong instead of raising it
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if guard.tls is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", guard.tls.server_credentials())
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     await server.start()
@@ -125,8 +127,22 @@ async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[
         await _fail(context, error)
 
 
-async def serve_until_signal(name: str, run: Callable[[Callable[[RunningServer], None]], Awaitable[None]]) -> None:
-    """Run a service process: say where it listens, stop it on SIGINT or SIGTERM."""
+def run_service(settings: ServiceSettings, run: Callable[[OnReady], Awaitable[None]]) -> None:
+    """Run a service as a process of its own: say where it listens, stop it on SIGINT or SIGTERM.
+
+    `run` serves until it is cancelled and tells its argument when it listens. What a person can mend, such as a missing
+    file or a port in use, ends the process with one line and exit status 1.
+    """
+    configure_logs(settings)
+    try:
+        asyncio.run(serve_until_signal(settings.side, run))
+    except (OSError, ValueError) as error:
+        log.debug("the service could not start", exc_info=error)
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+async def serve_until_signal(name: str, run: Callable[[OnReady], Awaitable[None]]) -> None:
+    """The same in a running event loop, which raises what `run` raises."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(
         run(lambda server: print(f"{name} service, pid {os.getpid()}, at {server.address}", flush=True))

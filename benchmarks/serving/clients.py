@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from protos import inference_pb2, inference_pb2_grpc
-from wire.server import OPTIONS
+from wire.options import OPTIONS
 
 SETTLED = 5  # messages of each session that come before the window in which tokens are counted
 

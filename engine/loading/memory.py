@@ -1,6 +1,6 @@
 """How many tokens of KV there is room for: on the device, and in host memory where that is the backing store."""
 
-import sys
+import logging
 
 import torch
 
@@ -9,12 +9,14 @@ from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
 
+log = logging.getLogger(__name__)
+
 DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
 
 
 def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:
-    """Return the tokens of KV to make room for on the device, once the weights are loaded; print it for a GPU.
+    """Return the tokens of KV to make room for on the device, once the weights are loaded; log it for a GPU.
 
     Raises ValueError if not even one sequence of max_context fits.
     """
@@ -32,12 +34,8 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     tokens = min(max(0, int(memory / a_token)), most)
     if device != "cpu":
         weights = torch.cuda.memory_allocated(device)
-        print(
-            f"{settings.model}: weights {weights / 2**30:.1f} GiB, KV for {tokens} tokens "
-            f"{tokens * a_token / 2**30:.1f} GiB",
-            file=sys.stderr,
-            flush=True,
-        )
+        sizes = {"weights_gib": weights / 2**30, "kv_gib": tokens * a_token / 2**30, "kv_tokens": tokens}
+        log.info("the model is loaded", extra={"model": settings.model, **sizes})
     if tokens < context and not settings.host_kv_memory:
         raise ValueError(
             f"{settings.model}: KV for {tokens} tokens fits, a context has {context}: lower max_context, or raise "

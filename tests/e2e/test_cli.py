@@ -30,11 +30,11 @@ def run(*command: str, stdin: bytes = b"", **environment: str) -> subprocess.Com
 
 
 def assert_refused(done: subprocess.CompletedProcess[bytes], reason: str) -> None:
-    """It fails, and says why in one line on standard error."""
-    message = done.stderr.decode()
+    """It fails, and says why in the last line on standard error; before it there may be lines of the log."""
+    *log, message = done.stderr.decode().splitlines()
     assert done.returncode == 1, message
     assert message.startswith("error: ")
-    assert message.count("\n") == 1, message
+    assert all(" INFO " in line for line in log), log
     assert reason in message
 
 

@@ -157,8 +157,8 @@ def test_a_faulty_line_changes_nothing_but_counters(
     wait_until_idle(gateway.http)
 
     def events(name: str) -> float:
-        return metric(gateway.http, "service_events", service="target", name=name)
+        return metric(gateway.http, "service_events_total", service="target", name=name)
 
     assert events("repeated_frames") > 0
     assert events("stale_frames") > 0
-    assert metric(gateway.http, "service_events", service="draft", name="repeated_verdicts") > 0
+    assert metric(gateway.http, "service_events_total", service="draft", name="repeated_verdicts") > 0

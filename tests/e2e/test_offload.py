@@ -72,7 +72,7 @@ def wanted(plain: Stack, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def count(stack: Stack, name: str, service: str = "target") -> float:
-    return metric(stack.http, "service_events", service=service, name=name)
+    return metric(stack.http, "service_events_total", service=service, name=name)
 
 
 def test_from_fifty_pages_the_answers_are_the_same(

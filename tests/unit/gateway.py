@@ -5,16 +5,20 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from orchestrator.access import PROBES, require_key
+from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.ledger import Ledger, Record
 from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason
 
+ANYONE = Callers([])
 MODEL = "tiny-target"
 LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0], methods=("ahead", "sts"))
 
@@ -85,6 +89,9 @@ async def running_gateway(
     router: Any,
     limits: Limits = LIMITS,
     reply_format: ReplyFormat | None = None,
+    callers: Callers = ANYONE,
+    log_text: bool = False,
+    tracer: Any = None,
     connections: Connections | None = None,
 ) -> AsyncIterator[str]:
     """Serve over a scripted router while the context lasts; yields the address."""
@@ -92,6 +99,8 @@ async def running_gateway(
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    frontend = Frontend(router, router.tokenizer, limits, Metrics(MODEL), "tiny-draft", reply_format)
-    async with serve_http(make_app(frontend, read_status), "127.0.0.1", 0, connections or Connections(100)) as address:
+    observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
+    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
+    app = require_key(make_app(frontend, read_status), callers, PROBES, observer)
+    async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

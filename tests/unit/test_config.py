@@ -244,6 +244,26 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
     assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
 
 
+def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:
+    with pytest.raises(SettingsError, match="the target model is '/nope', and there is no such folder"):
+        resolve("--target", "/nope")
+    with pytest.raises(SettingsError, match=r"the draft model is '\./nope'"):
+        alone(DraftSettings(), "--model", "./nope")
+
+
+def test_secrets_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve("--service-token", "secret-a", "--api-key", "secret-b", "--dry-run")
+    assert "secret" not in capsys.readouterr().out
+    assert "secret" not in repr(resolve("--service-token", "secret-a", "--api-key", "secret-b"))
+
+
+def test_a_wrong_flag_is_told_below_one_line_of_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve("--gama", "4")
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_a_budget_of_its_own_for_the_bundled_pair_is_allowed() -> None:
     assert resolve("--budget", "0.3").target.plan == str(models.PLAN)
 
@@ -263,7 +283,7 @@ def test_model_name() -> None:
 
 
 def test_a_service_calls_its_own_settings_by_short_names() -> None:
-    common = ("--kv-tokens", "800", "--method", "sts", "--host", "0.0.0.0", "--port", "1", "--plan", "p")
+    common = ("--kv-tokens", "800", "--method", "sts", "--host", "0.0.0.0", "--insecure", "--port", "1", "--plan", "p")
     target = alone(TargetSettings(), "--model", "m", *common)
     assert (target.model, target.kv_tokens, target.method, target.host, target.port) == (
         *("m", 800, "sts", "0.0.0.0", 1),
@@ -330,7 +350,7 @@ def test_a_name_is_declared_once() -> None:
             if item.name:
                 rule = declarations[item.field]
                 assert rules.setdefault(item.name, rule) is rule, item.name
-    assert set(describe(sections(Config()))) == set(rules)
+    assert set(describe(sections(Config()))) == {name for name, rule in rules.items() if not rule.secret}
 
 
 @pytest.mark.parametrize("name", ["max_queued", "gamma", "host_kv_memory", "draft_timeout"])

@@ -1,18 +1,23 @@
 """The gRPC gateway over a target whose text the test writes: the fields that both gateways have alike."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
+from orchestrator.callers import Callers
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
+from orchestrator.keys import Key, digest_of
 from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from wire.access import OPEN, Guard
 from wire.server import start_server
 
 
@@ -23,12 +28,43 @@ def router(tokenizer: Any) -> ScriptedRouter:
 
 @pytest.fixture
 async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
-    frontend: Any = Frontend(router, router.tokenizer, LIMITS, Metrics(MODEL), "tiny-draft")  # type: ignore[arg-type]
+    async with running(router, OPEN) as stub:
+        yield stub
+
+
+@contextlib.asynccontextmanager
+async def running(router: Any, guard: Guard) -> AsyncIterator[Any]:
+    frontend = Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")
     add = inference_pb2_grpc.add_InferenceServicer_to_server
-    server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(frontend), "specahead.v1.Inference")])
+    server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(frontend), "specahead.v1.Inference")], guard)
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
     await server.stop(0)
+
+
+async def _gather(call: Any) -> list[Any]:
+    return [response async for response in call]
+
+
+async def test_a_keys_limits_hold_as_over_http(router: ScriptedRouter) -> None:
+    """One request at once: the second is refused while the first runs, and taken after it."""
+    router.gate.clear()
+    metadata = (("authorization", "Bearer k"),)
+    async with running(router, Guard(Callers([Key("alice", digest_of("k"), requests=1)]).admit)) as stub:
+        first = stub.Generate(make_request("The sea", max_tokens=4), metadata=metadata)
+        reading = asyncio.create_task(_gather(first))
+        while router.running < 1:
+            await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Generate(make_request("The sea"), metadata=metadata).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "1 requests at once" in (refused.value.details() or "")
+        router.gate.set()
+        assert await reading
+        assert await _gather(stub.Generate(make_request("The sea", max_tokens=4), metadata=metadata))
+        with pytest.raises(grpc.aio.AioRpcError) as stranger:
+            await stub.Generate(make_request("The sea")).read()
+        assert stranger.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None:

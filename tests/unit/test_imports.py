@@ -28,7 +28,7 @@ PACKAGES = {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
     },
-    "cli": {"orchestrator"},  # the modules of evaluations and benchmarks by name, when their command runs
+    "cli": {"orchestrator", "wire"},  # the modules of evaluations and benchmarks by name, when their command runs
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
 PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
@@ -39,8 +39,8 @@ PROTO_FILES = {
     "target_service/service.py",
     "target_service/servicer.py",
     "orchestrator/client.py",
+    "orchestrator/endpoints.py",
     "orchestrator/grpc_gateway.py",
-    "orchestrator/launch.py",
     "orchestrator/router.py",
     "orchestrator/service_status.py",
 }
@@ -63,6 +63,8 @@ WITHOUT_GRPC = {
     "target_service/usefulness.py",
     "target_service/verifier.py",
     "evaluation/identity.py",
+    "orchestrator/callers.py",
+    "orchestrator/keys.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",
     "orchestrator/text.py",

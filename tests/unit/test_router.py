@@ -12,6 +12,7 @@ from orchestrator.ledger import Record
 from orchestrator.router import Router
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
+from wire.access import PeerAccess
 from wire.errors import ServiceError
 from wire.messages import Beat, Commit, Exactness, FinishReason, Open
 from wire.server import start_server
@@ -54,7 +55,7 @@ def record(session: str) -> Record:
 async def with_router(target: Target, check: Callable[[Router], Awaitable[None]], request_timeout: float = 0) -> None:
     add = control_pb2_grpc.add_TargetControlServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, target, "specahead.v1.TargetControl")])
-    router = Router(server.address, 30, request_timeout)
+    router = Router(server.address, PeerAccess(), 30, request_timeout)
     try:
         async with asyncio.timeout(20), router.connected_to_target():
             await until(lambda: router.connected)

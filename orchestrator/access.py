@@ -1,0 +1,72 @@
+"""Who may use the client endpoints, over HTTP as over gRPC, and what a launch shows to its own services."""
+
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from config import Config
+from config.access import ClientAccess
+from orchestrator.answers import error_body, error_headers
+from orchestrator.callers import Callers
+from orchestrator.keys import read_keys
+from orchestrator.observing import Observer
+from wire.access import Guard, PeerAccess, bearer_of, read_peer_access
+from wire.errors import ServiceError
+from wire.tls import Tls, read_tls
+
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
+
+PROBES = ("/live", "/ready", "/health")
+
+
+@dataclass(frozen=True)
+class Access:
+    """All that a launch knows of who may enter where."""
+
+    peers: PeerAccess
+    callers: Callers
+    client_tls: Tls | None
+
+    def client_guard(self, refused: Callable[[ServiceError], None]) -> Guard:
+        """What the client gRPC port asks; `refused` is told of each call that is not let in."""
+        return Guard(self.callers.admit, self.client_tls, refused)
+
+
+def read_access(config: Config) -> Access:
+    """Read tokens, keys and certificates. Raises SettingsError for what cannot be used."""
+    clients = config.clients
+    return Access(
+        read_peer_access(config.target), Callers(read_keys(clients)), read_tls(clients.tls_cert, clients.tls_key)
+    )
+
+
+def open_paths(clients: ClientAccess) -> tuple[str, ...]:
+    """Return the paths that are answered without a key."""
+    return (*PROBES, "/metrics") if clients.open_metrics else PROBES
+
+
+def require_key(app: Asgi, callers: Callers, open_to_all: Collection[str], observer: Observer) -> Asgi:
+    """Wrap an ASGI application: requests for other paths need a key, and those that generate count against its limits.
+
+    `observer` is told of each request that is not let in.
+    """
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] in open_to_all:
+            return await app(scope, receive, send)
+        observer.follow((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        with ExitStack() as entered:
+            try:
+                caller = callers.admit(bearer_of(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")))
+                if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+                    entered.enter_context(caller.request())
+            except ServiceError as error:
+                observer.report(error)
+                response = JSONResponse(error_body(error), error.http_code, error_headers(error))
+                return await response(scope, receive, send)
+            await app(scope, receive, send)
+
+    return answer

@@ -1,0 +1,95 @@
+"""Who is calling, and how much of their limits they use. Both gateways ask here; code below them finds its caller.
+
+Requests at once are counted while they run. Tokens a minute are a bucket that holds a minute's worth and fills at a
+steady rate: a request is taken while the bucket is not empty, and pays for its prompt at once and for its tokens as
+they come.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from orchestrator.keys import Key, digest_of
+from wire.errors import ResourceExhausted, Unauthenticated
+
+
+@dataclass
+class Caller:
+    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds."""
+
+    key: Key
+    clock: Callable[[], float] = time.monotonic
+    running: int = 0
+    tokens: float = field(init=False)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.at = float(self.key.tokens_per_minute), self.clock()
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while the context lasts. Raises ResourceExhausted if the key allows no more now."""
+        key = self.key
+        if key.requests and self.running >= key.requests:
+            raise ResourceExhausted(
+                f"key {key.name!r} allows {key.requests} requests at once, and so many are running", retry_after=1
+            )
+        if key.tokens_per_minute and (left := self._left()) <= 0:
+            seconds = max(1, math.ceil((1 - left) * 60 / key.tokens_per_minute))
+            raise ResourceExhausted(
+                f"key {key.name!r} allows {key.tokens_per_minute} tokens a minute, and they are used up; "
+                f"try again in {seconds} s",
+                retry_after=seconds,
+            )
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def pay(self, tokens: int) -> None:
+        """Take tokens from the bucket, which may be in debt after it."""
+        if self.key.tokens_per_minute:
+            self.tokens = self._left() - tokens
+
+    def _left(self) -> float:
+        now, rate = self.clock(), self.key.tokens_per_minute
+        self.tokens, self.at = min(float(rate), self.tokens + (now - self.at) * rate / 60), now
+        return self.tokens
+
+
+_ANYONE = Caller(Key("", ""))  # where no key is asked for
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=_ANYONE)
+
+
+def current_caller() -> Caller:
+    """Return who sent the request that this task works on."""
+    return _CALLER.get()
+
+
+class Callers:
+    """The holders of the keys that are allowed; without keys everyone may call."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._by_digest = {key.digest: Caller(key) for key in keys}
+
+    def admit(self, bearer: str) -> Caller:
+        """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""
+        caller = _ANYONE
+        if self._by_digest:
+            if not bearer:
+                raise Unauthenticated("no API key was sent; send it as `Authorization: Bearer KEY`")
+            # By the hash: how long the search takes says nothing of how much of a key was right.
+            found = self._by_digest.get(digest_of(bearer))
+            if found is None:
+                raise Unauthenticated("the API key is not one that is allowed here")
+            caller = found
+        _CALLER.set(caller)
+        return caller

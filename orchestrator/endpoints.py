@@ -1,0 +1,142 @@
+"""The client endpoints over a running target and draft: what is served, until when."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from config import Config, SettingsError
+from engine.kv.pages import PAGE_SIZE
+from engine.loading.shape import load_shape
+from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
+from orchestrator.access import Access, open_paths, require_key
+from orchestrator.connecting import wait_until_connected
+from orchestrator.connection_limits import Connections
+from orchestrator.generation import Frontend
+from orchestrator.grpc_gateway import InferenceServicer
+from orchestrator.http_gateway import make_app, serve_http
+from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
+from orchestrator.records import Limits, max_message
+from orchestrator.replies import find_format
+from orchestrator.router import Router
+from orchestrator.service_status import AskStatus, read_statuses, services_at
+from orchestrator.supervision import Placement, supervise
+from orchestrator.tracing import tracing
+from protos import inference_pb2_grpc
+from sparsity.methods import methods_of
+from sparsity.plan import load_plan
+from wire.messages import ServiceStatus
+from wire.server import start_server
+from wire.streams import run_together
+
+log = logging.getLogger(__name__)
+
+
+def resolve_context(config: Config) -> Config:
+    """Fill max_context in from the models, and refuse more than they allow."""
+    target, draft = config.target, config.draft
+    allowed = min(load_shape(side.model).max_position_embeddings for side in (target, draft))
+    if target.max_context > allowed:
+        raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
+    room = allowed
+    if target.kv_tokens:
+        room = min(allowed, target.kv_tokens - 2 * (target.gamma + 1) - 16)
+    context = target.max_context or room
+    return replace(config, target=replace(target, max_context=context), draft=replace(draft, max_context=context))
+
+
+@contextlib.asynccontextmanager
+async def serve_clients(
+    config: Config, access: Access, addresses: Mapping[str, str], services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str]]:
+    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+
+    addresses: of the services, by side. services: how each is asked for its status.
+
+    Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
+    """
+    clients = config.clients
+    router = Router(addresses["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    async with contextlib.AsyncExitStack() as started:
+        frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
+        limits, observer = frontend.limits, frontend.observer
+
+        async def read_status() -> Mapping[str, ServiceStatus | None]:
+            return await read_statuses(services)
+
+        await started.enter_async_context(router.connected_to_target())
+        servicer = InferenceServicer(frontend)
+        add = inference_pb2_grpc.add_InferenceServicer_to_server
+        inference = (add, servicer, "specahead.v1.Inference")
+        guard = access.client_guard(observer.report)
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
+        started.push_async_callback(server.stop, 1.0)
+        connections = Connections.within_open_files(clients.max_connections)
+        app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)
+        http = serve_http(app, clients.host, clients.http_port, connections, clients.tls_cert, clients.tls_key)
+        http_address = await started.enter_async_context(http)
+        await server.set_serving(True)
+        try:
+            log.info("waiting for the services to find each other", extra=dict(addresses))
+            status = await wait_until_connected(router, services, addresses)
+            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
+            frontend.limits = replace(limits, kv_tokens=max(room, 0))
+            yield server.address, http_address
+        finally:
+            await server.set_serving(False)
+            await frontend.drain(clients.shutdown_grace)
+
+
+def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
+    """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
+    clients, model = config.clients, config.target.model
+    tokenizer = load_tokenizer(model)
+    generation = load_generation_config(model)
+    defaults = generation if clients.generation_config == "auto" else {}
+    limits = Limits(
+        config.model_name,
+        min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
+        config.target.max_context,
+        stop_token_ids(generation, tokenizer),
+        tuple(methods_of(load_plan(config.target.plan))),
+        temperature=defaults.get("temperature", 1.0),
+        top_p=defaults.get("top_p", 1.0),
+    )
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer)
+    reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
+    return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
+
+
+async def run(config: Config, access: Access, target: str, draft: str, placement: Placement | None = None) -> None:
+    """Serve clients over the services at these addresses until SIGINT or SIGTERM.
+
+    placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
+    lost for good, beside what `serve_clients` raises.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def listen_for_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+
+    listen_for_signals()
+    addresses = {"target": target, "draft": draft}
+    async with (
+        services_at(addresses, access.peers) as services,
+        serve_clients(config, access, addresses, services) as (grpc_address, http_address),
+    ):
+        print(f"gRPC endpoint: {grpc_address}")
+        print(f"HTTP endpoint: {http_address}")
+        print("ready", flush=True)
+        watching = [] if placement is None else [supervise(services, placement, listen_for_signals)]
+        await run_together(_wait_for(stop), *watching)
+        print("stopping: requests in flight are given time to finish", flush=True)
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()

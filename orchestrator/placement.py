@@ -1,0 +1,34 @@
+"""Where target and draft are: those that run already, or new ones on Ray."""
+
+import contextlib
+from collections.abc import Iterator
+
+from config import Config
+from orchestrator.supervision import Placement
+from wire.server import check_free
+
+
+def check_addresses(config: Config) -> None:
+    """Raise OSError for an address of this launch that something else listens on."""
+    listening = [(config.clients.host, config.clients.grpc_port), (config.clients.host, config.clients.http_port)]
+    if not config.cluster.target_address:
+        listening += [(side.host, side.port) for side in (config.target, config.draft)]
+    for host, port in listening:
+        check_free(host, port)
+
+
+@contextlib.contextmanager
+def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None]]:
+    """Addresses of target and draft, and what keeps them: those that run already, or new ones on Ray."""
+    if config.cluster.target_address:
+        yield config.cluster.target_address, config.cluster.draft_address, None
+        return
+    from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray
+
+    with placement_on_ray(config) as placement:
+        own = placement.owns_ray
+        print("no running Ray was found: started one on 127.0.0.1" if own else "joined the running Ray", flush=True)
+        placement.start()
+        for name, (address, pid) in placement.services.items():
+            print(f"{name} service: pid {pid}, {address}", flush=True)
+        yield placement.services["target"][0], placement.services["draft"][0], placement

@@ -1,0 +1,31 @@
+"""Certificates for tests, made where they are used: an authority, and what it signed for 127.0.0.1."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import trustme
+
+
+@dataclass(frozen=True)
+class Files:
+    """PEM files of one certificate."""
+
+    cert: str
+    key: str
+    ca: str
+
+    def flags(self, prefix: str = "--") -> list[str]:
+        """Command line flags for mutual TLS."""
+        return [f"{prefix}tls-cert", self.cert, f"{prefix}tls-key", self.key, f"{prefix}tls-ca", self.ca]
+
+
+def make_certificate(folder: Path, name: str, authority: trustme.CA, expired: bool = False) -> Files:
+    """Sign a certificate for 127.0.0.1 and localhost and write it with its key and its authority's."""
+    dates = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2020, 1, 2, tzinfo=UTC)}
+    leaf = authority.issue_cert("127.0.0.1", "localhost", **(dates if expired else {}))
+    files = Files(*(str(folder / f"{name}-{part}.pem") for part in ("cert", "key", "ca")))
+    leaf.cert_chain_pems[0].write_to_path(files.cert)
+    leaf.private_key_pem.write_to_path(files.key)
+    authority.cert_pem.write_to_path(files.ca)
+    return files

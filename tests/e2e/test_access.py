@@ -1,0 +1,207 @@
+"""Who should not enter is refused on every port that a launch opens: real processes, real certificates."""
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from cli.main import main as specahead
+from orchestrator.keys import make_key
+from protos import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.certificates import Files, make_certificate
+from tests.client import wait_for
+from tests.stack import Services, Stack, start_gateway, start_service, start_services, start_stack
+
+ASK = {"model": "tiny-target", "prompt": "The old man", "max_tokens": 4, "temperature": 0}
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A launch with keys, certificates on its client ports, and mutual TLS and a token between its services."""
+
+    stack: Stack
+    key: str
+    clients: Files
+    services: Files
+    expired: Files
+
+
+@pytest.fixture(scope="module")
+def locked(launch: Callable[..., Stack], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    folder = tmp_path_factory.mktemp("access")
+    outside, inside = trustme.CA(), trustme.CA()
+    clients, services = make_certificate(folder, "clients", outside), make_certificate(folder, "services", inside)
+    key, line = make_key("alice")
+    keys = folder / "keys"
+    keys.write_text(line)
+    stack = launch(
+        "--api-keys-file", str(keys), "--tls-cert", clients.cert, "--tls-key", clients.key,
+        *services.flags("--service-"), "--log-format", "json",
+    )  # fmt: skip
+    yield Locked(stack, key, clients, services, make_certificate(folder, "expired", inside, expired=True))
+    stack.stop()
+
+
+def read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def credentials(files: Files | None, ca: str) -> grpc.ChannelCredentials:
+    """Of a caller that trusts `ca` and shows a certificate, or none."""
+    shown = (read(files.key), read(files.cert)) if files else (None, None)
+    return grpc.ssl_channel_credentials(read(ca), *shown)
+
+
+def call(address: str, method: str, bearer: str = "", tls: grpc.ChannelCredentials | None = None) -> grpc.StatusCode:
+    """How a call ends. method: "client", "target" or "draft", the port's own kind."""
+    metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
+    channel = grpc.secure_channel(address, tls) if tls else grpc.insecure_channel(address)
+    with channel:
+        calls = {
+            "client": lambda: inference_pb2_grpc.InferenceStub(channel).ListModels(
+                inference_pb2.ListModelsRequest(), metadata=metadata, timeout=10
+            ),
+            "target": lambda: control_pb2_grpc.TargetControlStub(channel).Status(
+                control_pb2.StatusRequest(), metadata=metadata, timeout=10
+            ),
+            "draft": lambda: control_pb2_grpc.DraftControlStub(channel).Status(
+                control_pb2.StatusRequest(), metadata=metadata, timeout=10
+            ),
+        }
+        try:
+            calls[method]()
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined]
+    return grpc.StatusCode.OK
+
+
+def ask(url: str, bearer: str, ca: str) -> tuple[int, dict[str, object]]:
+    """Status and body of a completion over HTTP."""
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(ASK).encode())
+    request.add_header("Content-Type", "application/json")
+    if bearer:
+        request.add_header("Authorization", f"Bearer {bearer}")
+    try:
+        with urllib.request.urlopen(
+            request, timeout=30, context=ssl.create_default_context(cafile=ca) if ca else None
+        ) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_who_has_key_and_certificates_enters(locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = locked.stack
+    assert stack.http.startswith("https://")
+    assert ask(stack.http, locked.key, locked.clients.ca)[0] == 200
+    specahead(["generate", "--address", stack.grpc, "--prompt", "The old man", "--max-tokens", "4",
+               "--api-key", locked.key, "--tls-ca", locked.clients.ca])  # fmt: skip
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_client_ports_refuse_without_the_key(locked: Locked) -> None:
+    tls = credentials(None, locked.clients.ca)
+    for bearer in ("", "sk-wrong", locked.key[:-1]):
+        assert call(locked.stack.grpc, "client", bearer, tls) is grpc.StatusCode.UNAUTHENTICATED
+        status, body = ask(locked.stack.http, bearer, locked.clients.ca)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+    assert call(locked.stack.grpc, "client", locked.key, tls) is grpc.StatusCode.OK
+
+
+def test_the_client_ports_refuse_plain_text(locked: Locked) -> None:
+    assert call(locked.stack.grpc, "client", locked.key) is grpc.StatusCode.UNAVAILABLE
+    with pytest.raises((urllib.error.URLError, ConnectionError, OSError)):
+        urllib.request.urlopen(locked.stack.http.replace("https", "http") + "/health", timeout=10)
+
+
+def test_clients_refuse_a_server_that_another_authority_signed(locked: Locked) -> None:
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        ask(locked.stack.http, locked.key, locked.services.ca)
+    wrong = credentials(None, locked.services.ca)
+    assert call(locked.stack.grpc, "client", locked.key, wrong) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_the_service_ports_refuse_whom_the_authority_does_not_know(locked: Locked, side: str) -> None:
+    """Certificates of clients count for nothing there; nor does a good one without the launch's token."""
+    address = getattr(locked.stack, side)
+    refused = {
+        "plain text": None,
+        "no certificate": credentials(None, locked.services.ca),
+        "an expired one": credentials(locked.expired, locked.services.ca),
+        "one of another authority": credentials(locked.clients, locked.services.ca),
+    }
+    for what, tls in refused.items():
+        assert call(address, side, locked.key, tls) is grpc.StatusCode.UNAVAILABLE, what
+    for bearer in ("", locked.key):
+        tls = credentials(locked.services, locked.services.ca)
+        assert call(address, side, bearer, tls) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_the_log_has_an_object_a_line_and_neither_key_nor_text(locked: Locked) -> None:
+    text = locked.stack.output.read_text()
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    done = [line for line in lines if line["message"] == "request done"]
+    assert done and done[0]["key"] == "alice" and done[0]["tokens"] == 4
+    assert any(line["message"] == "request refused" and line["code"] == "invalid_api_key" for line in lines)
+    assert any(line["message"] == "loading the model" and line["service"] == "draft" for line in lines)
+    assert locked.key not in text and "The old man" not in text
+
+
+def test_an_expired_certificate_ends_the_start(locked: Locked) -> None:
+    """Before anything is dialled or placed, for either kind of port."""
+    for prefix in ("--", "--service-"):
+        flags = (f"{prefix}tls-cert", locked.expired.cert, f"{prefix}tls-key", locked.expired.key)
+        with pytest.raises(RuntimeError, match=r"TLS certificate .*expired-cert\.pem: certificate has expired"):
+            start_stack("--target-address", "127.0.0.1:1", *flags)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_launch_makes_a_token_for_what_it_starts(stack: Stack, side: str) -> None:
+    """Without any flag: others on the machine do not enter its services."""
+    for bearer in ("", "guess"):
+        assert call(getattr(stack, side), side, bearer) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.fixture(scope="module")
+def token(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text("a-shared-token\n")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def services(token: str) -> Iterator[Services]:
+    running = start_services("--service-token-file", token)
+    yield running
+    running.stop()
+
+
+def test_services_of_one_token_find_each_other(services: Services, token: str) -> None:
+    gateway = start_gateway(services, "--service-token-file", token)
+    assert ask(gateway.http, "", "")[0] == 200
+    gateway.stop()
+
+
+def test_a_launch_with_another_token_says_what_is_wrong(services: Services) -> None:
+    with pytest.raises(RuntimeError, match=f"target service at {services.target} lets nobody in without its token"):
+        start_gateway(services, "--service-token", "another")
+
+
+def test_a_draft_with_another_token_says_so(services: Services) -> None:
+    model = ("--model", "models/tiny-draft", "--plan", "models/tiny-plan.json", "--kv-tokens", "1000", "--port", "0")
+    draft, address = start_service("-m", "draft_service", *model, "--target", services.target)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stub = control_pb2_grpc.DraftControlStub(channel)
+            wait_for(lambda: "token" in stub.Status(control_pb2.StatusRequest()).refusal, 10, "the refusal is told")
+    finally:
+        draft.kill()
+        draft.wait()

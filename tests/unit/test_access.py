@@ -1,0 +1,192 @@
+"""Who may call a gRPC port: tokens, certificates, what is refused and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
+
+from config import SettingsError, TargetSettings
+from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
+from orchestrator.access import open_paths
+from protos import control_pb2, control_pb2_grpc
+from tests.certificates import Files, make_certificate
+from wire.access import PeerAccess, bearer_of, check_token, read_peer_access
+from wire.errors import Unauthenticated
+from wire.server import RunningServer, start_server
+from wire.tls import Tls, read_tls
+
+AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
+TOKEN = "the-token-of-this-deployment"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return make_certificate(tmp_path_factory.mktemp("tls"), "good", AUTHORITY)
+
+
+def tls(files: Files) -> Tls:
+    read = read_tls(files.cert, files.key, files.ca)
+    assert read is not None
+    return read
+
+
+def untried(files: Files) -> Tls:
+    """What `read_tls` would refuse to load."""
+    return Tls(*(Path(path).read_bytes() for path in (files.cert, files.key, files.ca)))
+
+
+class Control(control_pb2_grpc.DraftControlServicer):
+    async def Status(self, request: Any, context: Any) -> control_pb2.ServiceStatus:
+        return control_pb2.ServiceStatus()
+
+
+async def start(access: PeerAccess) -> RunningServer:
+    services = [(control_pb2_grpc.add_DraftControlServicer_to_server, Control(), "specahead.v1.DraftControl")]
+    return await start_server("127.0.0.1", 0, services, access.guard())
+
+
+async def call(access: PeerAccess, server: RunningServer) -> tuple[grpc.StatusCode, str]:
+    """How a call ends."""
+    async with access.dial(server.address) as channel:
+        stub = control_pb2_grpc.DraftControlStub(channel)
+        try:
+            await stub.Status(control_pb2.StatusRequest(), metadata=access.metadata, timeout=10)
+        except grpc.aio.AioRpcError as error:
+            return error.code(), error.details() or ""
+        return grpc.StatusCode.OK, ""
+
+
+async def test_a_token_is_asked_for_before_anything_is_read() -> None:
+    """Health stays open: probes bring no token."""
+    server = await start(PeerAccess(TOKEN))
+    assert (await call(PeerAccess(TOKEN), server))[0] is grpc.StatusCode.OK
+    for given, reason in (("", "none was sent"), (TOKEN[:-1], "not that of this deployment")):
+        code, details = await call(PeerAccess(given), server)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert reason in details and TOKEN not in details
+    async with PeerAccess().dial(server.address) as channel:
+        silent = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=10)
+        assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED  # it never wrote
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    await server.stop(0)
+
+
+def test_tokens_that_are_no_ascii_are_refused_like_others() -> None:
+    with pytest.raises(Unauthenticated):
+        check_token(TOKEN, "naïve")
+    check_token(TOKEN, TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("value", "token"), [("Bearer a", "a"), ("bearer  a ", "a"), ("Basic a", ""), ("a", ""), ("", ""), ("Bearer", "")]
+)
+def test_bearer(value: str, token: str) -> None:
+    assert bearer_of(value) == token
+
+
+async def test_mutual_tls_admits_who_shows_a_certificate_of_the_authority(files: Files, tmp_path: Path) -> None:
+    server = await start(PeerAccess(tls=tls(files)))
+    assert (await call(PeerAccess(tls=tls(files)), server))[0] is grpc.StatusCode.OK
+    ours = tls(files).ca
+    strange = tls(make_certificate(tmp_path, "strange", STRANGER))
+    expired = untried(make_certificate(tmp_path, "old", AUTHORITY, expired=True))
+    refused = {
+        "no certificate": PeerAccess(tls=Tls(ca=ours)),
+        "a stranger's": PeerAccess(tls=Tls(strange.cert, strange.key, ours)),
+        "an expired one": PeerAccess(tls=expired),
+        "another authority trusted": PeerAccess(tls=strange),
+        "plain text": PeerAccess(),
+    }
+    for what, access in refused.items():
+        assert (await call(access, server))[0] is grpc.StatusCode.UNAVAILABLE, what
+    await server.stop(0)
+
+
+async def test_token_and_tls_together(files: Files) -> None:
+    server = await start(PeerAccess(TOKEN, tls(files)))
+    assert (await call(PeerAccess(TOKEN, tls(files)), server))[0] is grpc.StatusCode.OK
+    assert (await call(PeerAccess("", tls(files)), server))[0] is grpc.StatusCode.UNAUTHENTICATED
+    await server.stop(0)
+
+
+def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Files, tmp_path: Path) -> None:
+    old = make_certificate(tmp_path, "old", AUTHORITY, expired=True)
+    other = make_certificate(tmp_path, "other", STRANGER)
+    text = tmp_path / "text.pem"
+    text.write_text("no certificate")
+    cases = [
+        ((old.cert, old.key, ""), f"{old.cert}: certificate has expired"),
+        ((old.cert, old.key, old.ca), f"{old.cert}: certificate has expired"),
+        ((files.cert, files.key, other.ca), "unable to get local issuer certificate"),
+        ((files.cert, other.key, ""), "key values mismatch"),
+        ((str(tmp_path / "none.pem"), files.key, ""), r"none.pem cannot be read: No such file"),
+        ((str(text), files.key, ""), "text.pem"),
+        ((files.cert, str(text), ""), "text.pem"),
+        (("", "", str(text)), "text.pem"),
+    ]
+    for paths, reason in cases:
+        with pytest.raises(SettingsError, match=reason):
+            read_tls(*paths)
+    assert read_tls("", "") is None
+
+
+def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    assert read_peer_access(TargetSettings(service_token_file=str(file))) == PeerAccess(TOKEN)
+    assert TOKEN not in repr(TargetSettings(service_token=TOKEN)) + repr(PeerAccess(TOKEN))
+    for content in ("", "two words", "naïve"):
+        file.write_text(content)
+        with pytest.raises(SettingsError, match="expected one word of printable ASCII"):
+            read_peer_access(TargetSettings(service_token_file=str(file)))
+    with pytest.raises(SettingsError, match=r"service_token_file .*none cannot be read"):
+        read_peer_access(TargetSettings(service_token_file=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"service_token": "a", "service_token_file": "b"},
+        {"tls_cert": "a"},
+        {"tls_key": "a"},
+        {"tls_cert": "", "tls_key": "a", "tls_ca": "b"},
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="service_"):
+        TargetSettings(**given)
+
+
+def test_a_listener_off_loopback_asks_who_calls() -> None:
+    """A server's own certificate says who answers, not who calls."""
+    pair = {"tls_cert": "a", "tls_key": "b"}
+    for open_one in (TargetSettings(), TargetSettings(**pair)):
+        with pytest.raises(SettingsError, match=r"host is '0.0.0.0'.*--insecure"):
+            check_service_listener(open_one, "0.0.0.0")
+        check_service_listener(open_one, "127.0.0.1")
+    for asked in ({"service_token": "a"}, {"service_token_file": "a"}, {**pair, "tls_ca": "c"}, {"insecure": True}):
+        check_service_listener(TargetSettings(**asked), "0.0.0.0")
+    with pytest.raises(SettingsError, match="--api-keys-file"):
+        check_client_listener(ClientAccess(**pair), "::")
+    for asked in ({"api_key": "a"}, {"api_keys_file": "a"}, {"insecure": True}):
+        check_client_listener(ClientAccess(**asked), "::")
+
+
+def test_metrics_are_behind_the_key_unless_told_otherwise() -> None:
+    assert "/metrics" not in open_paths(ClientAccess())
+    assert open_paths(ClientAccess(open_metrics=True)) == ("/live", "/ready", "/health", "/metrics")
+
+
+@pytest.mark.parametrize(
+    ("host", "inside"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")),
+    ],
+)
+def test_loopback(host: str, inside: bool) -> None:
+    assert is_loopback(host) is inside

@@ -1,0 +1,177 @@
+"""The HTTP endpoints with keys: who gets in, what limits say, what is counted, and what the log tells."""
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrator.callers import Callers
+from orchestrator.keys import Key, digest_of
+from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
+from wire.errors import ResourceExhausted
+
+ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
+
+
+def callers(**limits: int) -> Callers:
+    return Callers([Key("alice", digest_of("alice's key"), **limits), Key("bob", digest_of("bob's key"))])
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}'s key"}
+
+
+def samples(text: str) -> dict[str, float]:
+    """The samples of an exposition by name with labels."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+class Client:
+    """Asks a gateway; what it answers is read to its end."""
+
+    def __init__(self, url: str, name: str = "") -> None:
+        self._url, self._headers = url, bearer(name) if name else {}
+
+    async def get(self, path: str, headers: dict[str, str] | None = None) -> "Answer":
+        return await self._ask("GET", path, headers)
+
+    async def post(self, path: str, headers: dict[str, str] | None = None, **content: Any) -> "Answer":
+        return await self._ask("POST", path, headers, **content)
+
+    async def _ask(self, method: str, path: str, headers: dict[str, str] | None, **content: Any) -> "Answer":
+        async with (
+            aiohttp.ClientSession(headers=self._headers) as session,
+            session.request(method, self._url + path, headers=headers, **content) as response,
+        ):
+            return Answer(response.status, dict(response.headers), await response.text())
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+@pytest.fixture
+def router(tokenizer: Any) -> ScriptedRouter:
+    return ScriptedRouter(tokenizer)
+
+
+async def test_all_but_probes_need_a_key(router: ScriptedRouter) -> None:
+    async with running_gateway(router, callers=callers()) as url:
+        client = Client(url)
+        for path in ("/v1/models", "/metrics", "/docs", "/no/such/path"):
+            assert (await client.get(path)).status == 401, path
+            assert (await client.get(path, headers=bearer("eve"))).status == 401, path
+            assert (await client.get(path, headers=bearer("alice"))).status != 401, path
+        assert (await client.get("/health")).status == 200
+        for headers, words in (({}, "no API key"), (bearer("eve"), "not one that is allowed")):
+            refused = await client.post("/v1/completions", json=ASK, headers=headers)
+            error = refused.json()["error"]
+            assert (refused.status, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+            assert words in error["message"]
+        assert router.opened == []
+        assert (await client.post("/v1/completions", json=ASK, headers=bearer("bob"))).status == 200
+
+
+async def test_requests_at_once_are_counted_until_their_stream_ends(router: ScriptedRouter) -> None:
+    gate = asyncio.Event()
+    stream_at_once = router.stream
+
+    async def stream(record: Any) -> Any:
+        async for item in stream_at_once(record):
+            yield item
+            await gate.wait()
+
+    router.stream = stream  # type: ignore[method-assign]
+    async with running_gateway(router, callers=callers(requests=1)) as url:
+        client = Client(url, "alice")
+        async with aiohttp.ClientSession(url, headers=bearer("alice")) as session:
+            first = await session.post("/v1/completions", json=ASK | {"stream": True})
+            refused = await client.post("/v1/completions", json=ASK)
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert (await client.get("/v1/models")).status == 200
+            gate.set()
+            assert "[DONE]" in await first.text()
+        assert (await client.post("/v1/completions", json=ASK)).status == 200
+        assert (await client.post("/v1/completions", json=ASK, headers=bearer("bob"))).status == 200
+
+
+async def test_tokens_a_minute_count_prompt_and_answer(router: ScriptedRouter) -> None:
+    async with running_gateway(router, callers=callers(tokens_per_minute=10)) as url:
+        client = Client(url, "alice")
+        usage = (await client.post("/v1/completions", json=ASK)).json()["usage"]
+        refused = await client.post("/v1/completions", json=ASK)
+        assert refused.status == 429
+        assert int(refused.headers["Retry-After"]) == pytest.approx((usage["total_tokens"] - 10 + 1) * 6, abs=2)
+
+
+async def test_refused_requests_are_counted_apart(router: ScriptedRouter) -> None:
+    async with running_gateway(router, callers=callers()) as url:
+        client = Client(url, "bob")
+        await client.post("/v1/completions", json=ASK)
+        await client.post("/v1/completions", json=ASK, headers=bearer("eve"))
+        await client.post("/v1/completions", json=ASK | {"temperature": 9})
+        await client.post("/v1/completions", data="no json", headers={"content-type": "application/json"})
+        router.refusal = ResourceExhausted("no place is free")
+        full = await client.post("/v1/completions", json=ASK)
+        assert (full.status, full.headers["Retry-After"]) == (429, "1")
+        text = (await client.get("/metrics")).text
+    found = samples(text)
+    label = f'model_name="{MODEL}"'
+    for prefix in ("specahead", "vllm"):
+        assert found[f'{prefix}:request_success_total{{finished_reason="length",{label}}}'] == 1
+        assert found[f"{prefix}:generation_tokens_total{{{label}}}"] == 8
+        assert found[f"{prefix}:inter_token_latency_seconds_count{{{label}}}"] == 6
+        assert found[f"{prefix}:time_to_first_token_seconds_count{{{label}}}"] == 1
+        assert found[f"{prefix}:e2e_request_latency_seconds_count{{{label}}}"] == 1
+        assert found[f"{prefix}:request_queue_time_seconds_count{{{label}}}"] == 1
+        assert found[f"{prefix}:num_requests_waiting{{{label}}}"] == 0
+        assert "# TYPE " + prefix + ":generation_tokens_total counter" in text
+    assert found[f'specahead:request_refused_total{{{label},reason="invalid_api_key"}}'] == 1
+    assert found[f'specahead:request_refused_total{{{label},reason="rate_limit_exceeded"}}'] == 1
+    refusals = [value for name, value in found.items() if name.startswith("specahead:request_refused_total")]
+    assert sum(refusals) == 4
+
+
+async def test_the_log_tells_who_and_why_and_never_what(
+    router: ScriptedRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "orchestrator"):
+        async with running_gateway(router, callers=callers()) as url:
+            client = Client(url, "alice")
+            await client.post("/v1/completions", json=ASK)
+            bad = ASK | {"stop": ["secret word"] * 99}
+            await client.post("/v1/completions", json=bad, headers={"x-request-id": "mine"})
+            await client.post("/v1/completions", json=ASK, headers=bearer("eve"))
+    done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
+    assert (done["msg"], done["key"], done["outcome"], done["tokens"]) == ("request done", "alice", "length", 8)
+    assert done["seconds"] >= done["first_token_seconds"] > 0
+    assert (wrong["msg"], wrong["key"], wrong["status"]) == ("request refused", "alice", 400)
+    assert wrong["request"] == "mine"
+    assert (strange["status"], strange["code"]) == (401, "invalid_api_key")
+    said = json.dumps([vars(record) for record in caplog.records], default=str)
+    assert "secret" not in said and "calm" not in said and "key\\u0027s" not in said
+
+
+async def test_the_text_is_logged_where_that_is_asked_for(
+    router: ScriptedRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "orchestrator"):
+        async with running_gateway(router, log_text=True) as url:
+            client = Client(url)
+            await client.post("/v1/completions", json=ASK)
+    taken, done = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
+    assert taken["prompt"].endswith(ASK["prompt"])
+    assert done["text"].startswith("The sea")

@@ -1,0 +1,112 @@
+"""Who may call a gRPC port, and how a process shows that it may: a bearer token in the metadata, TLS around it all."""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+
+from config.access import ServiceAccess
+from wire.errors import ServiceError, Unauthenticated
+from wire.options import OPTIONS
+from wire.tls import Tls, read_tls
+
+log = logging.getLogger(__name__)
+
+# Told a call's bearer token ("": it brought none); raises ServiceError to refuse the call.
+Authorize = Callable[[str], object]
+Metadata = tuple[tuple[str, str], ...]
+
+
+def bearer_of(value: str) -> str:
+    """The token of an `authorization` header or metadatum; "" if it is none of the Bearer scheme."""
+    scheme, _, token = value.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def log_refusal(error: ServiceError) -> None:
+    """Write down that a call was not let in."""
+    log.warning("refused a call", extra={"reason": str(error)})
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What a port asks of those who call it. The default asks nothing. refused: told of each call not let in."""
+
+    authorize: Authorize | None = None
+    tls: Tls | None = None
+    refused: Callable[[ServiceError], None] = log_refusal
+
+
+OPEN = Guard()
+
+
+@dataclass(frozen=True)
+class PeerAccess:
+    """How the services of one deployment know one another. The default: not at all, on loopback and in tests."""
+
+    token: str = field(default="", repr=False)
+    tls: Tls | None = None
+
+    @property
+    def metadata(self) -> Metadata:
+        """What each call to a service carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """Open a channel to another service of the deployment; its calls are to carry `metadata`."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=OPTIONS)
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=OPTIONS)
+
+    def guard(self) -> Guard:
+        """What a service asks of its callers."""
+        return Guard(partial(check_token, self.token) if self.token else None, self.tls)
+
+
+def read_peer_access(settings: ServiceAccess) -> PeerAccess:
+    """Raises SettingsError for a token file or a certificate that cannot be used."""
+    return PeerAccess(settings.read_token(), read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca))
+
+
+def check_token(expected: str, given: str) -> None:
+    """Raises Unauthenticated unless the tokens are the same, in a time that says nothing of where they differ."""
+    if not given:
+        raise Unauthenticated("this port asks for the token of its deployment (service_token), and none was sent")
+    if not hmac.compare_digest(expected.encode(), given.encode()):
+        raise Unauthenticated("the token is not that of this deployment (service_token)")
+
+
+class RequireBearer(grpc.aio.ServerInterceptor):
+    """Refuses calls that `authorize` refuses, before any of their messages is read. Health is open, for probes."""
+
+    def __init__(self, authorize: Authorize, refused: Callable[[ServiceError], None]) -> None:
+        self._authorize = authorize
+        self._refused = refused
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Return the method's handler, or one that refuses."""
+        if not handler_call_details.method.startswith("/grpc.health.v1.Health/"):
+            try:
+                self._authorize(_bearer_in(handler_call_details.invocation_metadata))
+            except ServiceError as error:
+                self._refused(error)
+                # As a stream whatever the method is: such a handler runs before the first message is there.
+                return grpc.stream_stream_rpc_method_handler(partial(_refuse, error))
+        return await continuation(handler_call_details)
+
+
+def _bearer_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    values = [value for key, value in metadata if key == "authorization"]
+    return bearer_of(str(values[0])) if values else ""
+
+
+async def _refuse(error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(error.status, str(error))
