@@ -54,9 +54,12 @@ def compact(chosen: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
     if width is None:
         width = int(counts.max()) if counts.numel() else 0
     counts = counts.clamp(max=width)
-    order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :width].to(torch.int32)
-    order = torch.nn.functional.pad(order, (0, width - order.shape[1]))
-    return order.where(torch.arange(width, device=chosen.device) < counts[:, None], 0), counts
+    place = chosen.cumsum(1) - 1
+    # What is not chosen, or does not fit, goes to a column that is cut off.
+    place = place.where(chosen & (place < width), width)
+    columns = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(chosen)
+    lists = torch.zeros(len(chosen), width + 1, dtype=torch.int32, device=chosen.device)
+    return lists.scatter_(1, place, columns)[:, :width].contiguous(), counts
 
 
 def check_mass(mass: float) -> None:
