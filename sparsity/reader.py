@@ -136,15 +136,16 @@ class Reader:
         """Tokens of KV that the heads of the last round read, summaries included, and tokens that there are."""
         plan = self.plan
         layers, kv_heads, blocks = plan.target_layers, plan.target_kv_heads, plan.num_blocks(self._length)
+        everything = layers * kv_heads * blocks * plan.block_size
+        if self._reads_all:
+            return float(everything), everything
         if self._blocks_read is not None:
             dense = layers - len(plan.sparse_layers)
             read = float(self._blocks_read + dense * kv_heads * blocks) * plan.block_size
         else:
             assert self.chosen is not None
             read = float(self.chosen.sum()) * plan.block_size
-        if not self._reads_all:
-            read += self.summary_tokens * len(self.plan.sparse_layers) * kv_heads
-        return read, layers * kv_heads * blocks * self.plan.block_size
+        return read + self.summary_tokens * len(plan.sparse_layers) * kv_heads, everything
 
 
 def to_lists(chosen: Tensor, plan: Plan) -> LayerLists:
