@@ -8,9 +8,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
 import grpc
+
+from config.version import running_version
 
 COMMANDS = {
     "generate": ("cli.generate", "continue a prompt on a running server"),
@@ -54,7 +55,7 @@ def _in_words(error: grpc.RpcError) -> str:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The flags of the chosen command, with its function as `run`. argparse exits on --help and on what is wrong."""
     parser = argparse.ArgumentParser(prog="specahead", description="Use and measure a specahead server.")
-    parser.add_argument("--version", action="version", version=f"specahead {version('specahead')}")
+    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
     for command, (module, text) in COMMANDS.items():

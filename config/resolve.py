@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -15,6 +14,7 @@ import yaml
 from config.access import check_client_listener, check_service_listener
 from config.sections import ClientSettings, ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.setting import Section, Setting, SettingsError, declared_in
+from config.version import running_version
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _resolve(
     """
     options = _options(defaults)
     parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
-    parser.add_argument("--version", action="version", version=f"specahead {version('specahead')}")
+    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     _add_flags(parser, options.values())

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import uvicorn
@@ -18,6 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from config.version import running_version
 from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
 from orchestrator.chat import render_chat
 from orchestrator.connection_limits import Connections, LimitedProtocol
@@ -48,7 +48,7 @@ router = APIRouter(route_class=JSONRoute)
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     """Return the application that serves HTTP clients."""
     most = max_body(frontend.limits)
-    app = FastAPI(title="specahead", version=version("specahead"), redoc_url=None, max_body_size=most)
+    app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
     app.add_middleware(RequestId)
@@ -214,7 +214,7 @@ async def health(frontend: Served) -> JSONResponse:
 @router.get("/version")
 async def show_version() -> dict[str, Any]:
     """Give the version of specahead."""
-    return {"version": version("specahead")}
+    return {"version": running_version()}
 
 
 @router.get("/metrics")
