@@ -11,8 +11,8 @@ from kernels.selection.short_rows import CHUNK, select_short_rows
 
 __all__ = ["compact", "nucleus_mask", "rank_in_row", "select_nucleus", "select_top_k", "top_k_mask"]
 
-# Rows of more than CHUNK blocks, of contexts beyond 131K, take the reference on a GPU too, where 128 rows of 32,768 take
-# 0.8 ms (docs/performance.md): kernels of their own took 0.04, in 400 lines, of a step of 7 ms and more.
+# Rows of more than CHUNK blocks, of contexts beyond 131K, take the reference on a GPU too, where 128 rows of 32,768
+# take 0.8 ms (docs/performance.md): kernels of their own took 0.04, in 400 lines, of a step of 7 ms and more.
 
 
 def select_top_k(
