@@ -28,7 +28,7 @@ PACKAGES = {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
     },
-    "cli": {"orchestrator", "wire"},  # the modules of evaluations and benchmarks by name, when their command runs
+    "cli": {"config", "orchestrator", "wire"},  # the modules of evaluations and benchmarks by name, when their command runs
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
 PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
@@ -52,6 +52,7 @@ FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
 WITHOUT_GRPC = {
     "draft_service/admission.py",
     "draft_service/drafter.py",
+    "draft_service/outcomes.py",
     "draft_service/sessions.py",
     "draft_service/steps.py",
     "draft_service/verdicts.py",
