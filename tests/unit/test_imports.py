@@ -28,7 +28,11 @@ PACKAGES = {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service", "evaluation"),
     },
-    "cli": {"config", "orchestrator", "wire"},  # the modules of evaluations and benchmarks by name, when their command runs
+    "cli": {
+        "config",
+        "orchestrator",
+        "wire",
+    },  # the modules of evaluations and benchmarks by name, when their command runs
 }
 # Programs, which nothing imports: one loads its recording when it is told to record.
 PROGRAMS = {"target_service/__main__.py": {"benchmarks"}}
