@@ -72,7 +72,7 @@ def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) 
     Raises ChildProcessError if they end before, or are not ready in time.
     """
     ports = ("--grpc-port", "0", "--http-port", "0")
-    launch = start("orchestrator.launch", *flags, *ports, stdout=subprocess.PIPE)
+    launch = start("orchestrator.launch", "--log-level", "warning", *flags, *ports, stdout=subprocess.PIPE)
     assert launch.stdout is not None
     with _killed_after(launch, seconds):
         said = list(itertools.takewhile(lambda line: line.strip() != "ready", launch.stdout))

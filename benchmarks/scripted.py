@@ -90,10 +90,12 @@ class ScriptedRunner(Runner):
     def _drafted(self, base: int) -> DraftedTokens:
         """Return the draft's tokens from `base` on; where it errs, the right token is its second choice."""
         tokens = self._tokens_from(base, self._gamma + 1)
+        if not self._alternatives:
+            return DraftedTokens(tokens)
         right = (np.arange(base - 1, base + self._gamma) % _PERIOD + 1).astype(np.int32)
         others = np.broadcast_to(np.arange(VOCAB - self._alternatives, VOCAB), (len(tokens), self._alternatives))
         likeliest = np.concatenate((np.array(tokens)[:, None], right[:, None], others), 1)[:, : self._alternatives]
-        return DraftedTokens(tokens, alternatives=likeliest if self._alternatives else None)
+        return DraftedTokens(tokens, alternatives=likeliest)
 
     def _announce(self, request: AnnouncementRequest, base: int) -> np.ndarray:
         """The blocks of highest weight over all rows: uint64 [rows, words]."""

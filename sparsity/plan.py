@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -128,7 +129,7 @@ class Plan:
         """The map calibrated for the budget nearest to this plan's, by ratio."""
         return min(self.head_maps, key=lambda item: abs(math.log(item[0] / self.budget)))[1]
 
-    @property
+    @cached_property
     def sparse_layers(self) -> list[int]:
         return [layer for layer in range(self.target_layers) if layer not in self.dense_layers]
 

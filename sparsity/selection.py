@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -56,9 +56,7 @@ class BlockSelection:
 
     def count(self, first: int, last: int) -> int:
         """How many entries lie in blocks first … last - 1."""
-        edges = np.arange(self.words.shape[1] * WORD).reshape(-1, WORD)
-        kept = np.packbits((edges >= first) & (edges < last), axis=1, bitorder="little").view("<u8")[:, 0]
-        return int(np.bitwise_count(self.words & kept).sum())
+        return int(np.bitwise_count(self.words & _bits_between(self.words.shape[1], first, last)).sum())
 
     def resized(self, num_blocks: int) -> "BlockSelection":
         """The same blocks in a context of another length; blocks beyond it are dropped."""
@@ -73,6 +71,14 @@ class BlockSelection:
             if width:
                 words[:, -1] &= last_word_mask(num_blocks)
         return BlockSelection(self.num_heads, num_blocks, words)
+
+
+@lru_cache(maxsize=64)
+def _bits_between(width: int, first: int, last: int) -> np.ndarray:
+    """Return a row of so many words in which the bits of blocks first … last - 1 are set."""
+    at = np.arange(width * WORD).reshape(-1, WORD)
+    bits: np.ndarray = np.packbits((at >= first) & (at < last), axis=1, bitorder="little").view("<u8")[:, 0]
+    return bits
 
 
 def row_words(num_blocks: int) -> int:
