@@ -77,7 +77,8 @@ async def test_a_service_that_could_not_be_replaced_is_tried_again() -> None:
 
 async def test_a_replaced_service_is_watched_again_once_it_answers() -> None:
     placement = Placement()
-    await watch(placement, target=Service(None, *[HANGS] * 30, GONE, GONE, None, *[HANGS] * 30, None))
+    script = [None, *[HANGS] * 30, GONE, GONE, None, *[HANGS] * 30, None]  # 0.65 s, on a busy machine more
+    await watch(placement, target=Service(*script), seconds=2.5)
     assert placement.replaced == ["target", "target"]
 
 
