@@ -7,8 +7,8 @@ from engine.rounds.requests import DraftedTokens
 Outcome = tuple[int, int]  # drafted tokens that are accepted, and the token that the target adds
 
 ALTERNATIVES = 4  # of the draft's likeliest tokens at a position, so many come into question
-# How often the target's own token is the draft's first, second ... choice among those that are left, measured on the
-# bundled pair (docs/performance.md).
+# How often the target's own token is the draft's first, second ... choice among those that are left: assumed, not
+# measured. What share of verdicts is met with these is in docs/performance.md.
 _RANKS = (0.5, 0.2, 0.1, 0.05)
 
 
@@ -16,8 +16,8 @@ def likely_outcomes(drafted: DraftedTokens, proposed: int, acceptance: float, mo
     """Return up to `most` outcomes of the verdict on the first `proposed` of the drafted tokens, the likeliest first.
 
     The first one is always that all are accepted and that the target adds the token that the draft would have added.
-    acceptance: the chance of each token to be accepted (Saguaro, arXiv 2603.03251, section 4: the fan-out falls with
-    the position, as an outcome is the less likely the more tokens it needs to be accepted).
+    acceptance: the chance of each token to be accepted. An outcome is the less likely the more tokens it needs to be
+    accepted, so that most branches leave at the first positions (the idea is Saguaro's, arXiv 2603.03251).
     """
     first = (proposed, drafted.tokens[proposed])
     if most == 1 or drafted.alternatives is None:

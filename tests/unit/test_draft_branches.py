@@ -147,6 +147,8 @@ def test_requests_that_cannot_be_run_are_refused() -> None:
         RoundRequest(kv, [1], 0.0, 1.0, np.empty(0), None, branches=(branch(10, 1),))
     with pytest.raises(ValueError, match="elsewhere"):
         RoundRequest(kv, [], 0.0, 1.0, np.empty(0), None, branches=(branch(11, 1),))
+    with pytest.raises(ValueError, match="the first branch leaves after 9 tokens, expected 10"):
+        RoundRequest(kv, [], 0.0, 1.0, np.empty(0), None, branches=(branch(9, 1), branch(10, 2)))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
