@@ -140,8 +140,8 @@ class RoundRequest:
             raise ValueError(f"a branch leaves the {self.kv.length} tokens with KV elsewhere than behind one of them")
         if self.branches and self.branches[0].length != self.kv.length:
             raise ValueError(
-                f"the first branch leaves after {self.branches[0].length} tokens, expected {self.kv.length}: it goes on "
-                "behind all tokens with KV, so that no KV is moved onto what another branch has left"
+                f"the first branch leaves after {self.branches[0].length} tokens, expected {self.kv.length}: it goes "
+                "on behind all tokens with KV, so that no KV is moved onto what another branch has left"
             )
         if not self.refresh and (self.memory is None or self.memory.weights is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
