@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from config import TargetSettings
 from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.logit_rules import rules_of
 from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -65,6 +66,7 @@ class Admission:
             stop_token_ids=frozenset(request.stop_token_ids),
             sampling=request.sampling,
             emit=emit,
+            rules=rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids),
             reader=self._reader(request),
         )
         session.kv.dense = session.reads_all

@@ -103,6 +103,9 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
         supports=proposal.supports if proposal is not None else [],
         sampling=session.sampling,
         base=base,
+        rules=session.rules,
+        committed=session.tokens,
+        logprobs=session.logprobs,
     )
     since = session.stats.waiting_since
     return VerifyRound(

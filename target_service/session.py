@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.kv.pages import SequenceKV
+from engine.logit_rules import LogitRule
 from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
@@ -45,10 +46,11 @@ class TargetSession:
     """All that the target knows of a session.
 
     tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
-    its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
-    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
-    current round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held:
-    what was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
+    its commits go. rules: what changes its logits. logprobs: as of `engine.judging.Drafted`. reader: how an approximate
+    session reads; None: everything. drafted: whether to wait for the draft's proposals. proposals: by round; those for
+    the next one assume different outcomes of this one. foreseen: whether the current round was proposed before the last
+    verdict, so that proposals for other outcomes may still arrive. held: what was announced for the round judged last,
+    by its key. last_judged: the round judged last, and its verdict.
     """
 
     id: str
@@ -57,6 +59,8 @@ class TargetSession:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
+    rules: tuple[LogitRule, ...] = ()
+    logprobs: int | None = None
     reader: Reader | None = None
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0

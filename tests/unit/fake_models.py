@@ -25,6 +25,7 @@ from engine.rounds.requests import (
     RoundRequest,
     RoundSettings,
 )
+from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
@@ -165,8 +166,12 @@ class FakeRunner(Runner):
             out.logits = torch.from_numpy(np.stack([self.logits(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
-            (out.verdict,) = judge_rounds([out.logits], [item.drafted])
-            out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
+            if item.drafted.is_plain:
+                (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+                out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
+            else:
+                (judged,) = judge_by_rules([out.logits], [item.drafted])
+                out.verdict, out.finite, out.logprobs = judged.verdict, judged.finite, judged.logprobs
             out.logits = None
         if item.read is not None:
             self._report(item.read, history, read, out)
