@@ -15,8 +15,9 @@ from llguidance import LLMatcher
 
 from engine.grammars import KEPT_GRAMMARS, GrammarState, Grammars, unpack_mask
 from engine.loading.tokenizer import count_token_ids, load_tokenizer
+from models import TARGET
 
-TOKENIZER = load_tokenizer("models/tiny-target")
+TOKENIZER = load_tokenizer(str(TARGET))
 VOCAB, END = count_token_ids(TOKENIZER), TOKENIZER.eos_token_id
 PROMPT = [5, 6, 7]
 SOURCES = {
