@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from engine.logprobs import TokenLogprobs
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
@@ -22,7 +23,10 @@ from wire.messages import FinishReason
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals."""
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
+
+    logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
+    """
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -32,6 +36,8 @@ class Chunk:
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> str | None:
@@ -139,9 +145,11 @@ class Frontend:
                     if stopped or item.finish_reason is not FinishReason.NONE:
                         reason = FinishReason.STOP if stopped else item.finish_reason
                         outcome = reason.name.lower()
-                        yield _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
+                        last = _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
+                        yield replace(last, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
                         return
-                    yield Chunk(text, item.tokens, choice=choice)
+                    chunk = Chunk(text, item.tokens, choice=choice)
+                    yield replace(chunk, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
         except ServiceError as error:
             outcome = error
             raise

@@ -24,6 +24,7 @@ from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
+from orchestrator.logprobs import CompletionLogprobs
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
     ChatRequest,
@@ -90,9 +91,13 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     echoes = [""] * len(prompts)
     if body.echo:
         echoes = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
-    n = body.n or 1
+    n, decode, logprobs = body.n or 1, frontend.tokenizer.decode, None
+    if body.logprobs is not None:
+        told = tokens if body.echo else [[]] * len(tokens)
+        logprobs = [CompletionLogprobs(decode, prompt) for prompt in told for _ in range(n)]
     echoes = [echo for echo in echoes for _ in range(n)]
-    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, Totals(n), body.wants_usage)
+    of_request = Totals(n), body.wants_usage, logprobs, body.only_echoes
+    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, *of_request)
     return await _answer(request, frontend, body, tokens, answer)
 
 
@@ -104,7 +109,8 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     n = body.n or 1
     parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
-    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, Totals(n), body.wants_usage)
+    of_request = Totals(n), body.wants_usage, frontend.tokenizer.decode if body.logprobs else None
+    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, *of_request)
     return await _answer(request, frontend, body, [tokens], answer)
 
 

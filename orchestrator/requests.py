@@ -13,7 +13,6 @@ log = logging.getLogger(__name__)
 
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
@@ -22,21 +21,22 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-    "top_k": (-1, 0),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
+MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # which are checked where the vocabulary is known
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BiasedToken = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # the keys of a JSON object are strings
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -64,6 +64,9 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[BiasedToken, float] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,9 +74,23 @@ class GenerationRequest(BaseModel):
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens get log probabilities, too."""
+        return False
 
     @property
     def stops(self) -> list[str]:
@@ -118,8 +135,31 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens = 16  # OpenAI's
 
     prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return self.logprobs
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens get log probabilities, too."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing that is generated is told."""
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidArgument("max_tokens: expected at least 1, or 0 together with echo, got 0", "max_tokens")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -213,9 +253,16 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -231,6 +278,8 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidArgument(message, "continue_final_message")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs: only where logprobs is true", "top_logprobs")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 

@@ -62,11 +62,14 @@ class Admission:
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
+            prompt_tokens=request.prompt_tokens,
             max_length=request.prompt_tokens + request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
             sampling=request.sampling,
             emit=emit,
             rules=rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids),
+            logprobs=request.alternatives if request.wants_logprobs else None,
+            prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),
         )
         session.kv.dense = session.reads_all
@@ -92,6 +95,10 @@ class Admission:
             raise InvalidArgument(f"{request.prompt_tokens} prompt tokens among {len(request.tokens)} tokens")
         if not all(token < self._vocab_size for token in request.tokens):
             raise InvalidArgument(f"a prompt token lies outside the vocabulary of {self._vocab_size}")
+        if not all(token < self._vocab_size for token in request.sampling.logit_bias):
+            raise InvalidArgument(f"logit_bias: a token lies outside the vocabulary of {self._vocab_size}")
+        if request.wants_logprobs and self._settings.synthetic_acceptance >= 0:
+            raise InvalidArgument("logprobs: verdicts are imposed here (synthetic_acceptance), not the model's")
         if request.max_tokens < 1 or len(request.tokens) >= length:
             raise InvalidArgument(f"max_tokens {request.max_tokens} leaves nothing to generate")
         if length > limit:
@@ -173,7 +180,8 @@ class Admission:
             self.reserved += self._need(session.max_length)
             self.running[session.id] = session
             session.epoch = self._first_epoch
-            self._kv.reuse_prefix(session.kv, session.tokens[:-1])
+            if session.prompt_logprobs is None:  # else the whole prompt is read
+                self._kv.reuse_prefix(session.kv, session.tokens[:-1])
             session.stats.cached_tokens = session.kv.length
             session.stats.queue_seconds = time.monotonic() - session.opened_at
             self._counters["opened_sessions"] += 1

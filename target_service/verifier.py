@@ -14,6 +14,7 @@ from torch import Tensor
 from config import TargetSettings
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
+from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.runner import Runner
 from engine.step_loop import describe
 from sparsity.methods import METHODS, methods_of
@@ -131,13 +132,19 @@ class Verifier:
         """Run a step, in the model's thread; touches no session but through its KV."""
         started = time.perf_counter()
         outputs = self.runner.forward(step.inputs)
-        return VerifyResult(outputs[: len(step.rounds)], time.perf_counter() - started)
+        rounds = len(step.rounds)
+        read = zip(step.prefills, outputs[rounds:], strict=True)
+        prompts = [_prompt_logprobs(session, output) for (session, _), output in read]
+        return VerifyResult(outputs[:rounds], prompts, time.perf_counter() - started)
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
-        for session, _ in step.prefills:
+        for (session, _), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
+                if session.prompt_logprobs is not None:  # a prompt that is read again is told once
+                    known = len(session.prompt_logprobs) - (session.kv.length - len(told))
+                    session.prompt_logprobs += told[known:]
                 self._index(session)
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if self.admission.is_open(item.session):
@@ -205,3 +212,14 @@ class Verifier:
         if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not session.reads_all)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
+
+
+def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
+    """Return the log probabilities of the tokens behind those that a session has just read, if they are asked for."""
+    if session.prompt_logprobs is None:
+        return []
+    assert output.logits is not None
+    assert session.logprobs is not None
+    end = session.kv.length
+    tokens = session.tokens[end - len(output.logits) + 1 : end + 1]
+    return token_logprobs(output.logits, tokens, session.logprobs)
