@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from engine.grammars import GrammarState
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.rounds.requests import DraftedTokens, MovedKV
@@ -64,7 +65,7 @@ class DraftSession:
     """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
-    ready_due: whether the target is still to be told that it may wait for this draft.
+    ready_due: whether the target is still to be told that it may wait for this draft. grammar: that its text follows.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
     blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
@@ -86,6 +87,7 @@ class DraftSession:
     max_length: int
     method: Method | None
     gamma: int
+    grammar: GrammarState | None = None
     ready_due: bool = True
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafted: DraftedTokens | None = None
@@ -101,7 +103,7 @@ class DraftSession:
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @staticmethod
-    def from_begin(peer: TargetPeer, begin: Begin, gamma: int) -> "DraftSession":
+    def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
         """Return a session that stands where `begin` says. Raises PlanError for an unknown method."""
         return DraftSession(
             peer=peer,
@@ -114,6 +116,7 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
+            grammar=grammar,
         )
 
     @property
@@ -130,6 +133,11 @@ class DraftSession:
     def pending(self) -> list[int]:
         """Tokens still to run before the next one can be drafted."""
         return self.tokens[self.kv.length :]
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """Whether its grammar is not compiled yet."""
+        return self.grammar is not None and not self.grammar.ready
 
     @property
     def may_go_ahead(self) -> bool:

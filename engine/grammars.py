@@ -23,19 +23,19 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 class GrammarState:
-    """Where a session stands in its grammar, as a rule of its logits (engine.logit_rules.LogitRule).
+    """Where a session stands in its grammar, of this source, as a rule of its logits (engine.logit_rules.LogitRule).
 
     It follows the committed tokens behind the first `prompt_tokens`; proposed ones are taken back before a call
-    returns. Behind a token that ends the text everything is allowed, because nothing there is looked at. error: why
-    there is no going on with the grammar, empty as long as there is.
+    returns. Behind a token that ends the text everything is allowed, because nothing there is looked at. ready:
+    whether the grammar is compiled, or failed to compile. error: why there is no going on with it, empty as long as
+    there is.
     """
 
-    def __init__(self, prompt_tokens: int, ends: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, source: str, prompt_tokens: int, ends: Sequence[int], vocab_size: int) -> None:
+        self.source, self.ready, self.error = source, False, ""
         self._ends, self._vocab_size = frozenset(ends), vocab_size
         self._followed = prompt_tokens  # of the committed tokens: those that the matcher has consumed, or the prompt's
         self._ended = False
-        self.error = ""
-        self.ready = False  # whether the grammar is compiled, or failed to compile
         self._matcher: LLMatcher | None = None
 
     def open(self, compile_grammar: Callable[[], LLMatcher], committed: Sequence[int]) -> None:
@@ -47,9 +47,9 @@ class GrammarState:
             self.error = f"the grammar does not compile: {error}"
         self.ready = True
 
-    def follow(self, committed: Sequence[int]) -> None:
-        """Go on to the end of the committed tokens, which begin with those of the last call."""
-        new = committed[self._followed :]
+    def follow(self, committed: Sequence[int], count: int | None = None) -> None:
+        """Go on to the end of the committed tokens, which begin with those of the last call. count: None for all."""
+        new = committed[self._followed : count]
         self._followed += len(new)
         if not new or self._ended or self.error:
             return
@@ -112,6 +112,11 @@ class GrammarState:
         allowed = unpack_mask(torch.from_numpy(masks).to(logits.device), logits.shape[1])
         logits[: len(masks)].masked_fill_(~allowed, -torch.inf)
 
+    def allow(self, logits: Tensor, proposed: Sequence[int]) -> None:
+        """Set to -inf, in place, what may not follow the committed and the proposed tokens. logits: [vocab]."""
+        mask = torch.from_numpy(self.mask_behind(proposed)).to(logits.device)
+        logits.masked_fill_(~unpack_mask(mask, len(logits)), -torch.inf)
+
     def _consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> int:
         """Consume tokens up to the first that ends the text or is not allowed; return how many."""
         # What ends the text is kept from the matcher, which counts it as a token in some states only.
@@ -133,19 +138,12 @@ class Grammars:
     """Compiles grammars for a tokenizer, one after the other in a thread of its own, and keeps the last ones.
 
     tokenizer: a model's, by transformers. ends: the tokens that end a text; they may come where a grammar is complete.
-    on_compiled: called in that thread whenever a session's grammar is ready. executor: what compiles; None: a thread.
+    executor: what compiles; None: a thread. on_compiled is called in that thread whenever a session's grammar is ready.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        vocab_size: int,
-        ends: Sequence[int],
-        on_compiled: Callable[[], None] = lambda: None,
-        executor: Executor | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int], executor: Executor | None = None) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, list(ends)
-        self._on_compiled = on_compiled
+        self.on_compiled: Callable[[], None] = lambda: None
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="grammars")
         # These are touched in that thread alone.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -153,9 +151,9 @@ class Grammars:
 
     def start(self, source: str, committed: Sequence[int], prompt_tokens: int) -> GrammarState:
         """Begin to compile a grammar for a session, and return its state, which stands behind the committed tokens."""
-        state = GrammarState(prompt_tokens, self._ends, self._vocab_size)
+        state = GrammarState(source, prompt_tokens, self._ends, self._vocab_size)
         opening = self._executor.submit(state.open, partial(self._compile, source), list(committed))
-        opening.add_done_callback(lambda _: self._on_compiled())
+        opening.add_done_callback(lambda _: self.on_compiled())
         return state
 
     def _compile(self, source: str) -> LLMatcher:

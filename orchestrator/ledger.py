@@ -94,6 +94,7 @@ class Record:
     sparsity: str = ""
     logprobs: int | None = None
     wants_prompt_logprobs: bool = False
+    grammar: str = ""
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -118,6 +119,7 @@ class Record:
             wants_logprobs=self.logprobs is not None,
             wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
             alternatives=self.logprobs or 0,
+            grammar=self.grammar,
         )
 
 

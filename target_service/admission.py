@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from config import TargetSettings
+from engine.grammars import Grammars, GrammarState
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.logit_rules import rules_of
 from engine.runner import Runner
@@ -25,17 +26,23 @@ class Admission:
 
     running: sessions that have room, by name, in the order in which they got it. queue: those that wait for room.
     reserved: KV pages that sessions may come to hold. report_blocks: whether the readers of sessions report which
-    blocks they read.
+    blocks they read. grammars: what compiles those of sessions; None: sessions have none.
     """
 
     def __init__(
-        self, runner: Runner, plan: Plan, settings: TargetSettings, counters: Counter[str], report_blocks: bool = False
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        counters: Counter[str],
+        report_blocks: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self._kv, self._vocab_size = runner.kv, runner.vocab_size
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks = report_blocks
+        self._report_blocks, self._grammars = report_blocks, grammars
         self.queue: deque[TargetSession] = deque()
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self.reserved = 0
@@ -59,6 +66,8 @@ class Admission:
         """
         self._check_request(request)
         self._make_room(request.prompt_tokens + request.max_tokens, emit)
+        grammar = self._grammar(request)
+        rules = rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids)
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -67,7 +76,8 @@ class Admission:
             stop_token_ids=frozenset(request.stop_token_ids),
             sampling=request.sampling,
             emit=emit,
-            rules=rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids),
+            rules=rules if grammar is None else (*rules, grammar),
+            grammar=grammar,
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),
@@ -85,6 +95,14 @@ class Admission:
                 f"session {request.session}: sparsity must be one of {', '.join(self._methods)}; got {name!r}"
             )
         return Reader(METHODS[name], self._plan, self._report_blocks)
+
+    def _grammar(self, request: Open) -> GrammarState | None:
+        """Return the grammar that a session's text must follow, which begins to compile; None if there is none."""
+        if not request.grammar:
+            return None
+        if self._grammars is None or self._settings.synthetic_acceptance >= 0:
+            raise InvalidArgument(f"session {request.session}: this target follows no grammars")
+        return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
 
     def _check_request(self, request: Open) -> None:
         """Raise InvalidArgument for a request that can never run."""

@@ -72,6 +72,8 @@ def plan_verify_step(
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
+        elif session.grammar is not None and not session.grammar.ready:
+            continue
         elif (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):

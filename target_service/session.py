@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.grammars import GrammarState
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -47,7 +48,7 @@ class TargetSession:
     """All that the target knows of a session.
 
     tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once the
-    prompt is read. emit: where its commits go. rules: what changes its logits. logprobs: as of
+    prompt is read. emit: where its commits go. rules: what changes its logits; grammar is one of them. logprobs: as of
     `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its first, as far as it is read; None if
     not asked for, or told already. reader: how an approximate session reads; None: everything. drafted: whether to
     wait for the draft's proposals. proposals: by round; those for the next one assume different outcomes of this
@@ -64,6 +65,7 @@ class TargetSession:
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
     rules: tuple[LogitRule, ...] = ()
+    grammar: GrammarState | None = None
     logprobs: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
@@ -122,8 +124,8 @@ class TargetSession:
 
     def begin(self) -> Begin:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
-        ends = self.prompt_tokens, sorted(self.stop_token_ids)
-        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by, *ends)
+        text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
+        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by, *text)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from config import TargetSettings
+from engine.grammars import Grammars
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
 from engine.logprobs import TokenLogprobs, token_logprobs
@@ -26,7 +27,7 @@ from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.session import TargetSession
-from wire.errors import ServiceError
+from wire.errors import InvalidArgument, ServiceError
 from wire.messages import At, Commit, FinishReason
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,18 @@ class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
-    measurements. Raises ValueError if the KV's tiers are too small for the
+    measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
     settings.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        on_round: OnRound | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         a_session = pages_for(settings.gamma + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
@@ -54,7 +62,7 @@ class Verifier:
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter()
         self._on_round = on_round
-        self.admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
+        self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
@@ -166,6 +174,11 @@ class Verifier:
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
+        if session.grammar is not None and session.grammar.error:
+            self.counters["failed_sessions"] += 1
+            session.fail(InvalidArgument(session.grammar.error))
+            self._close(session)
+            return
         if not output.finite:
             log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
             self.counters["failed_sessions"] += 1

@@ -113,6 +113,7 @@ class Begin:
     method: str  # whose announcements are wanted; empty: none
     prompt_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Open:
-    """alternatives: likely tokens that are told with each log probability."""
+    """alternatives: likely tokens that are told with each log probability. grammar: the source of one that the
+    generated text must follow (engine.grammars); empty: none.
+    """
 
     session: str
     tokens: list[int]
@@ -151,6 +154,7 @@ class Open:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     alternatives: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The launches of a draft's round, the same for all rounds of a shape."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,13 @@ def run_round(
     shape: RoundShape,
     buffers: Buffers,
     attention: Backend,
+    change: Callable[[Tensor, list[Tensor]], None] | None = None,
 ) -> None:
-    """Draft the round that the buffers hold. It launches only; results are left in the buffers."""
+    """Draft the round that the buffers hold. It launches only; results are left in the buffers.
+
+    change: called before each token is drawn, outside of graphs, with the logits [rows, vocab] to change in place and
+    the tokens [rows] drafted so far.
+    """
     evidence, given, results = None, buffers.tensors, buffers.results.device
     if shape.method or settings.read_share < 1:
         sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
@@ -83,6 +89,8 @@ def run_round(
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
     tokens, ids, probs, alternatives = [], [], [], []
     for index in range(settings.gamma + 1):
+        if change is not None:
+            change(logits, tokens)
         token, support = _sample(logits, round_, index)
         tokens.append(token)
         if settings.alternatives:

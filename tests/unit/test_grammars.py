@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from engine.grammars import KEPT_GRAMMARS, GrammarState, Grammars, unpack_mask
+from engine.grammars import KEPT_GRAMMARS, Grammars, GrammarState, unpack_mask
 from engine.loading.tokenizer import count_token_ids, load_tokenizer
 from models import TARGET
 
@@ -140,7 +140,8 @@ def test_a_grammar_too_wide_to_follow_says_why() -> None:
 
 def test_compiling_leaves_the_thread_that_asks_and_says_when_it_is_done() -> None:
     compiled = threading.Event()
-    grammars = Grammars(TOKENIZER, VOCAB, [END], on_compiled=compiled.set)
+    grammars = Grammars(TOKENIZER, VOCAB, [END])
+    grammars.on_compiled = compiled.set
     state = grammars.start(SOURCES["schema"], PROMPT, len(PROMPT))
     assert compiled.wait(30)
     assert state.ready
