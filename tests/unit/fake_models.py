@@ -294,14 +294,14 @@ class FakeRunner(Runner):
         drafted, weights = [], []
         for index, branch in enumerate(branches):
             own = length + index * (settings.gamma + 1)
-            tokens, seen = self._draft_branch(item, settings, branch, own)
+            tokens, seen = self._draft_branch(item, settings, index, branch, own)
             drafted.append(tokens)
             weights += [each[..., :blocks] for each in seen]
         bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
         return RoundOutput(drafted, bitmap)
 
     def _draft_branch(
-        self, item: RoundRequest, settings: RoundSettings, branch: Branch, own: int
+        self, item: RoundRequest, settings: RoundSettings, number: int, branch: Branch, own: int
     ) -> tuple[DraftedTokens, list[Tensor]]:
         """Return what is drafted behind a branch, whose KV goes to positions from `own` on, and its block weights."""
         read = self._read_all(item.kv, branch.length, [None] * self.kv.num_layers)
@@ -314,6 +314,9 @@ class FakeRunner(Runner):
             history.append(token)
             weights.append(self.block_weights(history, settings.block_size, self.heads))
             logits = self.logits(history)
+            if item.change is not None:
+                logits = logits.copy()
+                item.change(torch.from_numpy(logits), number, tokens)
             token, support = self._sample(item, settings, logits, index, branch.uniforms)
             tokens.append(token)
             supports.append(support)

@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from llguidance import LLMatcher
 from engine.grammars import KEPT_GRAMMARS, Grammars, GrammarState, unpack_mask
 from engine.loading.tokenizer import count_token_ids, load_tokenizer
 from models import TARGET
+from tests.unit.inline import Inline
 
 TOKENIZER = load_tokenizer(str(TARGET))
 VOCAB, END = count_token_ids(TOKENIZER), TOKENIZER.eos_token_id
@@ -28,15 +28,6 @@ SOURCES = {
     "nested": LLMatcher.grammar_from_lark('start: "[" start* "]" | "x"'),
     "choice": LLMatcher.grammar_from_lark('start: "yes" | "no" | "not at all"'),
 }
-
-
-class Inline(Executor):
-    """Runs at once what it is given."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
-        done: Future = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
 
 
 GRAMMARS = Grammars(TOKENIZER, VOCAB, [END], executor=Inline())
