@@ -112,12 +112,12 @@ def test_a_draft_that_is_as_good_as_the_target_proposes_what_is_accepted(clock: 
 def test_a_sampled_token_has_the_targets_distribution_over_what_is_allowed(clock: Clock) -> None:
     sampling, prompt = Sampling(1.1, 0.95), [1, 2, 3]
     model = FakeModel(agreement=2)
-    world = World(clock, 5, model, gamma=3, branches=2, prefill_chunk=512, grammars=GRAMMARS)
+    world = World(clock, 5, model, gamma=2, prefill_chunk=512, grammars=GRAMMARS)
     world.attach()
-    names = [world.open(prompt, 4, replace(sampling, seed=seed), [END], grammar=WORDS) for seed in range(700)]
+    names = [world.open(prompt, 4, replace(sampling, seed=seed), [END], grammar=WORDS) for seed in range(400)]
     world.run()
     drafted, accepted = totals(world)
-    assert drafted > 700
+    assert drafted > 400
     assert accepted > 100
     after: dict[tuple[int, ...], Counter[int]] = {}
     for name in names:
@@ -126,16 +126,21 @@ def test_a_sampled_token_has_the_targets_distribution_over_what_is_allowed(clock
             after.setdefault(tuple(generated[:place]), Counter())[token] += 1
     seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 100}
     assert len({len(start) for start in seen}) > 1
+    assert len(seen[()]) > 3
     for start, counts in seen.items():
         logits = masked(model.target([*prompt, *start]), WORDS, prompt, list(start))
-        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+        probs = target_probs(logits, sampling)
+        assert set(counts) <= set(probs)
+        assert len(probs) == 1 or p_value(counts, probs) > 1e-4
 
 
 @pytest.mark.parametrize("branches", [1, 3])
 def test_every_finished_output_follows_its_grammar(clock: Clock, branches: int) -> None:
     world = World(clock, 6, FakeModel(agreement=3), branches=branches, faults=Faults(left=30), grammars=GRAMMARS)
     world.attach()
-    names = [world.open([1, i], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(40)]
+    names = [
+        world.open([1, i % 32], 80, Sampling(1.5, seed=i), [END], grammar=[SCHEMA, WORDS][i % 2]) for i in range(40)
+    ]
     link = world.links[0]
     world.script = [lambda: world.detach(link), lambda: world.attach() and None]
     world.run()

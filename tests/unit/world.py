@@ -140,13 +140,15 @@ class World:
         done: list[int] | None = None,
         name: str = "",
         sparsity: str = "",
+        logprobs: int | None = None,
+        echo: bool = False,
         grammar: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
         tokens = prompt + (done or [])
         record = Record(
-            name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity, grammar=grammar
+            name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity, logprobs, echo, grammar
         )
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
