@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
+from engine.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class RoundRequest:
     branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
+
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits.
     """
 
     kv: SequenceKV
@@ -132,6 +135,9 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    rules: RoundRules | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):
