@@ -107,12 +107,14 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()
+    rules = session.rules_behind(branches)
     if drafted is not None:
         proposed = session.tokens_to_propose(session.committed)
         for accepted, token in likely_outcomes(drafted, proposed, session.acceptance, settings.branches):
             length = session.committed + accepted
             branches.append(Branch(length, token, draws(length + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
+        rules = session.rules_behind(branches)
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
     if session.method is not None:
@@ -130,6 +132,9 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         announce=announce,
         branches=tuple(branches),
         moved=session.moved,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        rules=rules,
         change=_follow_grammar(session, starts),
     )
     return PlannedRound(session, request, drafted is not None, base)

@@ -54,11 +54,7 @@ class MinTokens:
 
 
 class Penalties:
-    """Makes tokens less likely that occur before a position, as vLLM and OpenAI define it.
-
-    The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
-    the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
-    """
+    """Makes tokens less likely that occur before a position (`penalise`)."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
         self._repetition, self._frequency = sampling.repetition_penalty, sampling.frequency_penalty
@@ -75,10 +71,7 @@ class Penalties:
             rows, at = torch.tril_indices(len(logits), len(proposed), -1, device=logits.device)
             tokens = torch.tensor(proposed, device=logits.device)[at]
             counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
-        if self._repetition != 1:
-            repeated = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
-            logits.copy_(repeated.where((counts > 0) | (self._in_prompt > 0), logits))
-        logits -= self._frequency * counts + self._presence * (counts > 0)
+        logits.copy_(penalise(logits, self._in_prompt, counts, self._repetition, self._frequency, self._presence))
 
     def _count(self, committed: Sequence[int], logits: Tensor) -> None:
         """Bring the counts up to the committed tokens."""
@@ -90,6 +83,26 @@ class Penalties:
                 at = torch.tensor(tokens, device=logits.device)
                 counts.index_put_((at,), torch.ones_like(at, dtype=counts.dtype), accumulate=True)
         self._counted = len(committed)
+
+
+def penalise(
+    logits: Tensor,
+    in_prompt: Tensor,
+    in_output: Tensor,
+    repetition: float | Tensor,
+    frequency: float | Tensor,
+    presence: float | Tensor,
+) -> Tensor:
+    """Return logits with penalties on tokens that occur already, as vLLM and OpenAI define them.
+
+    The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
+    the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
+
+    logits, in_output: [rows, vocab] float32; in_prompt: the same or [vocab]; the others: numbers or [rows, 1].
+    """
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = repeated.where((in_output > 0) | (in_prompt > 0), logits)
+    return penalised - (frequency * in_output + presence * (in_output > 0))
 
 
 def rules_of(sampling: Sampling, prompt_tokens: int, stop_token_ids: Sequence[int]) -> tuple[LogitRule, ...]:

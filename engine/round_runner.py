@@ -12,7 +12,15 @@ from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
 from engine.modules import ModulesDecoder
-from engine.rounds.buffers import RoundShape, bring_kept, lay_out_round, make_round_buffers, read_round, take_kept
+from engine.rounds.buffers import (
+    RoundShape,
+    bring_kept,
+    bring_rules,
+    lay_out_round,
+    make_round_buffers,
+    read_round,
+    take_kept,
+)
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers
@@ -73,21 +81,24 @@ class RoundRunner:
         round_ = self._round_of(shape, requests if changes else None)
         lay_out_round(round_.buffers, shape, requests)
         bring_kept(round_.buffers, requests)
+        bring_rules(round_.buffers, requests)
         round_.run()
         take_kept(round_.buffers, self._settings, requests)
         return read_round(round_.buffers, shape, requests)
 
     def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
         sampled = any(item.temperature > 0 for item in requests)
+        ruled = any(item.rules is not None for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if not self._graphs.captures:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, ruled)
         branches = self._settings.branches if branched else 1
-        return RoundShape(power_of_two(len(requests)), ROUND_QUERIES, self._max_pages, sampled, method, branches)
+        of_runner = ROUND_QUERIES, self._max_pages
+        return RoundShape(power_of_two(len(requests)), *of_runner, sampled, method, branches, ruled)
 
     def _round_of(self, shape: RoundShape, changing: list[RoundRequest] | None = None) -> Captured:
         """Return what runs a shape. changing: the requests, where they change logits: the host sees each token then."""

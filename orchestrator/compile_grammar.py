@@ -13,11 +13,13 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+
 def make_source(kind: str, text: str, spaces: str, main: str) -> str:
     """Return the source of a grammar, as llguidance takes it: JSON.
 
-    kind, text, spaces: as of orchestrator.structured_outputs.Structure; an empty kind is none. main: a Lark grammar that
-    goes before it and refers to it as @body; if it is empty, the structure is all that there is. Raises ValueError.
+    kind, text, spaces: as of orchestrator.structured_outputs.Structure; an empty kind is none. main: a Lark grammar
+    that goes before it and refers to it as @body; if it is empty, the structure is all that there is. Raises
+    ValueError.
     """
     grammars: list[dict[str, Any]] = [{"lark_grammar": main}] if main else []
     if kind:

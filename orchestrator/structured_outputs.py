@@ -1,4 +1,4 @@
-"""What a request says of the structure of its text: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+"""What a request says of its text's structure: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
 
 import json
 from dataclasses import dataclass

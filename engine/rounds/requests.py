@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
+from engine.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class RoundRequest:
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
 
-    change: what changes the logits of each token before it is drawn. The host then waits for each pass; None is free.
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. change: what changes those of
+    each token before it is drawn, on the host, which then waits for each pass; None is free.
     """
 
     kv: SequenceKV
@@ -138,6 +140,9 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    rules: RoundRules | None = None
     change: ChangeLogits | None = None
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudge
 from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.logit_rules import rules_of
 from engine.rounds.requests import (
     AnnouncementRequest,
     Branch,
@@ -25,7 +26,8 @@ from engine.rounds.requests import (
     RoundRequest,
     RoundSettings,
 )
-from engine.ruled_judging import judge_by_rules
+from engine.rounds.rules import RoundRules
+from engine.ruled_judging import cut_logits, judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
@@ -313,9 +315,8 @@ class FakeRunner(Runner):
             self._write(item.kv, own + index, [token], at=len(history))
             history.append(token)
             weights.append(self.block_weights(history, settings.block_size, self.heads))
-            logits = self.logits(history)
+            logits = changed(self.logits(history), history, item.rules)
             if item.change is not None:
-                logits = logits.copy()
                 item.change(torch.from_numpy(logits), number, tokens)
             token, support = self._sample(item, settings, logits, index, branch.uniforms)
             tokens.append(token)
@@ -331,10 +332,23 @@ class FakeRunner(Runner):
         if item.temperature == 0:
             return int(logits.argmax()), (torch.zeros(1, 1), torch.zeros(1, 1))
         heat, top_p = torch.tensor([item.temperature]), torch.tensor([item.top_p])
-        probs = truncated_probs(torch.from_numpy(logits)[None], heat, top_p)
+        row, sampling = torch.from_numpy(logits)[None], Sampling(item.temperature, top_k=item.top_k, min_p=item.min_p)
+        cut_logits(row[None], [Drafted([], [], sampling, 0)])
+        probs = truncated_probs(row, heat, top_p)
         ids, top = limit_support(probs, settings.support)
         pick = draw(top, torch.from_numpy(uniforms[index : index + 1]))
         return int(ids[0, pick[0]]), (ids, top)
+
+
+def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) -> np.ndarray:
+    """Logits behind `history` as the target's rules change them."""
+    row = torch.from_numpy(logits.copy())[None]
+    if rules is not None:
+        session = rules.session
+        assert history[: len(rules.committed)] == rules.committed
+        for rule in rules_of(session.sampling, session.prompt_tokens, session.stop_token_ids):
+            rule.apply(row, history, [])
+    return row[0].numpy()
 
 
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:

@@ -300,11 +300,11 @@ RULED = {
     "presence": Sampling(1.0, 0.95, presence_penalty=1.5),
     "frequency": Sampling(1.0, 0.95, frequency_penalty=1.5),
     "repetition": Sampling(1.0, 0.95, repetition_penalty=5.0),
-    "bias": Sampling(0.8, 0.95, logit_bias={7: 2.5, 30: -100.0}),
+    "bias": Sampling(0.8, 0.95, logit_bias={8: 2.5, 26: -100.0}),
     "min_tokens": Sampling(1.0, 0.95, min_tokens=2),
-    "all": Sampling(1.1, 0.9, 0, 12, 0.02, 0.5, 0.4, 1.2, {7: 1.5}, 2),
+    "all": Sampling(1.1, 0.9, 0, 12, 0.02, 0.5, 0.4, 1.2, {8: 1.5}, 2),
 }
-PROMPT, STOPS = [1, 2, 3, 30, 7], [11, 12, 13, 14]
+PROMPT, STOPS = [7, 30, 6, 15, 26], [11, 12, 13, 14]
 
 
 @pytest.mark.slow
