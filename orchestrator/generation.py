@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
+from orchestrator.chat_grammars import chat_grammar
+from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
@@ -65,6 +67,7 @@ class Frontend:
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
+        self._grammars = GrammarCompiler()
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
@@ -83,11 +86,22 @@ class Frontend:
             request.skip_special_tokens = False
         return parser
 
-    def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:
+    async def grammar(self, request: GenerationRequest, prompt: str = "") -> str:
+        """Return the source of what a request's text must follow, empty if it is free. Raises InvalidArgument.
+
+        prompt: the text of a chat's.
+        """
+        structure, main = request.structure, ""
+        if isinstance(request, ChatRequest):
+            main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
+            structure = None if request.must_call else structure
+        return await self._grammars.compile(structure, main) if main or structure else ""
+
+    def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
         """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        records = to_records(request, prompts, self.limits)
+        records = to_records(request, prompts, self.limits, grammar)
         for record in records:
             if self.router.is_open(record.session):
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")

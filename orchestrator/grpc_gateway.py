@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
@@ -40,7 +41,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 special = request.add_special_tokens is not False
                 prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
                 request.request_id = name = request.request_id or secrets.token_hex(12)
-                records = self._frontend.prepare(request, prompts)
+                grammar = await self._frontend.grammar(request)
+                records = self._frontend.prepare(request, prompts, grammar)
                 async with aclosing(self._frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
@@ -97,6 +99,8 @@ def _plain(value: Any) -> Any:
     """Return a field's value as a type of Python's own."""
     if isinstance(value, str | int | float):
         return value
+    if isinstance(value, Message):
+        return {field.name: _plain(inner) for field, inner in value.ListFields()}
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 

@@ -98,7 +98,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     echoes = [echo for echo in echoes for _ in range(n)]
     of_request = Totals(n), body.wants_usage, logprobs, body.only_echoes
     answer = CompletionAnswer(name, frontend.limits.model_name, echoes, *of_request)
-    return await _answer(request, frontend, body, tokens, answer)
+    return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
 
 
 @router.post("/v1/chat/completions")
@@ -111,7 +111,7 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     one_call = body.parallel_tool_calls is False
     of_request = Totals(n), body.wants_usage, frontend.tokenizer.decode if body.logprobs else None
     answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, *of_request)
-    return await _answer(request, frontend, body, [tokens], answer)
+    return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
 
 
 @router.post("/v1/responses")
@@ -122,7 +122,8 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
     parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
-    return await _answer(request, frontend, body_as_chat, [tokens], answer)
+    grammar = await frontend.grammar(body_as_chat, prompt)
+    return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
 
 
 async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
@@ -138,10 +139,15 @@ def _name(body: GenerationRequest, request: Request) -> str:
 
 
 async def _answer(
-    request: Request, frontend: Frontend, body: GenerationRequest, prompts: list[list[int]], answer: Answer
+    request: Request,
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    answer: Answer,
+    grammar: str,
 ) -> Response:
     """Return the response of an answer, whole or as a stream. Raises ServiceError."""
-    chunks = frontend.generate(frontend.prepare(body, prompts), body)
+    chunks = frontend.generate(frontend.prepare(body, prompts, grammar), body)
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):

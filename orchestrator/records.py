@@ -85,8 +85,10 @@ def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
     return InvalidArgument(message, "prompt", "context_length_exceeded")
 
 
-def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits) -> list[Record]:
+def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits, grammar: str = "") -> list[Record]:
     """Return the ledger's records of a request: n for each prompt, one after the other. Raises ServiceError.
+
+    grammar: the source of what their texts must follow, which end where it is complete; empty: they are free.
 
     Where there are several, their names are the request's with their numbers, and their seeds follow each other.
     """
@@ -100,18 +102,20 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     if count > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
         raise InvalidArgument(message, "prompt")
+    ends = [] if request.ignore_eos and not grammar else limits.stop_token_ids
     return [
         Record(
             session=name if count == 1 else f"{name}-{index}",
             tokens=list(prompts[index // choices]),
             prompt_tokens=len(prompts[index // choices]),
             max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
-            stop_token_ids=([] if request.ignore_eos else limits.stop_token_ids) + (request.stop_token_ids or []),
+            stop_token_ids=ends + (request.stop_token_ids or []),
             sampling=_sampling(request, limits, (seed + index % choices) % 2**64),
             exactness=Exactness[(request.exactness or "exact").upper()],
             sparsity=request.sparsity or "",
             logprobs=request.wanted_logprobs,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
+            grammar=grammar,
         )
         for index in range(count)
     ]

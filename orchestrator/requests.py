@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from orchestrator.structured_outputs import StructuredRequest
 from wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -15,20 +16,18 @@ log = logging.getLogger(__name__)
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
     "best_of": (1,),
     "function_call": ("none",),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
+_WITH_STRUCTURE = "a text that follows a structure ends where that is complete; leave min_tokens out"
 MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
@@ -48,7 +47,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredRequest):
     """The fields of every request that generates. None stands for a field that was left out.
 
     Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
@@ -111,6 +110,8 @@ class GenerationRequest(BaseModel):
         if self.sparsity and self.exactness != "approximate":
             reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
             raise InvalidArgument(reason, "sparsity")
+        if self.structure is not None and self.min_tokens:
+            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
                 _check_neutral(name, value)
@@ -233,6 +234,7 @@ class FunctionDefinition(BaseModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -265,6 +267,29 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be calls of tools and nothing else."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called: the one that is named, or all."""
+        named = self._named_tool()
+        return [tool for tool in self.tools or [] if named in (None, tool.function.name)]
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether the model may call a tool whose arguments must follow its schema."""
+        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools or [])
+
+    def _named_tool(self) -> str | None:
+        """Return the name of the only tool that may be called, None if tool_choice names none."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "function":
+            return None
+        return str(choice.get("function", choice).get("name"))  # Responses have the name beside the type
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is told of, as they were given."""
         offered = self.tools if self.tool_choice != "none" else None
@@ -272,9 +297,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            message = f"tool_choice: 'auto' and 'none' are supported, got {str(self.tool_choice)[:80]!r}"
-            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        self._check_tool_choice()
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidArgument(message, "continue_final_message")
@@ -282,6 +305,18 @@ class ChatRequest(GenerationRequest):
             raise InvalidArgument("top_logprobs: only where logprobs is true", "top_logprobs")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
+
+    def _check_tool_choice(self) -> None:
+        """Raise InvalidArgument for a choice that is none of the known ones, or of a tool that there is not."""
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto", "required") and self._named_tool() is None:
+            message = f"tool_choice: expected 'auto', 'none', 'required' or a function's name, got {str(choice)[:80]!r}"
+            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        if self.must_call and not self.callable_tools:
+            names = ", ".join(repr(tool.function.name) for tool in self.tools or []) or "none"
+            raise InvalidArgument(f"tool_choice: {choice!r}, and of such tools there are {names}", "tool_choice")
+        if self.must_call and self.min_tokens:
+            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
 
 
 class TokenizeRequest(BaseModel):
