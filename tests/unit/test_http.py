@@ -364,7 +364,7 @@ async def test_an_error_names_its_field(raw: aiohttp.ClientSession, path: str, f
     assert response.status == 400
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    assert error["code"] in ("invalid_value", "unsupported_parameter")
+    assert error["code"] in ("invalid_value", "unsupported_parameter", "unsupported_value")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
