@@ -1,11 +1,13 @@
 """Penalties, biases, masks and cuts, against the distribution worked out token by token in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from engine.judging import Drafted
-from engine.logit_rules import rules_of
+from engine.logit_rules import LogitRule, rules_of
 from engine.logprobs import token_logprobs
 from engine.ruled_judging import cut_logits, judge_by_rules
 from engine.sampling import Sampling
@@ -101,3 +103,28 @@ def test_the_likeliest_tokens_logprob_is_the_same_number_in_both_places() -> Non
     logits = torch.randn(50, 4000, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     for found in token_logprobs(logits, logits.argmax(-1).tolist(), 1):
         assert found.logprob == found.top_logprobs[0]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["all"], replace(SAMPLINGS["all"], temperature=0.0)])
+def test_whatever_is_drafted_the_tokens_are_those_of_plain_decoding(sampling: Sampling) -> None:
+    """As a deterministic target judges: with rules whose counts go on with the tokens, any proposals, any rounds."""
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(size=(60, 24)).astype(np.float32)) * 2
+
+    def judged(proposed: list[int], committed: list[int], rules: tuple[LogitRule, ...]) -> list[int]:
+        at = len(committed)
+        item = Drafted(proposed, [], sampling, at, rules, committed)
+        (found,) = judge_by_rules([logits[at : at + len(proposed) + 1]], [item], whatever_is_drafted=True)
+        return [*proposed[: found.verdict[0]], found.verdict[1]]
+
+    prompt, rules = [1, 9, 1], rules_of(sampling, 3, STOPS)
+    plain = list(prompt)
+    while len(plain) < 50:
+        plain += judged([], plain, rules)
+    tokens, rules, rounds = list(prompt), rules_of(sampling, 3, STOPS), 0
+    while len(tokens) < 45:
+        proposed = plain[len(tokens) : len(tokens) + int(rng.integers(0, 5))]
+        tokens += judged([t if rng.random() < 0.8 else int(rng.integers(24)) for t in proposed], tokens, rules)
+        rounds += 1
+    assert tokens == plain[: len(tokens)]
+    assert rounds < 30
