@@ -59,15 +59,16 @@ class Admission:
         """
         self._check_request(request)
         self._make_room(request.prompt_tokens + request.max_tokens, emit)
+        stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
             prompt_tokens=request.prompt_tokens,
             max_length=request.prompt_tokens + request.max_tokens,
-            stop_token_ids=frozenset(request.stop_token_ids),
+            stop_token_ids=frozenset(stop_token_ids),
             sampling=request.sampling,
             emit=emit,
-            rules=rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids),
+            rules=rules_of(request.sampling, request.prompt_tokens, stop_token_ids),
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),

@@ -49,6 +49,7 @@ class SessionRules:
         if masked == self.masked:
             return
         biases = self.sampling.logit_bias | (dict.fromkeys(self.stop_token_ids, -torch.inf) if masked else {})
+        biases = {token: bias for token, bias in biases.items() if token < self.rows.shape[1]}
         self.rows[BIAS] = 0
         if biases:
             self.rows[BIAS, list(biases)] = torch.tensor(list(biases.values()), device=self.rows.device)
