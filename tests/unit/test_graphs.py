@@ -193,7 +193,7 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
         wanted = judge_rounds([output.logits for output in plain[:3]], drafted_all[:3])  # type: ignore[misc]
         logits = plain[3].logits
         assert logits is not None
-        (by_rules,) = judge_by_rules([logits], [replace(drafted_all[3], rules=rules_apart)])
+        (by_rules,) = judge_by_rules(logits[None], [replace(drafted_all[3], rules=rules_apart)])
         wanted.append(by_rules.verdict)
         assert len(judged[3].logprobs) == wanted[3][0] + 1
         for found, expected in zip(judged[3].logprobs, by_rules.logprobs, strict=True):
