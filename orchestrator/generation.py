@@ -139,6 +139,7 @@ class Frontend:
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
         detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
         finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
+        unending = record.sampling.min_tokens  # tokens to come that no stop string ends
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         try:
@@ -152,10 +153,13 @@ class Frontend:
                     shown = item.tokens
                     if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
                         shown = shown[:-1]  # the token that ends the text is not in it
-                    text = detokenizer.push(shown)
+                    begun = detokenizer.push(shown[:unending])  # what a stop string may not end yet
+                    text = detokenizer.push(shown[unending:])
+                    unending = max(0, unending - len(shown))
                     if item.finish_reason is not FinishReason.NONE:
                         text += detokenizer.finish()
                     text, stopped = finder.push(text)
+                    text = begun + text
                     if stopped or item.finish_reason is not FinishReason.NONE:
                         reason = FinishReason.STOP if stopped else item.finish_reason
                         outcome = reason.name.lower()

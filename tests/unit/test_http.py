@@ -170,6 +170,13 @@ async def test_a_stop_string_is_shown_if_asked_for(client: AsyncOpenAI, include:
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
 
 
+async def test_a_stop_string_ends_no_text_of_fewer_tokens_than_min_tokens(client: AsyncOpenAI) -> None:
+    answer = await complete(client, stop=" the", extra_body={"min_tokens": 3})
+    assert answer.choices[0].text == "The sea was calm, and"
+    answer = await complete(client, stop=" was", extra_body={"min_tokens": 4})
+    assert answer.choices[0].text == "The sea was calm, and the old man"
+
+
 async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
     """Of 6 rounds with 4 drafted tokens each, every one accepted one."""
     answer = await complete(client, max_tokens=12)
