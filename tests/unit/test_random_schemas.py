@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.grammars import Grammars, GrammarState
+from engine.grammars import Grammars, GrammarState, unpack_mask
 from engine.judging import Drafted
 from engine.loading.tokenizer import count_token_ids
 from engine.ruled_judging import judge_by_rules
@@ -59,7 +59,8 @@ def draft(writer: Writer, closing: np.ndarray) -> tuple[list[int], list[Support]
     tokens, supports = list[int](), list[Support]()
     numbers = uniforms(writer.sampling.seed, len(writer.tokens), GAMMA, USE_DRAFT)
     for row, number in zip(random_logits(writer, closing, GAMMA), numbers, strict=True):
-        writer.state.allow(row, tokens)
+        mask = torch.from_numpy(writer.state.mask_behind(tokens))
+        row.masked_fill_(~unpack_mask(mask, len(row)), -torch.inf)
         probs, ids = row.softmax(-1).topk(8)
         if writer.sampling.greedy:
             tokens.append(int(ids[0]))
