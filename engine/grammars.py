@@ -138,7 +138,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int], executor: Executor | None = None) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, list(ends)
-        self.on_compiled: Callable[[], None] = lambda: None
+        self.on_compiled: Callable[[], object] = lambda: None
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="grammars")
         # These are touched in that thread alone.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()

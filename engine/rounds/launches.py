@@ -88,7 +88,8 @@ def run_round(
         assert evidence is not None
         later = _own_lists(round_, evidence, max_queries=shape.branches)
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
-    tokens, ids, probs, alternatives = [], [], [], []
+    tokens: list[Tensor] = []
+    ids, probs, alternatives = [], [], []
     rules = ChangedLogits(given, shape.branches) if shape.ruled else None
     for index in range(settings.gamma + 1):
         logits = logits if rules is None else rules.change(logits)
