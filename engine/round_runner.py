@@ -1,7 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,16 +51,20 @@ class RoundRunner:
         for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
 
-    def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""
+    def draft(self, requests: list[RoundRequest], launched: Callable[[], None]) -> list[RoundOutput]:
+        """Draft a round of each, those of one method together, in request order. Raises OutOfPages.
+
+        launched: called when rounds have been launched, before they are waited for.
+        """
         outputs: dict[int, RoundOutput] = {}
         methods = [item.announce.method if item.announce else "" for item in requests]
         for method in sorted(set(methods)):
             chosen = [i for i, of_request in enumerate(methods) if of_request == method]
-            outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], method), strict=True))
+            drafted = self._draft([requests[i] for i in chosen], method, launched)
+            outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, launched: Callable[[], None]) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
@@ -70,6 +74,7 @@ class RoundRunner:
         bring_kept(round_.buffers, requests)
         round_.run()
         take_kept(round_.buffers, self._settings, requests)
+        launched()
         return read_round(round_.buffers, shape, requests)
 
     def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
