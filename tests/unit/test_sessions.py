@@ -56,7 +56,7 @@ def test_greedy_is_plain_decoding(
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
-    world = World(clock, 4, FakeModel(agreement=3), synthetic_acceptance=rate)
+    world = World(clock, 2, FakeModel(agreement=3), synthetic_acceptance=rate)
     world.attach()
     # The only session of a draft is drafted ahead whatever came of it before.
     texts = prompts(world.rng, 1 if rate == 1.0 else 3)
