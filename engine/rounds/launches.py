@@ -19,6 +19,7 @@ from kernels.backends import Backend, default_backend
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
+from kernels.top_few import top_few
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,17 @@ def run_round(
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
     tokens, ids, probs, alternatives = [], [], [], []
     for index in range(settings.gamma + 1):
-        token, support = _sample(logits, round_, index)
+        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(kv.device))
+        token, support = _sample(logits, likeliest[:, 0].long(), round_, index)
         tokens.append(token)
-        if settings.alternatives:
-            alternatives.append(logits.topk(settings.alternatives).indices)
+        alternatives.append(likeliest)
         if support is not None:
             ids.append(support[0])
             probs.append(support[1])
         if index < settings.gamma:
             logits = _run_later_pass(round_, token, index, later)
     results["tokens"].copy_(torch.stack(tokens))
-    if alternatives:
+    if settings.alternatives:
         results["alternatives"].copy_(torch.stack(alternatives))
     if ids:
         results["ids"].copy_(torch.stack(ids))
@@ -245,10 +246,12 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
 # Sampling.
 
 
-def _sample(logits: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Draw tokens [sequences], and return ids and probabilities [sequences, support] of what they were drawn from."""
+def _sample(logits: Tensor, best: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Draw tokens [rows], and return ids and probabilities [rows, support] of what they were drawn from.
+
+    best: [rows] int64, the likeliest token of each.
+    """
     given, settings = round_.given, round_.settings
-    best = logits.argmax(-1)
     if not round_.shape.sampled:
         return best, None
     greedy = given["temperature"] == 0
