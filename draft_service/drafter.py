@@ -49,9 +49,10 @@ class Drafter:
         self._call_soon = call_soon
         self._unsent: list[tuple[DraftSession, RoundAhead]] = []
         self._steps = 0
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
-        runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
+        memories = settings.max_sessions + 1  # a session may end in the step that runs
+        runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))
 
     @property
     def session_count(self) -> int:

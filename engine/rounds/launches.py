@@ -73,10 +73,11 @@ def run_round(
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
             move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
-    first = _lists_of_first_pass(round_) if settings.refresh_every > 1 else None
+    first = None if shape.refreshes else _lists_of_first_pass(round_)
     logits = _run_first_pass(round_, first)
-    if "kept" in given and evidence is not None:
-        given["kept"].copy_(evidence)
+    if "memory" in given and evidence is not None and shape.refreshes:
+        weights = evidence.flatten(1, 2)
+        given["memory"][..., : weights.shape[2]].index_copy_(0, given["places"], weights)
     later = None
     if settings.read_share < 1:
         assert evidence is not None
@@ -180,13 +181,14 @@ def _run_pass(
 
 
 def _lists_of_first_pass(round_: _Round) -> ListedReads:
-    """Return what the first pass reads; the evidence takes the kept weights of the blocks that it does not read."""
+    """Return what the first pass reads; the evidence takes the remembered weights of what it does not read."""
     given, evidence, kv_heads = round_.given, round_.evidence, round_.kv.kv_heads
     assert evidence is not None
     known = given["known"] // round_.settings.block_size
     column = torch.arange(evidence.shape[3], device=evidence.device)
+    kept = given["memory"].index_select(0, given["places"])[..., : evidence.shape[3]].view_as(evidence)
     # What lies beyond may be of tokens that were taken back, or of another session.
-    kept = given["kept"].masked_fill((column >= known[:, None])[:, None, None], 0)
+    kept = kept.masked_fill((column >= known[:, None])[:, None, None], 0)
     lists = _own_lists(round_, kept, known, max(round_.shape.queries, round_.shape.branches))
     unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
     evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
