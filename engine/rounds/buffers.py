@@ -156,7 +156,7 @@ def bring_rules(buffers: Buffers, requests: list[RoundRequest]) -> None:
         if item.rules is None:
             rules[:, i] = 0
         else:
-            rules[:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
+            rules[0, i], rules[1:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
 
 
 def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
