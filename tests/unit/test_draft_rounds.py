@@ -78,7 +78,7 @@ class Side:
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings), grammars)
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings), grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.announced: dict[str, dict[Any, BlockSelection]] = {}
