@@ -43,7 +43,7 @@ class GrammarState:
         try:
             self._matcher = compile_grammar()
             self.follow(committed)
-        except Exception as error:  # whatever it is, the session alone has to do with it
+        except BaseException as error:  # the session alone has to do with it; what Rust panics with is no Exception
             self.error = f"the grammar does not compile: {error}"
         self.ready = True
 

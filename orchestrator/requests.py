@@ -287,7 +287,8 @@ class ChatRequest(GenerationRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "function":
             return None
-        return str(choice.get("function", choice).get("name"))  # Responses have the name beside the type
+        named = choice.get("function", choice)  # Responses have the name beside the type
+        return str(named.get("name") if isinstance(named, dict) else named)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
