@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
+    "return_tokens_as_token_ids": (False,),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
