@@ -66,7 +66,7 @@ async def serve(
     grammars: Grammars | None = None,
 ) -> None:
     """Serve until cancelled. grammars: None: sessions with one are declined. Raises what `run_step_loop` raises."""
-    drafter = Drafter(runner, plan, settings, asyncio.get_running_loop().call_soon_threadsafe, grammars)
+    drafter = Drafter(runner, plan, settings, grammars)
     announcing = METHODS[plan.method].announcing is not None
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
