@@ -18,6 +18,7 @@ from engine.step_loop import describe
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
 from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
+from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,10 @@ class Drafter:
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, spans: Spans = NO_SPANS) -> None:
         self.runner = runner
         self.counters: Counter[str] = Counter()
-        self._plan, self._settings = plan, settings
+        self._plan, self._settings, self._spans = plan, settings, spans
         self.admission = Admission(runner.kv, settings, self.counters)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
@@ -106,6 +107,7 @@ class Drafter:
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave and send it."""
+        self._trace(step, result.seconds)
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
                 take_round(planned, output, self._plan, result.seconds, self.counters)
@@ -119,6 +121,16 @@ class Drafter:
                 send_ahead(session, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
+
+    def _trace(self, step: DraftStep, seconds: float) -> None:
+        """Add the spans of a step that has just ended to the traces of those of its sessions that are traced."""
+        for item in step.rounds:
+            at = item.session.at
+            self._spans.add(
+                item.session.traceparent, "draft.round", seconds, round=at.round + item.ahead, ahead=item.ahead
+            )
+        for session, given in zip(step.reading, step.inputs, strict=True):
+            self._spans.add(session.traceparent, "draft.prefill", seconds, tokens=len(given.tokens))
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

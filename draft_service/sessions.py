@@ -64,7 +64,8 @@ class DraftSession:
     """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
-    ready_due: whether the target is still to be told that it may wait for this draft.
+    traceparent: of its request, if that is traced. ready_due: whether the target is still to be told that it may wait
+    for this draft.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
     blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
@@ -86,6 +87,7 @@ class DraftSession:
     max_length: int
     method: Method | None
     gamma: int
+    traceparent: str = ""
     ready_due: bool = True
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafted: DraftedTokens | None = None
@@ -114,6 +116,7 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
+            traceparent=begin.traceparent,
         )
 
     @property

@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
-from config import ClusterSettings, Config, DraftSettings, TargetSettings
+from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.logs import Recorder, Said, configure_logs
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
@@ -38,7 +38,8 @@ class ServiceActor:
     process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
     """
 
-    def __init__(self, settings: DraftSettings | TargetSettings) -> None:
+    def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._address: Future[str] = Future()
         configure_logs(settings)
         self._said = Recorder()
@@ -147,7 +148,7 @@ class RayPlacement:
         actor = ray.remote(ServiceActor)
         for settings, count in zip(self._settings, gpus, strict=True):
             named = actor.options(name=settings.side, num_gpus=count, **options)
-            self._actors[settings.side] = named.remote(settings)
+            self._actors[settings.side] = named.remote(settings, trace_variables(settings))
         infos = _wait_for(self._actors)
         self.services = dict(zip(self._actors, infos, strict=True))
 
@@ -219,15 +220,23 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
     Only the target is deterministic; what the draft says changes no token then.
     """
     threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
-    target = replace(config.target, threads=threads, port=config.target.port or _free_port(config.target.host))
+    traces = config.clients.trace_share > 0
+    port = config.target.port or _free_port(config.target.host)
+    target = replace(config.target, threads=threads, traces=traces, port=port)
     draft = replace(
         config.draft,
         threads=threads,
+        traces=traces,
         port=config.draft.port or _free_port(config.draft.host),
         targets=(f"{target.host}:{target.port}",),
         deterministic=False,
     )
     return target, draft
+
+
+def trace_variables(settings: ServiceSettings) -> dict[str, str]:
+    """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
+    return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
 
 
 def gpus_of(device: str, there: float) -> tuple[int, int]:

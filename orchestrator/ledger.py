@@ -90,6 +90,7 @@ class Record:
     sampling: Sampling
     exactness: Exactness
     sparsity: str = ""
+    traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -111,6 +112,7 @@ class Record:
             sampling=self.sampling,
             exactness=self.exactness,
             sparsity=self.sparsity,
+            traceparent=self.traceparent,
         )
 
 

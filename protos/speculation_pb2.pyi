@@ -165,18 +165,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("at", "tokens", "sampling", "max_length", "method")
+    __slots__ = ("at", "tokens", "sampling", "max_length", "method", "traceparent")
     AT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     at: At
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     max_length: int
     method: str
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_length: _Optional[int] = ..., method: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("at", "accepted", "tokens", "plain")

@@ -66,6 +66,7 @@ class Admission:
             sampling=request.sampling,
             emit=emit,
             reader=self._reader(request),
+            traceparent=request.traceparent,
         )
         session.kv.dense = session.reads_all
         self.queue.append(session)

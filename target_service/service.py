@@ -20,6 +20,7 @@ from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
+from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready, on_round)
+    with service_spans("specahead-target", settings.traces) as spans:
+        await serve(settings, opened.runner, plan, hello, on_ready, on_round, spans)
 
 
 async def serve(
@@ -56,13 +58,14 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
     on_round: OnRound | None = None,
+    spans: Spans = NO_SPANS,
 ) -> None:
-    """Serve until cancelled. on_round: told of each sparse round, for measurements.
+    """Serve until cancelled. on_round: told of each sparse round, for measurements. spans: makes those of sessions.
 
     Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
     cannot be bound.
     """
-    verifier = Verifier(runner, plan, settings, on_round)
+    verifier = Verifier(runner, plan, settings, on_round, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     verifier.warm_up()
     wake = asyncio.Event()

@@ -45,10 +45,11 @@ class TargetSession:
     """All that the target knows of a session.
 
     tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
-    its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
-    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
-    current round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held:
-    what was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
+    its commits go. reader: how an approximate session reads; None: everything. traceparent: of its request, if that is
+    traced. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next one assume
+    different outcomes of this one. foreseen: whether the current round was proposed before the last verdict, so that
+    proposals for other outcomes may still arrive. held: what was announced for the round judged last, by its key.
+    last_judged: the round judged last, and its verdict.
     """
 
     id: str
@@ -58,6 +59,7 @@ class TargetSession:
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
     reader: Reader | None = None
+    traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -113,7 +115,7 @@ class TargetSession:
 
     def begin(self) -> Begin:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
-        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by)
+        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by, self.traceparent)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""

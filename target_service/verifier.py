@@ -27,6 +27,7 @@ from target_service.protocol import DraftProtocol
 from target_service.session import TargetSession
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason
+from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,21 @@ class Verifier:
     settings.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        on_round: OnRound | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         a_session = pages_for(settings.gamma + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter()
-        self._on_round = on_round
+        self._on_round, self._spans = on_round, spans
         self.admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
@@ -115,6 +123,7 @@ class Verifier:
         """Admit sessions for which there is room, and return what to run next; None if there is nothing."""
         self.admission.release_closed()
         for session in self.admission.admit():
+            self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
             self.protocol.assign(session, wait=True)
         running = self.admission.running.values()
         return plan_verify_step(running, self.settings, self.counters, time.monotonic())
@@ -135,9 +144,10 @@ class Verifier:
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
-        for session, _ in step.prefills:
+        for session, given in step.prefills:
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
+                self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 self._index(session)
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if self.admission.is_open(item.session):
@@ -173,6 +183,7 @@ class Verifier:
             verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
+        self._trace(session, commit)
         self._index(session)
         self.counters["committed_tokens"] += len(commit.tokens)
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
@@ -198,6 +209,15 @@ class Verifier:
         if self._on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._on_round(commit.at, commit.accepted, reader.chosen)
+
+    def _trace(self, session: TargetSession, commit: Commit) -> None:
+        """Add the spans of a round that has just been verified, if the session's request is traced."""
+        parent, at, verify = session.traceparent, commit.at, commit.verify_seconds
+        if commit.wait_seconds:
+            self._spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
+        self._spans.add(
+            parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted
+        )
 
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""

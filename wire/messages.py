@@ -110,6 +110,7 @@ class Begin:
     sampling: Sampling
     max_length: int
     method: str  # whose announcements are wanted; empty: none
+    traceparent: str = ""  # W3C; empty: not traced
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Open:
     sampling: Sampling
     exactness: Exactness
     sparsity: str = ""  # method of an approximate session; empty: the plan's
+    traceparent: str = ""  # W3C; empty: not traced
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,23 @@ class ServiceStatus:
     refusal: str
     counters: dict[str, float]
     gauges: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SessionReads:
+    """Which blocks a round of a session read, by layer; see protos/control.proto.
+
+    read, fetched: [layers * columns]; the latter empty where KV has no tiers. at.base is 0 where no round is known yet.
+    """
+
+    at: At
+    layers: int
+    kv_heads: int
+    block_size: int
+    blocks: int
+    blocks_per_column: int
+    read: list[int]
+    fetched: list[int]
 
 
 DraftEvent = Announcement | Proposal | Ready | Decline | Resync

@@ -234,6 +234,7 @@ def test_what_a_launch_decides_for_its_services() -> None:
     assert (target.deterministic, draft.deterministic) == (True, False)
     assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
     automatic, _ = placed_settings(resolve())
+    assert not automatic.traces and placed_settings(resolve("--trace-share", "0.1"))[1].traces
     assert automatic.port > 0 and automatic.threads >= 1
 
 

@@ -19,6 +19,7 @@ from tests.unit.clock import Clock
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 from wire import convert
 from wire import messages as m
+from wire.tracing import NO_SPANS, Spans
 
 
 class Link:
@@ -92,6 +93,7 @@ class World:
         synthetic_acceptance: float = -1.0,
         on_round: OnRound | None = None,
         draft_context: int = 500,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
@@ -109,12 +111,13 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
             ),
             on_round,
+            spans,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = DraftSettings(
             gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
-        self.drafter = Drafter(self.draft, plan, settings)
+        self.drafter = Drafter(self.draft, plan, settings, spans)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
         self.attached = 0
@@ -137,11 +140,12 @@ class World:
         done: list[int] | None = None,
         name: str = "",
         sparsity: str = "",
+        traceparent: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
         tokens = prompt + (done or [])
-        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
+        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity, traceparent)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
         self.verifier.admission.open(record.to_open(), self._emit)
