@@ -10,7 +10,7 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
-from wire.messages import At, Begin, Closed, Proposal, ServedEvent, TargetEvent, Verdict
+from wire.messages import At, Begin, Closed, Proposal, ServedEvent, SessionReads, TargetEvent, Verdict
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -49,7 +49,8 @@ class TargetSession:
     traced. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next one assume
     different outcomes of this one. foreseen: whether the current round was proposed before the last verdict, so that
     proposals for other outcomes may still arrive. held: what was announced for the round judged last, by its key.
-    last_judged: the round judged last, and its verdict.
+    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
+    next round reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -73,6 +74,8 @@ class TargetSession:
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     opened_at: float = field(default_factory=time.monotonic)
+    reads_wanted: bool = False
+    reads: SessionReads | None = None
 
     @property
     def at(self) -> At:

@@ -24,9 +24,10 @@ from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
+from target_service.reads import ask_for_reads, take_reads
 from target_service.session import TargetSession
-from wire.errors import ServiceError
-from wire.messages import At, Commit, FinishReason
+from wire.errors import NotFound, ServiceError
+from wire.messages import At, Commit, FinishReason, SessionReads
 from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,13 @@ class Verifier:
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
         }
+
+    def reads_of(self, name: str) -> SessionReads:
+        """Return what a round of a running session read, and have its next one looked at. Raises NotFound."""
+        session = self.admission.running.get(name)
+        if session is None:
+            raise NotFound(f"no session {name!r} is running")
+        return ask_for_reads(session, self.plan, self.runner.kv)
 
     # Ending sessions.
 
@@ -178,6 +186,7 @@ class Verifier:
             return
         if session.reader is not None:
             session.reader.finish(output)
+        take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
             verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
