@@ -61,7 +61,8 @@ class ServiceActor:
             log.exception("the %s service failed", settings.side)
             if self._address.done() or self._served_before:  # let Ray start it anew
                 os._exit(1)
-            self._address.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
+            self._address.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
 
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
@@ -89,9 +90,11 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
     if address is not None:
+        log.info("joining the running Ray", extra={"address": address})
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
         return None
+    log.info("starting Ray on 127.0.0.1")
     folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
     ray.init(address="local", **options)

@@ -101,7 +101,9 @@ def _read_file(path: str) -> Sequence[Key]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"api_keys_file {path} cannot be read: {error}") from None
+        raise SettingsError(
+            f"api_keys_file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     keys = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
