@@ -73,7 +73,7 @@ def test_a_file_without_keys_or_with_one_twice_is_refused(tmp_path: Path) -> Non
         read_keys(file_of(tmp_path, line, make_key("alice")[1]))
     with pytest.raises(SettingsError, match=r"the key .* is there twice"):
         read_keys(file_of(tmp_path, line, line.replace("alice", "bob")))
-    with pytest.raises(SettingsError, match="none cannot be read: No such file or directory$"):
+    with pytest.raises(SettingsError, match=r"none cannot be read: No such file or directory$"):
         read_keys(ClientAccess(api_keys_file=str(tmp_path / "none")))
 
 
