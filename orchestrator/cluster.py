@@ -87,10 +87,12 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
+    if address is not None:
+        log.info("joining the running Ray", extra={"address": address})
+        _check_ray_listens(address)
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
     if address is not None:
-        log.info("joining the running Ray", extra={"address": address})
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
         return None
@@ -112,6 +114,20 @@ def _running_ray() -> str | None:
     host, port = address.rsplit(":", 1)
     with socket.socket() as probe:
         return address if probe.connect_ex((host, int(port))) == 0 else None
+
+
+def _check_ray_listens(address: str) -> None:
+    """Raise ClusterError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise ClusterError(
+            f"no Ray answers at {address} ({why}): check that one runs there, or --ray-address"
+        ) from None
 
 
 def _keep_ray_on_loopback() -> None:

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 import models
-from config import Config, DraftSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
+from config import (
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    SettingsError,
+    TargetSettings,
+    resolve_launch,
+    resolve_service,
+)
 from config.resolve import describe
 from config.setting import Section, declared_in
+from wire.errors import ClusterError
 
 SECTIONS = ("target", "draft", "clients", "cluster")
 
@@ -221,6 +230,13 @@ def test_gpus_of_the_services() -> None:
     assert [gpus_of("auto", there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
     assert gpus_of("cuda", 0) == (1, 1)
     assert gpus_of("cpu", 2) == (0, 0)
+
+
+def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
+    from orchestrator.cluster import connect_ray  # imports Ray
+
+    with pytest.raises(ClusterError, match=r"no Ray answers at 127.0.0.1:1 \(Connection refused\): check"):
+        connect_ray(ClusterSettings(ray_address="127.0.0.1:1"))
 
 
 def test_what_a_launch_decides_for_its_services() -> None:

@@ -38,6 +38,12 @@ def commit(tokens: int = 3) -> Commit:
     return Commit(At("a", 0, 0, 3), [5] * tokens, drafted=4, accepted=tokens - 1, **counts)
 
 
+@pytest.fixture(autouse=True)
+def anyone() -> None:
+    """Whatever test ran before: sessions are opened by who has no key, unless a test says otherwise."""
+    Callers([]).admit("")
+
+
 # What viewers are told
 
 
