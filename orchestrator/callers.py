@@ -16,13 +16,17 @@ from orchestrator.keys import Key, digest_of
 from wire.errors import ResourceExhausted, Unauthenticated
 
 
-@dataclass
+@dataclass(eq=False)
 class Caller:
-    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds."""
+    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds.
+
+    allowed: whether the key still counts.
+    """
 
     key: Key
     clock: Callable[[], float] = time.monotonic
     running: int = 0
+    allowed: bool = True
     tokens: float = field(init=False)
     at: float = field(init=False)
 
@@ -94,6 +98,9 @@ class Callers:
             elif caller.key != key:
                 caller.take_limits(key)
             self._by_digest[key.digest] = caller
+        kept = self._by_digest.values()
+        for caller in before.values():
+            caller.allowed = caller in kept
 
     def admit(self, bearer: str) -> Caller:
         """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""

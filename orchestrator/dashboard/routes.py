@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from orchestrator.callers import current_caller
+from orchestrator.callers import Caller, current_caller
 from orchestrator.generation import Frontend
 from wire.errors import ServiceError
 from wire.messages import ServiceStatus
@@ -55,18 +55,20 @@ async def follow(request: Request) -> Response:
     """Tell what happens as it happens, as server-sent events, until the client leaves."""
     state = request.app.state
     state.frontend.observer.feed.check_room()  # now, so that one viewer too many is refused with a status
-    events = _events(current_caller().name, state.frontend, state.read_status)
+    events = _events(current_caller(), state.frontend, state.read_status)
     texts = (f"data: {json.dumps(event)}\n\n" async for event in events)
     return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _events(
-    viewer_name: str, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
+    caller: Caller, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 ) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "hello", "model": frontend.limits.model_name, "draft": frontend.draft_name}
     feed = frontend.observer.feed
-    with feed.viewer(viewer_name) as viewer:
+    with feed.viewer(caller.name) as viewer:
         for tick in itertools.count():
+            if not caller.allowed:
+                return
             if tick % STATUS_TICKS == 0:
                 yield _status(frontend, await read_status())
             event = feed.take(viewer)

@@ -166,6 +166,20 @@ async def test_events_come_as_they_happen_and_end_with_their_reader(tokenizer: A
                 stream.close()
 
 
+async def test_who_looks_is_sent_away_when_the_key_is_gone(tokenizer: Any) -> None:
+    callers = Callers([Key("alice", digest_of("alice's key"))])
+    async with (
+        running_gateway(ScriptedRouter(tokenizer), callers=callers) as url,
+        aiohttp.ClientSession(url, headers=ALICE) as alice,
+        alice.get("/dashboard/events") as stream,
+        asyncio.timeout(20),
+    ):
+        events = events_of(stream)
+        await anext(events)
+        callers.replace([Key("bob", digest_of("bob's key"))])
+        assert {event["type"] async for event in events} <= {"status", "snapshot"}
+
+
 async def test_reads_are_asked_for_one_session_at_a_time(tokenizer: Any) -> None:
     router = ScriptedRouter(tokenizer)
     router.gate.clear()
