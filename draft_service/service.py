@@ -66,7 +66,7 @@ async def serve(
     spans: Spans = NO_SPANS,
 ) -> None:
     """Serve until cancelled. spans: makes those of sessions. Raises what `run_step_loop` raises."""
-    drafter = Drafter(runner, plan, settings, asyncio.get_running_loop().call_soon_threadsafe, spans)
+    drafter = Drafter(runner, plan, settings, spans)
     announcing = METHODS[plan.method].announcing is not None
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
