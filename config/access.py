@@ -121,7 +121,7 @@ def read_secret(path: str, name: str) -> str:
     try:
         secret = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{name} {path} cannot be read: {error}") from None
+        raise SettingsError(f"{name} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not secret.isascii() or not secret.isprintable() or not secret or " " in secret:
         raise SettingsError(f"{name} {path}: expected one word of printable ASCII characters")
     return secret

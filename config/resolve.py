@@ -169,7 +169,7 @@ def _from_file(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
+        raise SettingsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
     unknown = sorted(str(key) for key in content if key not in NAMES)

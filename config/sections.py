@@ -80,6 +80,12 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     step_timeout: float = _limits(
         120.0, "seconds that one step of a model may take before its service ends itself as hung", above=0
     )
+    traces: bool = setting(
+        False,
+        "add OpenTelemetry spans to the traces of an orchestrator's requests; a launch with a trace_share says it",
+        group="traces",
+        name="",
+    )
     port: int = _port(
         0, "port of the {side} service; 0: any free one", group="where the services listen", name="{side}_port"
     )

@@ -16,6 +16,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if not settings.targets:
         parser.error("a draft serves targets: give --target HOST:PORT, once for each")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log says what is done
     from draft_service.service import run  # --help and what is refused above need no torch
 
     run_service(settings, lambda on_ready: run(settings, on_ready))

@@ -20,6 +20,7 @@ from engine.step_loop import describe, prefill_chunk
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
 from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
+from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,18 @@ class Drafter:
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: DraftSettings,
+        grammars: Grammars | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
         self.counters: Counter[str] = Counter()
-        self._plan, self._settings = plan, settings
+        self._plan, self._settings, self._spans = plan, settings, spans
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
@@ -110,6 +118,7 @@ class Drafter:
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
+        self._trace(step, result.seconds)
         taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             session = planned.session
@@ -131,6 +140,16 @@ class Drafter:
                 send_round(session, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
+
+    def _trace(self, step: DraftStep, seconds: float) -> None:
+        """Add the spans of a step that has just ended to the traces of those of its sessions that are traced."""
+        for item in step.rounds:
+            at = item.session.at
+            self._spans.add(
+                item.session.traceparent, "draft.round", seconds, round=at.round + item.ahead, ahead=item.ahead
+            )
+        for session, given in zip(step.reading, step.inputs, strict=True):
+            self._spans.add(session.traceparent, "draft.prefill", seconds, tokens=len(given.tokens))
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

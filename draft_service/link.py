@@ -43,9 +43,10 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
             state.refusal = error.details() or "" if error.code() in _REFUSALS else ""
             reason = f"{error.code().name} {error.details()}"
             if reason != last or state.attached:  # a target that is not there yet is dialled many times
-                expected = error.code() is grpc.StatusCode.UNAVAILABLE and not state.attached
-                level = logging.INFO if expected else logging.WARNING
-                log.log(level, "no stream to the target", extra={"target": state.target, "reason": reason})
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not state.attached:
+                    log.info("waiting until the target listens", extra={"target": state.target})
+                else:
+                    log.warning("no stream to the target", extra={"target": state.target, "reason": reason})
             last = reason
         except (ServiceError, TimeoutError) as error:
             log.warning("stream to %s ended: %s", state.target, str(error) or "it does not answer the handshake")

@@ -23,6 +23,7 @@ from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
+from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars)
+    with service_spans("specahead-draft", settings.traces) as spans:
+        await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
@@ -64,9 +66,13 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
     grammars: Grammars | None = None,
+    spans: Spans = NO_SPANS,
 ) -> None:
-    """Serve until cancelled. grammars: None: sessions with one are declined. Raises what `run_step_loop` raises."""
-    drafter = Drafter(runner, plan, settings, grammars)
+    """Serve until cancelled. grammars: None: sessions with one are declined. spans: makes those of sessions.
+
+    Raises what `run_step_loop` raises.
+    """
+    drafter = Drafter(runner, plan, settings, grammars, spans)
     announcing = METHODS[plan.method].announcing is not None
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])

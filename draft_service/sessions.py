@@ -80,7 +80,7 @@ class DraftSession:
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
     ready_due: whether the target is still to be told that it may wait for this draft. rules: what changes its logits.
-    grammar: what its text follows.
+    grammar: what its text follows. traceparent: of its request, if that is traced.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
     blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. waiting:
@@ -105,6 +105,7 @@ class DraftSession:
     gamma: int
     rules: SessionRules | None = None
     grammar: GrammarState | None = None
+    traceparent: str = ""
     ready_due: bool = True
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafted: DraftedTokens | None = None
@@ -138,6 +139,7 @@ class DraftSession:
             gamma=gamma,
             rules=session_rules(begin.sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
+            traceparent=begin.traceparent,
             begun_at=begin.at.round,
         )
 

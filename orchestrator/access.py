@@ -19,7 +19,7 @@ from wire.tls import Tls, read_tls
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
-PROBES = ("/live", "/ready", "/health")
+OPEN = ("/live", "/ready", "/health", "/dashboard")  # the last is a page that knows nothing itself
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_access(config: Config) -> Access:
 
 def open_paths(clients: ClientAccess) -> tuple[str, ...]:
     """Return the paths that are answered without a key."""
-    return (*PROBES, "/metrics") if clients.open_metrics else PROBES
+    return (*OPEN, "/metrics") if clients.open_metrics else OPEN
 
 
 def require_key(app: Asgi, callers: Callers, open_to_all: Collection[str], observer: Observer) -> Asgi:

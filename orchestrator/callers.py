@@ -16,13 +16,17 @@ from orchestrator.keys import Key, digest_of
 from wire.errors import ResourceExhausted, Unauthenticated
 
 
-@dataclass
+@dataclass(eq=False)
 class Caller:
-    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds."""
+    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds.
+
+    allowed: whether the key still counts.
+    """
 
     key: Key
     clock: Callable[[], float] = time.monotonic
     running: int = 0
+    allowed: bool = True
     tokens: float = field(init=False)
     at: float = field(init=False)
 
@@ -54,6 +58,10 @@ class Caller:
         finally:
             self.running -= 1
 
+    def take_limits(self, key: Key) -> None:
+        """Hold other limits from now on, with a full bucket; requests that run go on being counted."""
+        self.key, self.tokens, self.at = key, float(key.tokens_per_minute), self.clock()
+
     def pay(self, tokens: int) -> None:
         """Take tokens from the bucket, which may be in debt after it."""
         if self.key.tokens_per_minute:
@@ -79,6 +87,20 @@ class Callers:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
+
+    def replace(self, keys: Sequence[Key]) -> None:
+        """Let these keys count from now on. Who has the same key and name as before goes on with what was used."""
+        before, self._by_digest = self._by_digest, {}
+        for key in keys:
+            caller = before.get(key.digest)
+            if caller is None or caller.name != key.name:
+                caller = Caller(key)
+            elif caller.key != key:
+                caller.take_limits(key)
+            self._by_digest[key.digest] = caller
+        kept = self._by_digest.values()
+        for caller in before.values():
+            caller.allowed = caller in kept
 
     def admit(self, bearer: str) -> Caller:
         """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""

@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
-from config import ClusterSettings, Config, DraftSettings, TargetSettings
+from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from config.logs import Recorder, Said, configure_logs
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
@@ -38,7 +38,8 @@ class ServiceActor:
     process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
     """
 
-    def __init__(self, settings: DraftSettings | TargetSettings) -> None:
+    def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
         self._address: Future[str] = Future()
         configure_logs(settings)
         self._said = Recorder()
@@ -60,7 +61,8 @@ class ServiceActor:
             log.exception("the %s service failed", settings.side)
             if self._address.done() or self._served_before:  # let Ray start it anew
                 os._exit(1)
-            self._address.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
+            self._address.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
 
     def info(self) -> tuple[str, int]:
         """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
@@ -85,12 +87,16 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
+    if address is not None:
+        log.info("joining the running Ray", extra={"address": address})
+        _check_ray_listens(address)
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
     if address is not None:
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
         ray.init(address=settings.ray_address, **options)
         return None
+    log.info("starting Ray on 127.0.0.1")
     folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
     ray.init(address="local", **options)
@@ -108,6 +114,20 @@ def _running_ray() -> str | None:
     host, port = address.rsplit(":", 1)
     with socket.socket() as probe:
         return address if probe.connect_ex((host, int(port))) == 0 else None
+
+
+def _check_ray_listens(address: str) -> None:
+    """Raise ClusterError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise ClusterError(
+            f"no Ray answers at {address} ({why}): check that one runs there, or --ray-address"
+        ) from None
 
 
 def _keep_ray_on_loopback() -> None:
@@ -147,7 +167,7 @@ class RayPlacement:
         actor = ray.remote(ServiceActor)
         for settings, count in zip(self._settings, gpus, strict=True):
             named = actor.options(name=settings.side, num_gpus=count, **options)
-            self._actors[settings.side] = named.remote(settings)
+            self._actors[settings.side] = named.remote(settings, trace_variables(settings))
         infos = _wait_for(self._actors)
         self.services = dict(zip(self._actors, infos, strict=True))
 
@@ -219,15 +239,23 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
     Only the target is deterministic; what the draft says changes no token then.
     """
     threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
-    target = replace(config.target, threads=threads, port=config.target.port or _free_port(config.target.host))
+    traces = config.clients.trace_share > 0
+    port = config.target.port or _free_port(config.target.host)
+    target = replace(config.target, threads=threads, traces=traces, port=port)
     draft = replace(
         config.draft,
         threads=threads,
+        traces=traces,
         port=config.draft.port or _free_port(config.draft.host),
         targets=(f"{target.host}:{target.port}",),
         deterministic=False,
     )
     return target, draft
+
+
+def trace_variables(settings: ServiceSettings) -> dict[str, str]:
+    """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
+    return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
 
 
 def gpus_of(device: str, there: float) -> tuple[int, int]:

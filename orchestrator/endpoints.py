@@ -18,6 +18,7 @@ from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
+from orchestrator.keys import watch_keys
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, default_sampling, max_message
@@ -133,6 +134,8 @@ async def run(config: Config, access: Access, target: str, draft: str, placement
         print(f"HTTP endpoint: {http_address}")
         print("ready", flush=True)
         watching = [] if placement is None else [supervise(services, placement, listen_for_signals)]
+        if config.clients.api_keys_file:
+            watching.append(watch_keys(config.clients, access.callers.replace))
         await run_together(_wait_for(stop), *watching)
         print("stopping: requests in flight are given time to finish", flush=True)
 

@@ -149,7 +149,7 @@ class Frontend:
                         outcome = "abort"
                         yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
-                    watch.round(len(item.tokens))
+                    watch.round(item)
                     shown = item.tokens
                     if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
                         shown = shown[:-1]  # the token that ends the text is not in it

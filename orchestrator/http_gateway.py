@@ -21,6 +21,7 @@ from config.version import running_version
 from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
 from orchestrator.chat import render_chat
 from orchestrator.connection_limits import Connections, LimitedProtocol
+from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
@@ -52,6 +53,7 @@ def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.frontend, app.state.read_status = frontend, read_status
     app.include_router(router)
+    app.include_router(dashboard)
     app.add_middleware(RequestId)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)

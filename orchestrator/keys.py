@@ -4,15 +4,20 @@ A line of the keys' file: `NAME sha256:HEX [requests=N] [tokens_per_minute=N]`. 
 are left out. A key has 256 random bits, so that a plain hash of it cannot be searched.
 """
 
+import asyncio
 import hashlib
+import logging
+import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import SettingsError
 from config.access import ClientAccess
+
+log = logging.getLogger(__name__)
 
 PREFIX = "sk-specahead-"
 _LINE = re.compile(
@@ -62,11 +67,43 @@ def read_keys(access: ClientAccess) -> list[Key]:
     return keys
 
 
+async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None], every: float = 1.0) -> None:
+    """Hand the keys over to `take` whenever their file has changed; looks every so many seconds, until cancelled.
+
+    A file that `read_keys` refuses is told of in the log, and the keys that were there before go on counting.
+    """
+    seen = await asyncio.to_thread(_version_of, access.api_keys_file)
+    while True:
+        await asyncio.sleep(every)
+        version = await asyncio.to_thread(_version_of, access.api_keys_file)
+        if version == seen:
+            continue
+        seen = version
+        try:
+            keys = await asyncio.to_thread(read_keys, access)
+        except SettingsError as error:
+            log.error("the keys' file has changed and cannot be used; the keys from before still count: %s", error)
+            continue
+        take(keys)
+        log.info("the keys' file has changed and is read again", extra={"keys": len(keys)})
+
+
+def _version_of(path: str) -> tuple[int, int, int] | None:
+    """Return what changes with a file's content; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 def _read_file(path: str) -> Sequence[Key]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"api_keys_file {path} cannot be read: {error}") from None
+        raise SettingsError(
+            f"api_keys_file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     keys = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

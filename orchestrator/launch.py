@@ -40,10 +40,12 @@ def main() -> None:
 def _launch(config: Config) -> None:
     # Imported now, so that --help and what is refused above need neither torch nor Ray.
     from orchestrator.access import read_access
+
+    access = read_access(config)
+    log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
     from orchestrator.endpoints import resolve_context, run
     from orchestrator.placement import check_addresses, placed_services
 
-    access = read_access(config)
     config = resolve_context(config)
     check_addresses(config)
     with placed_services(config) as placed:

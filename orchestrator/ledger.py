@@ -95,6 +95,7 @@ class Record:
     logprobs: int | None = None
     wants_prompt_logprobs: bool = False
     grammar: str = ""
+    traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -120,6 +121,7 @@ class Record:
             wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
             alternatives=self.logprobs or 0,
             grammar=self.grammar,
+            traceparent=self.traceparent,
         )
 
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from orchestrator.ledger import Record
-from wire.messages import ServiceStatus
+from wire.messages import Commit, ServiceStatus
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = (1, 10, 100, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -73,18 +73,18 @@ class Metrics:
         histogram = Histogram(OURS + name, text, ["model_name"], registry=self.registry, buckets=tuple(buckets))
         return histogram.labels(self._model)
 
-    def committed(self, record: Record, tokens: int, since_start: float, since_last: float) -> None:
-        """Count a round of `tokens` tokens, which ended so many seconds after the request came and after the last."""
-        commit = record.commits[-1]
-        if len(record.generated) == tokens:
-            self._first.observe(since_start)
+    def committed(self, record: Record, commit: Commit, first: bool, seconds: float) -> None:
+        """Count a round. first: whether it is the request's first; seconds: since its last, or since it came."""
+        tokens = len(commit.tokens)
+        if first:
+            self._first.observe(seconds)
             self._prompt.inc(record.prompt_tokens)
             self._looked_up.inc(record.prompt_tokens)
             self._found.inc(record.cached_tokens)
             self._queued.observe(commit.queue_seconds)
         else:
             for _ in range(tokens):
-                self._between.observe(since_last / tokens)
+                self._between.observe(seconds / tokens)
         self._generated.inc(tokens)
         if commit.drafted:
             self._drafts.inc()

@@ -10,19 +10,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.callers import current_caller
+from orchestrator.dashboard.feed import Feed
 from orchestrator.ledger import Record
 from orchestrator.metrics import Metrics
 from orchestrator.tracing import RequestTrace, follow
 from wire.errors import InvalidArgument, ServiceError
+from wire.messages import Commit
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Writes down what requests come to. tracer: makes spans of those that are sampled."""
+    """Writes down what requests come to. tracer: makes spans of those that are sampled. feed: what the page is told."""
 
     def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None) -> None:
         self.metrics = metrics
+        self.feed = Feed()
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text
@@ -95,6 +98,7 @@ class Watch:
         self._trace = trace
         self.first_seconds = 0.0
         self._observer = observer
+        self._watched = observer.feed.open(record)
         self._start = self._last = time.perf_counter()
 
     @property
@@ -107,19 +111,22 @@ class Watch:
         """From the first round to the last."""
         return self._last - self._start - self.first_seconds
 
-    def round(self, tokens: int) -> None:
-        """Write down that a round of so many tokens came, which the caller pays for."""
-        now = time.perf_counter()
+    def round(self, commit: Commit) -> None:
+        """Write down that a round came, whose tokens the caller pays for."""
+        now, tokens = time.perf_counter(), len(commit.tokens)
+        first, seconds = not self.first_seconds, now - self._last
         self.first_seconds = self.first_seconds or now - self._start
-        self._observer.metrics.committed(self.record, tokens, now - self._start, now - self._last)
+        self._observer.metrics.committed(self.record, commit, first, seconds)
+        self._observer.feed.round(self._watched, commit, seconds, first)
         if self._trace is not None:
-            self._trace.round(self.record.commits[-1], now - self._last)
+            self._trace.round(commit, seconds)
         self._last = now
         current_caller().pay(tokens)
 
     def end(self, outcome: str | ServiceError) -> None:
         """Write down how it ended: the name of its finish reason, or what broke it off."""
         self._observer.metrics.ended(self.record)
+        self._observer.feed.end(self._watched, outcome.code if isinstance(outcome, ServiceError) else outcome)
         if self._trace is not None:
             self._trace.end(self.record, outcome)
         if isinstance(outcome, ServiceError):

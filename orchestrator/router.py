@@ -16,9 +16,9 @@ from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
 from wire.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, error_from_code
-from wire.messages import Abort, At, Beat, Closed, Commit, FinishReason, ServedEvent, ServeRequest
+from wire.messages import Abort, At, Beat, Closed, Commit, FinishReason, ServedEvent, ServeRequest, SessionReads
 from wire.outbox import Outbox
-from wire.streams import exchange, read_frames
+from wire.streams import BEAT_SECONDS, exchange, read_frames
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,13 @@ class Router:
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._outbox: Outbox[ServeRequest | Beat] | None = None
+        self._control: control_pb2_grpc.TargetControlStub | None = None
 
     @contextlib.asynccontextmanager
     async def connected_to_target(self) -> AsyncIterator[None]:
         """Keep the stream to the target while the context lasts, dialling again when it is lost."""
         async with self._access.dial(self._target) as channel:
+            self._control = control_pb2_grpc.TargetControlStub(channel)
             keeping = asyncio.create_task(self._keep_stream(channel))
             try:
                 yield
@@ -110,6 +112,16 @@ class Router:
     def fail_all(self, error: ServiceError) -> None:
         for queue in self._readers.values():
             queue.put_nowait(error)
+
+    async def reads(self, session: str) -> SessionReads:
+        """Ask the target which blocks a round of a session read. Raises ServiceError."""
+        assert self._control is not None
+        asked = control_pb2.ReadsRequest(session=session)
+        try:
+            pb = await self._control.Reads(asked, timeout=BEAT_SECONDS, metadata=self._access.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_code(error.code().value[0], error.details() or "the target does not answer") from None
+        return convert.reads_from_pb(pb)
 
     async def _keep_stream(self, channel: grpc.aio.Channel) -> None:
         """Serve over one stream after the other, whatever ends it. Runs until cancelled."""

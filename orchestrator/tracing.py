@@ -1,8 +1,6 @@
-"""OpenTelemetry traces: a span for each request that is sampled, one for each of its rounds, and in these its parts.
+"""OpenTelemetry traces: a span for each request that is sampled and one for each of its rounds.
 
-What target and draft did in a round comes with the round's commit, as seconds. Its spans are laid out from the end of
-the round backwards: verification last, before it the wait for the draft, and the draft's own round up to there. Nothing
-is sent to the services for it. Where spans go is told by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT).
+Target and draft add spans of their own to the request's: its traceparent travels with the session (wire/tracing.py).
 """
 
 import contextlib
@@ -10,16 +8,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from config import SettingsError
 from orchestrator.ledger import Record
 from wire.errors import ServiceError
 from wire.messages import Commit
+from wire.tracing import NANO, open_tracer, traceparent_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
-_NANO = 1_000_000_000
+# Of a commit, what a round's span says.
+_TOLD = (
+    *("drafted", "accepted", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
+    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+)
 
 
 @contextlib.contextmanager
@@ -31,25 +33,8 @@ def tracing(share: float, exporter: "SpanExporter | None" = None) -> "Iterator[T
     if not share:
         yield None
         return
-    try:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-
-        if exporter is None:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-            exporter = OTLPSpanExporter()
-    except ImportError as error:
-        raise SettingsError(f"trace_share needs OpenTelemetry ({error}): pip install 'specahead[otel]'") from None
-    resource = Resource.create({"service.name": "specahead"})
-    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(share))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    try:
-        yield provider.get_tracer("specahead")
-    finally:
-        provider.shutdown()
+    with open_tracer("specahead-orchestrator", share, exporter) as tracer:
+        yield tracer
 
 
 def follow(headers: Mapping[str, Any]) -> None:
@@ -60,7 +45,7 @@ def follow(headers: Mapping[str, Any]) -> None:
 
 
 class RequestTrace:
-    """One request's spans; none if it is not sampled."""
+    """One request's spans; none if it is not sampled. If it is, its record carries the trace to the services."""
 
     def __init__(self, tracer: "Tracer", record: Record, key: str) -> None:
         attributes = {
@@ -71,41 +56,19 @@ class RequestTrace:
         }
         self._tracer = tracer
         self._span = tracer.start_span("request", attributes=attributes)
+        record.traceparent = traceparent_of(self._span)
 
     def round(self, commit: Commit, seconds: float) -> None:
         """Add a round that is over now and began so many seconds ago."""
         if not self._span.is_recording():
             return
-        end = time.time_ns()
-        drafted = {"specahead.drafted": commit.drafted, "specahead.accepted": commit.accepted}
-        bytes_and_reads = {
-            "specahead.announced_bytes": commit.announced_bytes,
-            "specahead.kv_tokens_read": commit.kv_tokens_read,
-            "specahead.kv_tokens_total": commit.kv_tokens_total,
-        }
-        span = self._add("round", self._span, end, seconds, drafted | bytes_and_reads)
-        verified = end - int(commit.verify_seconds * _NANO)
-        waited = verified - int(commit.wait_seconds * _NANO)
-        self._add("target.verify", span, end, commit.verify_seconds)
-        self._add("target.wait", span, verified, commit.wait_seconds)
-        self._add("draft.round", span, verified, commit.draft_seconds)
-        self._add("target.prefill", span, waited, commit.prefill_seconds)
-        filled = waited - int(commit.prefill_seconds * _NANO)
-        self._add("target.queue", span, filled, commit.queue_seconds)
-
-    def _add(
-        self, name: str, parent: "Span", end: int, seconds: float, attributes: Mapping[str, int] | None = None
-    ) -> "Span":
-        """Add a span that ended at `end`, in nanoseconds since 1970. A part that took no time is left out."""
         from opentelemetry.trace import set_span_in_context
 
-        if not seconds:
-            return parent
-        start = end - int(seconds * _NANO)
-        inside = set_span_in_context(parent)
-        span = self._tracer.start_span(name, context=inside, start_time=start, attributes=dict(attributes or {}))
-        span.end(end)
-        return span
+        end = time.time_ns()
+        told = {f"specahead.{name}": getattr(commit, name) for name in _TOLD}
+        told |= {"specahead.round": commit.at.round, "specahead.tokens": len(commit.tokens)}
+        inside, start = set_span_in_context(self._span), end - int(seconds * NANO)
+        self._tracer.start_span("round", context=inside, start_time=start, attributes=told).end(end)
 
     def end(self, record: Record, outcome: str | ServiceError) -> None:
         """End the request's span: by the name of its finish reason, or by what broke it off."""

@@ -39,7 +39,7 @@ class ServeFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar")
+    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar", "traceparent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Open(_message.Message):
     WANTS_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -64,7 +65,8 @@ class Open(_message.Message):
     wants_prompt_logprobs: bool
     alternatives: int
     grammar: str
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")
@@ -181,3 +183,29 @@ class ServiceStatus(_message.Message):
     counters: _containers.ScalarMap[str, float]
     gauges: _containers.ScalarMap[str, float]
     def __init__(self, peer: _Optional[str] = ..., pid: _Optional[int] = ..., attached: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ReadsRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class SessionReads(_message.Message):
+    __slots__ = ("at", "layers", "kv_heads", "block_size", "blocks", "blocks_per_column", "read", "fetched")
+    AT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PER_COLUMN_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    at: _speculation_pb2.At
+    layers: int
+    kv_heads: int
+    block_size: int
+    blocks: int
+    blocks_per_column: int
+    read: _containers.RepeatedScalarFieldContainer[int]
+    fetched: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, at: _Optional[_Union[_speculation_pb2.At, _Mapping]] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_per_column: _Optional[int] = ..., read: _Optional[_Iterable[int]] = ..., fetched: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -150,7 +150,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path}: not a readable plan: {error}") from error
+        raise PlanError(f"{path}: not a readable plan: {getattr(error, 'strerror', None) or error}") from error
     if isinstance(content, dict) and content.get("version", PLAN_VERSION) != PLAN_VERSION:
         raise PlanError(f"{path}: version {content['version']}, this program reads {PLAN_VERSION}; calibrate again")
     known = {item.name for item in fields(Plan)}

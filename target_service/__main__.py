@@ -19,6 +19,7 @@ def main() -> None:
         settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     except SettingsError as error:
         sys.exit(f"error: {error}")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log says what is done
     from target_service.service import run  # --help and what is refused above need no torch
 
     recording = None

@@ -82,6 +82,7 @@ class Admission:
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),
+            traceparent=request.traceparent,
         )
         session.kv.dense = session.reads_all
         self.queue.append(session)

@@ -122,6 +122,8 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
     if session.reader is not None:
         selection = session.announced.get(session.key) if proposal is not None else None
         read = session.reader.read(selection, base, base + len(proposed))
+        if read is not None and session.reads_wanted:
+            read.report_blocks = True
     drafted = Drafted(
         tokens=proposed,
         supports=proposal.supports if proposal is not None else [],

@@ -22,6 +22,7 @@ from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, start_server
+from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars)
+    with service_spans("specahead-target", settings.traces) as spans:
+        await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans)
 
 
 async def serve(
@@ -59,13 +61,15 @@ async def serve(
     on_ready: Callable[[RunningServer], None],
     on_round: OnRound | None = None,
     grammars: Grammars | None = None,
+    spans: Spans = NO_SPANS,
 ) -> None:
     """Serve until cancelled. on_round: told of each sparse round, for measurements. grammars: None: sessions have none.
+    spans: makes those of sessions.
 
     Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
     cannot be bound.
     """
-    verifier = Verifier(runner, plan, settings, on_round, grammars)
+    verifier = Verifier(runner, plan, settings, on_round, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     verifier.warm_up()
     wake = asyncio.Event()

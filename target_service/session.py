@@ -13,7 +13,7 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
-from wire.messages import At, Begin, Closed, Proposal, ServedEvent, TargetEvent, Verdict
+from wire.messages import At, Begin, Closed, Proposal, ServedEvent, SessionReads, TargetEvent, Verdict
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -50,11 +50,12 @@ class TargetSession:
     tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once the
     prompt is read. emit: where its commits go. rules: what changes its logits; grammar is one of them. logprobs: as of
     `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its first, as far as it is read; None if
-    not asked for, or told already. reader: how an approximate session reads; None: everything. drafted: whether to
-    wait for the draft's proposals. proposals: by round; those for the next one assume different outcomes of this
-    one. foreseen: whether the current round was proposed before the last verdict, so that proposals for other
-    outcomes may still arrive. held: what was announced for the round judged last, by its key. last_judged: the
-    round judged last, and its verdict.
+    not asked for, or told already. traceparent: of its request, if that is traced. reader: how an approximate session
+    reads; None: everything. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next
+    one assume different outcomes of this one. foreseen: whether the current round was proposed before the last verdict,
+    so that proposals for other outcomes may still arrive. held: what was announced for the round judged last, by its
+    key. last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which
+    blocks the next round reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -69,6 +70,7 @@ class TargetSession:
     logprobs: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
+    traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -82,6 +84,8 @@ class TargetSession:
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     opened_at: float = field(default_factory=time.monotonic)
+    reads_wanted: bool = False
+    reads: SessionReads | None = None
 
     @property
     def at(self) -> At:
@@ -125,7 +129,8 @@ class TargetSession:
     def begin(self) -> Begin:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
         text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
-        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by, *text)
+        place = self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by
+        return Begin(*place, *text, self.traceparent)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""

@@ -27,9 +27,11 @@ from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
+from target_service.reads import ask_for_reads, take_reads
 from target_service.session import TargetSession
-from wire.errors import InvalidArgument, ServiceError
-from wire.messages import At, Commit, FinishReason
+from wire.errors import InvalidArgument, NotFound, ServiceError
+from wire.messages import At, Commit, FinishReason, SessionReads
+from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Verifier:
         settings: TargetSettings,
         on_round: OnRound | None = None,
         grammars: Grammars | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         a_session = pages_for(settings.gamma + 1) + 2
@@ -63,7 +66,7 @@ class Verifier:
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter()
-        self._on_round = on_round
+        self._on_round, self._spans = on_round, spans
         self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
@@ -100,6 +103,13 @@ class Verifier:
             "paused_sessions": sum(session.is_paused for session in running),
         }
 
+    def reads_of(self, name: str) -> SessionReads:
+        """Return what a round of a running session read, and have its next one looked at. Raises NotFound."""
+        session = self.admission.running.get(name)
+        if session is None:
+            raise NotFound(f"no session {name!r} is running")
+        return ask_for_reads(session, self.plan, self.runner.kv)
+
     # Ending sessions.
 
     def abort(self, name: str) -> None:
@@ -126,6 +136,7 @@ class Verifier:
         """Admit sessions for which there is room, and return what to run next; None if there is nothing."""
         self.admission.release_closed()
         for session in self.admission.admit():
+            self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
             self.protocol.assign(session, wait=True)
         running = self.admission.running.values()
         return plan_verify_step(running, self.settings, self.counters, time.monotonic())
@@ -149,9 +160,10 @@ class Verifier:
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
-        for (session, _), told in zip(step.prefills, result.prompts, strict=True):
+        for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
+                self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))
                     session.prompt_logprobs += told[known:]
@@ -190,11 +202,13 @@ class Verifier:
             return
         if session.reader is not None:
             session.reader.finish(output)
+        take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance
         if imposed >= 0:
             verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
+        self._trace(session, commit)
         self._index(session)
         self.counters["committed_tokens"] += len(commit.tokens)
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
@@ -220,6 +234,15 @@ class Verifier:
         if self._on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._on_round(commit.at, commit.accepted, reader.chosen)
+
+    def _trace(self, session: TargetSession, commit: Commit) -> None:
+        """Add the spans of a round that has just been verified, if the session's request is traced."""
+        parent, at, verify = session.traceparent, commit.at, commit.verify_seconds
+        if commit.wait_seconds:
+            self._spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
+        self._spans.add(
+            parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted
+        )
 
     def _index(self, session: TargetSession) -> None:
         """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""

@@ -21,7 +21,7 @@ from wire.errors import InvalidArgument
 
 MOST_NAME = 128  # characters of a session's name
 _KINDS: tuple[Any, ...] = (
-    *(m.Hello, m.ServiceStatus, m.Beat, Sampling, TokenLogprobs),
+    *(m.Hello, m.ServiceStatus, m.SessionReads, m.Beat, Sampling, TokenLogprobs),
     *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
     *(m.Begin, m.Verdict, m.End, m.Refusal),
     *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),
@@ -39,6 +39,12 @@ def hello_to_pb(hello: m.Hello) -> speculation.Hello:
 
 def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
     return control.ServiceStatus(**vars(status))
+
+
+def reads_to_pb(reads: m.SessionReads) -> control.SessionReads:
+    pb = control.SessionReads()
+    _write(pb, reads)
+    return pb
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
@@ -113,6 +119,10 @@ def hello_from_pb(pb: speculation.Hello) -> m.Hello:
 
 def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
     return _read(m.ServiceStatus, pb)
+
+
+def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
+    return _read(m.SessionReads, pb)
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
@@ -211,6 +221,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "prompt_logprobs": _read_logprobs,
     "top_ids": list,
     "top_logprobs": list,
+    "read": list,
+    "fetched": list,
     "counters": dict,
     "gauges": dict,
 }

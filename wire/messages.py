@@ -114,6 +114,7 @@ class Begin:
     prompt_tokens: int = 0
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
+    traceparent: str = ""  # W3C; empty: not traced
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Open:
     wants_prompt_logprobs: bool = False
     alternatives: int = 0
     grammar: str = ""
+    traceparent: str = ""  # W3C; empty: not traced
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,23 @@ class ServiceStatus:
     refusal: str
     counters: dict[str, float]
     gauges: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SessionReads:
+    """Which blocks a round of a session read, by layer; see protos/control.proto.
+
+    read, fetched: [layers * columns]; the latter empty where KV has no tiers. at.base is 0 where no round is known yet.
+    """
+
+    at: At
+    layers: int
+    kv_heads: int
+    block_size: int
+    blocks: int
+    blocks_per_column: int
+    read: list[int]
+    fetched: list[int]
 
 
 DraftEvent = Announcement | Proposal | Ready | Decline | Resync

@@ -89,6 +89,7 @@ class TieredKV(KVCache):
         self.counters = TierCounters()
         self.offload_active = False
         self._round = 0  # of the residency tables
+        self._fetches = False  # whether the last step fetched what it listed
         self._away = 0  # pages that are in the store alone
         self._last_work: list[SequenceKV] = []
 
@@ -146,6 +147,7 @@ class TieredKV(KVCache):
     # Before a pass.
 
     def begin_pass(self, work: list[tuple[SequenceKV, int]]) -> None:
+        self._fetches = False
         self._forget_freed()
         super().begin_pass(work)
         self._forget_freed()  # pages that were kept for their prefix, and have a new owner now
@@ -254,12 +256,26 @@ class TieredKV(KVCache):
     ) -> FetchPlan | None:
         return start_copies(self.memory, request_listed(self.memory, lists, counts, block_size, page_tables, round))
 
+    def fetched_pages(self, sequence: SequenceKV) -> Tensor | None:
+        tables, rows = self.memory.tables, rows_of(sequence.table(), self.kv_heads, self.device).long()
+        marked = torch.zeros(self.num_layers, self.kv_heads, len(sequence.pages), dtype=torch.bool)
+        if self.offload_active:
+            lines = tables.line_of[:, rows].long()
+            brought = lines < 0
+            if self._fetches:  # a line gets its bit when it is a hit, not when its page comes
+                now = tables.stamps.gather(1, lines.clamp(min=0)) == self._round
+                brought |= now & (tables.referenced.gather(1, lines.clamp(min=0)) == 0)
+            by_head = brought.unflatten(1, (len(sequence.pages), self.kv_heads)).transpose(1, 2)
+            marked[self.memory.layers] = by_head.cpu()
+        return marked
+
     def count_step(self, results: Mapping[str, np.ndarray], block_size: int) -> bool:
         overflow = int(results["overflow"][0])
         self.counters.fetched_pages += int(results["fetched"][0])
         self.counters.overflow_pages += overflow
         if overflow:
             return False
+        self._fetches = True
         hits = int(results["listed"][0]) - int(results["missed"].sum())
         self.counters.hit_pages += hits * (block_size // PAGE_SIZE)
         return True

@@ -436,3 +436,38 @@ async def test_bad_requests_do_no_harm_to_others(client: OpenAI, raw: aiohttp.Cl
     assert [service_state(stack.http, *name) for name in names] == before
     lines = stack.output.read_text()[said:].splitlines()
     assert all(" orchestrator.observing: request " in line for line in lines), lines  # nothing but the requests' own
+
+
+async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.ClientSession) -> None:
+    """Its rounds, and which blocks one of them read: of a sparse one, fewer than there are."""
+    ask = {"model": MODEL, "prompt": PROMPT * 60, "max_tokens": 300, "exactness": "approximate", "ignore_eos": True}
+    shares: list[float] = []
+
+    async def look_at(session: int) -> None:
+        while not shares or shares[-1] > 0.5:
+            async with raw.get(f"/dashboard/sessions/{session}/reads") as answer:
+                reads = await answer.json()
+            if reads is not None and reads["read"]:
+                shares.append(sum(reads["read"]) / (reads["layers"] * reads["kv_heads"] * reads["blocks"]))
+            await asyncio.sleep(0.05)
+
+    async def ended(events: aiohttp.ClientResponse) -> int:
+        """Follow the session that comes; return how many tokens its rounds gave."""
+        tokens, looking = 0, None
+        async for line in events.content:
+            event = json.loads(line[6:]) if line.startswith(b"data: ") else {"type": ""}
+            if event["type"] == "rounds":
+                tokens += event["sums"]["tokens"]
+                for session in event["opened"]:
+                    looking = asyncio.create_task(look_at(session["session"]))
+                if event["ended"] and looking is not None:
+                    looking.cancel()
+                    return tokens
+        raise AssertionError("the stream has ended")
+
+    async with asyncio.timeout(120), raw.get("/dashboard/events") as events:
+        following = asyncio.create_task(ended(events))
+        async with raw.post(COMPLETIONS, json=ask) as answer:
+            assert answer.status == 200
+        assert await following == 300
+    assert shares and 0 < shares[-1] < 0.5

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
-from orchestrator.access import PROBES, require_key
+from orchestrator.access import OPEN, require_key
 from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
@@ -17,7 +17,7 @@ from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from wire.errors import ServiceError
-from wire.messages import At, Commit, FinishReason
+from wire.messages import At, Commit, FinishReason, SessionReads
 
 ANYONE = Callers([])
 MODEL = "tiny-target"
@@ -28,8 +28,8 @@ class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
-    the records of all sessions, in their order. gate: nothing comes while it is closed. The target has the KV of the
-    first three tokens of every prompt.
+    the records of all sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes
+    while it is closed. The target has the KV of the first three tokens of every prompt.
     """
 
     connected = True
@@ -40,6 +40,7 @@ class ScriptedRouter:
         self.refusal: ServiceError | None = None
         self.opened: list[Record] = []
         self.aborted: list[str] = []
+        self.asked: list[str] = []
         self.ledger = Ledger()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -54,6 +55,12 @@ class ScriptedRouter:
     def abort(self, session: str) -> bool:
         self.aborted.append(session)
         return True
+
+    async def reads(self, session: str) -> SessionReads:
+        """Two layers of four blocks, of which the first two came from the host."""
+        self.asked.append(session)
+        read = [2, 2, 2, 2, 2, 1, 0, 1]
+        return SessionReads(At(session, 0, 7, 60), 2, 2, 16, 4, 1, read, [2, 1, 0, 0, 0, 0, 0, 0])
 
     def fail_all(self, error: ServiceError) -> None:
         """Nothing waits here."""
@@ -111,6 +118,6 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = require_key(make_app(frontend, read_status), callers, PROBES, observer)
+    app = require_key(make_app(frontend, read_status), callers, OPEN, observer)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -178,7 +178,7 @@ def test_a_listener_off_loopback_asks_who_calls() -> None:
 
 def test_metrics_are_behind_the_key_unless_told_otherwise() -> None:
     assert "/metrics" not in open_paths(ClientAccess())
-    assert open_paths(ClientAccess(open_metrics=True)) == ("/live", "/ready", "/health", "/metrics")
+    assert open_paths(ClientAccess(open_metrics=True)) == ("/live", "/ready", "/health", "/dashboard", "/metrics")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 import models
-from config import Config, DraftSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
+from config import (
+    ClusterSettings,
+    Config,
+    DraftSettings,
+    SettingsError,
+    TargetSettings,
+    resolve_launch,
+    resolve_service,
+)
 from config.resolve import describe
 from config.setting import Section, declared_in
+from wire.errors import ClusterError
 
 SECTIONS = ("target", "draft", "clients", "cluster")
 
@@ -183,7 +192,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("--target-port", "70000"),
         ("--max-sessions", "0"),
         ("--max-queued", "-1"),
-        ("--prefill-chunk", "1"),
+        ("--prefill-chunk", "-1"),
         ("--draft-timeout", "0"),
         ("--draft-timeout", "nan"),
         ("--resume-timeout", "-1"),
@@ -223,6 +232,13 @@ def test_gpus_of_the_services() -> None:
     assert gpus_of("cpu", 2) == (0, 0)
 
 
+def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
+    from orchestrator.cluster import connect_ray  # imports Ray
+
+    with pytest.raises(ClusterError, match=r"no Ray answers at 127.0.0.1:1 \(Connection refused\): check"):
+        connect_ray(ClusterSettings(ray_address="127.0.0.1:1"))
+
+
 def test_what_a_launch_decides_for_its_services() -> None:
     """The draft dials the target; of a deterministic pair the target alone is."""
     from orchestrator.cluster import placed_settings  # imports Ray
@@ -234,6 +250,7 @@ def test_what_a_launch_decides_for_its_services() -> None:
     assert (target.deterministic, draft.deterministic) == (True, False)
     assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
     automatic, _ = placed_settings(resolve())
+    assert not automatic.traces and placed_settings(resolve("--trace-share", "0.1"))[1].traces
     assert automatic.port > 0 and automatic.threads >= 1
 
 

@@ -1,6 +1,8 @@
 """API keys: how they are made and read, who a caller is, and what limits do."""
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from cli.main import main
 from config import SettingsError
 from config.access import ClientAccess
 from orchestrator.callers import Caller, Callers, current_caller
-from orchestrator.keys import PREFIX, Key, digest_of, make_key, read_keys
+from orchestrator.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
 from tests.unit.clock import Clock
 from wire.errors import ResourceExhausted, Unauthenticated
 
@@ -71,7 +73,7 @@ def test_a_file_without_keys_or_with_one_twice_is_refused(tmp_path: Path) -> Non
         read_keys(file_of(tmp_path, line, make_key("alice")[1]))
     with pytest.raises(SettingsError, match=r"the key .* is there twice"):
         read_keys(file_of(tmp_path, line, line.replace("alice", "bob")))
-    with pytest.raises(SettingsError, match="cannot be read"):
+    with pytest.raises(SettingsError, match=r"none cannot be read: No such file or directory$"):
         read_keys(ClientAccess(api_keys_file=str(tmp_path / "none")))
 
 
@@ -135,3 +137,60 @@ def test_without_limits_nothing_is_counted_down() -> None:
     caller.pay(10**9)
     with caller.request():
         assert caller.tokens == 0
+
+
+# A file that changes
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Wait until something is so, ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not reached():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """New keys are admitted and old ones refused; a file that cannot be used changes nothing."""
+    (alice, first), (bob, second), (eve, third) = (make_key(name) for name in ("alice", "bob", "eve"))
+    access = file_of(tmp_path, first, second)
+    callers = Callers(read_keys(access))
+    taken: list[int] = []
+
+    def take(keys: Sequence[Key]) -> None:
+        callers.replace(keys)
+        taken.append(len(keys))
+
+    watching = asyncio.create_task(watch_keys(access, take, 0.005))
+    try:
+        await asyncio.sleep(0.05)
+        assert taken == []
+        file_of(tmp_path, second, third)
+        await until(lambda: taken == [2])
+        assert callers.admit(bob).name == "bob" and callers.admit(eve).name == "eve"
+        with pytest.raises(Unauthenticated):
+            callers.admit(alice)
+        file_of(tmp_path, "no key at all")
+        await until(lambda: "still count" in caplog.text)
+        assert callers.admit(eve).name == "eve" and taken == [2]
+        file_of(tmp_path, first)
+        await until(lambda: taken == [2, 1])
+        assert callers.admit(alice).name == "alice"
+    finally:
+        watching.cancel()
+
+
+def test_replaced_keys_keep_what_was_used() -> None:
+    """A file that is read again gives no one a fresh bucket or more requests at once, unless its limits changed."""
+    a, b = Key("a", digest_of("a"), requests=1, tokens_per_minute=60), Key("b", digest_of("b"), tokens_per_minute=60)
+    callers = Callers([a, b])
+    caller, other = callers.admit("a"), callers.admit("b")
+    other.pay(90)
+    with caller.request():
+        callers.replace([replace(a, tokens_per_minute=90), b])
+        assert callers.admit("a") is caller and caller.key.tokens_per_minute == 90
+        with pytest.raises(ResourceExhausted, match="1 requests at once"), callers.admit("a").request():
+            pass
+        with pytest.raises(ResourceExhausted, match="60 tokens a minute"), callers.admit("b").request():
+            pass
+    callers.replace([replace(a, name="c")])
+    assert callers.admit("a") is not caller

@@ -13,10 +13,11 @@ from orchestrator.router import Router
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
-from wire.errors import ServiceError
-from wire.messages import Beat, Commit, Exactness, FinishReason, Open
+from wire.errors import NotFound, ServiceError
+from wire.messages import At, Beat, Commit, Exactness, FinishReason, Open, SessionReads
 from wire.server import start_server
 
+READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
 
 
@@ -37,6 +38,13 @@ class Target(control_pb2_grpc.TargetControlServicer):
             request = convert.serve_request_from_pb(frame)
             if isinstance(request, Open):
                 await say(context, last_commit(request))
+
+    async def Reads(
+        self, request: control_pb2.ReadsRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.SessionReads:
+        if request.session != "a":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such session is running")
+        return convert.reads_to_pb(READS)
 
 
 async def say(context: grpc.aio.ServicerContext, event: Commit | Beat) -> None:
@@ -148,3 +156,12 @@ async def test_a_request_ends_at_the_deadline_of_the_server() -> None:
             await aborted.wait()
 
     await with_router(Target(keep_waiting), check, request_timeout=0.2)
+
+
+async def test_what_a_session_reads_is_asked_of_the_target() -> None:
+    async def check(router: Router) -> None:
+        assert await router.reads("a") == READS
+        with pytest.raises(NotFound, match="no such session"):
+            await router.reads("b")
+
+    await with_router(Target(), check)

@@ -18,11 +18,13 @@ from engine.step_loop import run_step_loop
 from sparsity.announce import BY_DRAFT_HEAD
 from sparsity.methods import methods_of
 from sparsity.selection import BlockSelection
+from target_service.reads import take_reads
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
+from wire import convert
 from wire import messages as m
-from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from wire.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from wire.selection_codec import encode_selection
 
 INTERNAL = StatusCode.INTERNAL
@@ -88,6 +90,50 @@ class Stand:
         proposals = {key: list(items) for key, items in session.proposals.items() if items}
         known = (session.at, list(session.tokens), session.drafted, proposals, announced)
         return *known, list(session.held), session.kv.length, list(session.kv.pages)
+
+
+def test_the_reads_of_a_round_are_shown_to_who_asks_before_it() -> None:
+    """By layer: the first is read wholly; in the others the sink, the window, what was announced and new tokens."""
+    stand = Stand()
+
+    def judged_round() -> None:
+        stand.receive(stand.announcement())
+        stand.receive(stand.proposal())
+        assert stand.step()
+
+    judged_round()
+    nothing = stand.verifier.reads_of("a")
+    assert (nothing.at.base, nothing.layers, nothing.read, nothing.fetched) == (0, LAYERS, [], [])
+    round_ = stand.session.round
+    judged_round()
+    judged_round()
+    reads = stand.verifier.reads_of("a")
+    assert (reads.at.round, reads.blocks_per_column, reads.fetched) == (round_, 1, [])
+    by_layer = np.array(reads.read).reshape(LAYERS, reads.blocks)
+    assert (by_layer[0] == KV_HEADS).all()
+    assert (by_layer[1:, [0, 2, -1]] == KV_HEADS).all() and (by_layer[1:, [1, 3]] == 0).all()
+    assert as_sent(reads) == reads
+    with pytest.raises(NotFound, match="'b'"):
+        stand.verifier.reads_of("b")
+
+
+def as_sent(reads: m.SessionReads) -> m.SessionReads:
+    pb = convert.reads_to_pb(reads)
+    return convert.reads_from_pb(type(pb).FromString(pb.SerializeToString()))
+
+
+def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
+    stand = Stand(exactness=m.Exactness.EXACT, base=300)
+    session = stand.session
+    for columns, most in ((19, 256), (10, 10), (5, 5)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("target_service.reads.MOST_COLUMNS", most)
+            session.reads_wanted = True
+            take_reads(session, PLAN, stand.runner.kv)
+        reads = session.reads
+        assert reads is not None
+        by_layer = np.array(reads.read).reshape(LAYERS, columns)
+        assert (by_layer.sum(1) == 19 * KV_HEADS).all() and reads.blocks == 19
 
 
 def test_a_repeated_frame_changes_nothing() -> None:

@@ -1,6 +1,8 @@
 """OpenTelemetry traces, gathered in memory: which requests have spans, whose children they are, what they say."""
 
 import sys
+import time
+from collections import defaultdict
 from typing import Any
 
 import aiohttp
@@ -15,21 +17,25 @@ from orchestrator.callers import Callers
 from orchestrator.keys import Key, digest_of
 from orchestrator.ledger import Record
 from orchestrator.tracing import RequestTrace, tracing
+from tests.unit.clock import Clock
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
+from tests.unit.world import World
 from wire.errors import Unavailable
-from wire.messages import At, Commit, Exactness
+from wire.messages import Exactness
+from wire.tracing import NANO, service_spans
 
 ASK = {"model": MODEL, "prompt": "The secret of the sea", "max_tokens": 8}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARTS = {"target.queue", "target.prefill", "target.verify", "draft.prefill", "draft.round"}
 CALLERS = Callers([Key("alice", digest_of("k"))])
 
 
-async def spans_of(tokenizer: Any, share: float, **headers: str) -> list[ReadableSpan]:
-    """The spans of one completion, in the order in which they began."""
+async def spans_of(router: ScriptedRouter, share: float, **headers: str) -> list[ReadableSpan]:
+    """The gateway's spans of one completion, in the order in which they began."""
     exporter = InMemorySpanExporter()
     with tracing(share, exporter) as tracer:
         async with (
-            running_gateway(ScriptedRouter(tokenizer), callers=CALLERS, tracer=tracer) as url,
+            running_gateway(router, callers=CALLERS, tracer=tracer) as url,
             aiohttp.ClientSession(url, headers={"Authorization": "Bearer k"} | headers) as client,
             client.post("/v1/completions", json=ASK) as response,
         ):
@@ -39,12 +45,15 @@ async def spans_of(tokenizer: Any, share: float, **headers: str) -> list[Readabl
 
 
 async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
-    """As part of its caller's trace, though no other request is sampled."""
-    request, *rounds = await spans_of(tokenizer, 1e-9, traceparent=f"00-{TRACE}-b7ad6b7169203331-01")
+    """As part of its caller's trace, though no other request is sampled; and the session carries it to the target."""
+    router = ScriptedRouter(tokenizer)
+    request, *rounds = await spans_of(router, 1e-9, traceparent=f"00-{TRACE}-b7ad6b7169203331-01")
     assert request.name == "request" and request.attributes is not None and request.parent is not None
     assert f"{request.context.trace_id:032x}" == TRACE
     assert f"{request.parent.span_id:016x}" == "b7ad6b7169203331"
     assert request.attributes["specahead.key"] == "alice"
+    (record,) = router.opened
+    assert record.to_open().traceparent == f"00-{TRACE}-{request.context.span_id:016x}-01"
     assert request.attributes["gen_ai.usage.output_tokens"] == 8
     assert [span.name for span in rounds] == ["round"] * 4
     for span in rounds:
@@ -55,39 +64,64 @@ async def test_a_request_is_followed_round_by_round(tokenizer: Any) -> None:
 
 
 async def test_what_is_not_sampled_has_no_spans(tokenizer: Any) -> None:
-    assert await spans_of(tokenizer, 0) == []
-    assert await spans_of(tokenizer, 1, traceparent=f"00-{TRACE}-b7ad6b7169203331-00") == []
-    assert len(await spans_of(tokenizer, 1)) == 5
+    router = ScriptedRouter(tokenizer)
+    assert await spans_of(router, 0) == []
+    assert await spans_of(router, 1, traceparent=f"00-{TRACE}-b7ad6b7169203331-00") == []
+    assert [record.to_open().traceparent for record in router.opened] == ["", ""]
+    assert len(await spans_of(router, 1)) == 5
 
 
 def record() -> Record:
     return Record("s", [1, 2], 2, 4, [], Sampling(0.0), Exactness.EXACT)
 
 
-def test_the_parts_of_a_round_lie_in_their_order_within_it() -> None:
+def test_target_and_draft_add_their_spans_to_the_trace_that_a_session_carries(clock: Clock) -> None:
+    """A prompt in several parts on both sides, each drafted and each verified round; of another session nothing."""
+    exporter, parent = InMemorySpanExporter(), "b7ad6b7169203331"
+    with service_spans("services", True, exporter) as spans:
+        world = World(clock, spans=spans)
+        world.attach()
+        traced = world.open([3] * 60, 20, traceparent=f"00-{TRACE}-{parent}-01")
+        world.open([5] * 60, 20)
+        world.run()
+    found: dict[str, list[ReadableSpan]] = defaultdict(list)
+    for span in exporter.get_finished_spans():
+        assert span.parent is not None and span.attributes is not None
+        assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, parent)
+        found[span.name].append(span)
+    assert set(found) - {"target.wait"} == PARTS
+    read = {name: sum(attribute(span, "tokens") for span in found[name]) for name in PARTS if "prefill" in name}
+    assert read == {"target.prefill": 59, "draft.prefill": 59}
+    verified = [
+        tuple(attribute(span, of) for of in ("round", "drafted", "accepted")) for span in found["target.verify"]
+    ]
+    assert verified == [(c.at.round, c.drafted, c.accepted) for c in world.commits[traced]]
+    drafted = {attribute(span, "round") for span in found["draft.round"]}
+    assert drafted >= {commit.at.round for commit in world.commits[traced] if commit.drafted}
+
+
+def test_a_span_lies_where_its_seconds_say() -> None:
     exporter = InMemorySpanExporter()
-    with tracing(1, exporter) as tracer:
-        trace = RequestTrace(tracer, record(), "")
-        seconds = {"queue_seconds": 2.0, "prefill_seconds": 1.0, "wait_seconds": 2.0, "draft_seconds": 3.0}
-        commit = Commit(At("s", 0, 0, 2), [5], verify_seconds=4.0, **seconds)  # type: ignore[arg-type]
-        trace.round(commit, 10)
-        trace.end(record(), "length")
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    end = spans["round"].end_time
-    assert end is not None
-    times = {
-        name: ((span.start_time or 0) - end, (span.end_time or 0) - end)
-        for name, span in spans.items()
-        if name != "request"
-    }
-    assert {name: (round(a / 1e9), round(b / 1e9)) for name, (a, b) in times.items()} == {
-        "round": (-10, 0),
-        "target.verify": (-4, 0),
-        "target.wait": (-6, -4),
-        "draft.round": (-7, -4),
-        "target.prefill": (-7, -6),
-        "target.queue": (-9, -7),
-    }
+    with service_spans("target", True, exporter) as spans:
+        spans.add(f"00-{TRACE}-b7ad6b7169203331-01", "target.wait", 2.0, ended=3.0)
+        spans.add(f"00-{TRACE}-b7ad6b7169203331-00", "target.wait", 2.0)  # not sampled
+        spans.add("", "target.wait", 2.0)
+    (span,) = exporter.get_finished_spans()
+    assert span.start_time is not None and span.end_time is not None
+    assert span.end_time - span.start_time == 2 * NANO
+    assert time.time_ns() - span.end_time == pytest.approx(3 * NANO, abs=NANO)
+
+
+def test_a_service_that_is_not_told_to_trace_makes_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not even import OpenTelemetry."""
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with service_spans("target", False) as spans:
+        spans.add(f"00-{TRACE}-b7ad6b7169203331-01", "target.wait", 2.0)
+
+
+def attribute(span: ReadableSpan, name: str) -> Any:
+    assert span.attributes is not None
+    return span.attributes[f"specahead.{name}"]
 
 
 def test_a_request_that_breaks_off_is_marked() -> None:

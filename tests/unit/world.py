@@ -20,6 +20,7 @@ from tests.unit.clock import Clock
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 from wire import convert
 from wire import messages as m
+from wire.tracing import NO_SPANS, Spans
 
 
 class Link:
@@ -94,6 +95,7 @@ class World:
         on_round: OnRound | None = None,
         draft_context: int = 500,
         grammars: Grammars | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
@@ -112,12 +114,13 @@ class World:
             ),
             on_round,
             grammars,
+            spans,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = DraftSettings(
             gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
-        self.drafter = Drafter(self.draft, plan, settings, grammars)
+        self.drafter = Drafter(self.draft, plan, settings, grammars, spans)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
         self.attached = 0
@@ -143,13 +146,13 @@ class World:
         logprobs: int | None = None,
         echo: bool = False,
         grammar: str = "",
+        traceparent: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
         tokens = prompt + (done or [])
-        record = Record(
-            name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity, logprobs, echo, grammar
-        )
+        asked = sampling, exactness, sparsity, logprobs, echo, grammar, traceparent
+        record = Record(name, tokens, len(prompt), max_tokens, stop or [], *asked)
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
         self.verifier.admission.open(record.to_open(), self._emit)

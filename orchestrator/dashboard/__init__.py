@@ -1,0 +1,1 @@
+"""A page to look at what is going on, and what it is fed with."""
