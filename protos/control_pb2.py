@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import speculation_pb2 as protos_dot_speculation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cspecahead.v1\x1a\x18protos/speculation.proto\"\x82\x01\n\nServeFrame\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specahead.v1.OpenH\x00\x12$\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x13.specahead.v1.AbortH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xda\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12*\n\texactness\x18\x07 \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x10\n\x08sparsity\x18\x08 \x01(\t\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07session\x18\x01 \x01(\t\"8\n\x0bServedFrame\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.ServedEvent\"\x8a\x01\n\x0bServedEvent\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specahead.v1.CommitH\x00\x12&\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x14.specahead.v1.ClosedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\xad\x03\n\x06\x43ommit\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\x16\n\x0ekv_tokens_read\x18\x06 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x07 \x01(\x04\x12\x17\n\x0f\x61nnounced_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cstale_rounds\x18\t \x01(\r\x12\x17\n\x0fprefill_seconds\x18\n \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x0b \x01(\x02\x12\x15\n\rdraft_seconds\x18\x0c \x01(\x02\x12\x16\n\x0everify_seconds\x18\r \x01(\x02\x12\x19\n\x11kv_tokens_fetched\x18\x0e \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01J\x04\x08\x0f\x10\x10R\x0ekv_tokens_late\"8\n\x06\x43losed\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rStatusRequest\"\xa3\x02\n\rServiceStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61ttached\x18\x03 \x03(\t\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12;\n\x08\x63ounters\x18\x05 \x03(\x0b\x32).specahead.v1.ServiceStatus.CountersEntry\x12\x37\n\x06gauges\x18\x06 \x03(\x0b\x32\'.specahead.v1.ServiceStatus.GaugesEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*V\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x19\n\x15\x45XACTNESS_APPROXIMATE\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x95\x01\n\rTargetControl\x12@\n\x05Serve\x12\x18.specahead.v1.ServeFrame\x1a\x19.specahead.v1.ServedFrame(\x01\x30\x01\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus2R\n\x0c\x44raftControl\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0cspecahead.v1\x1a\x18protos/speculation.proto\"\x82\x01\n\nServeFrame\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.specahead.v1.OpenH\x00\x12$\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x13.specahead.v1.AbortH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\xda\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12*\n\texactness\x18\x07 \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x10\n\x08sparsity\x18\x08 \x01(\t\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07session\x18\x01 \x01(\t\"8\n\x0bServedFrame\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.ServedEvent\"\x8a\x01\n\x0bServedEvent\x12&\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x14.specahead.v1.CommitH\x00\x12&\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x14.specahead.v1.ClosedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\xc2\x03\n\x06\x43ommit\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12\x0f\n\x07\x64rafted\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\x16\n\x0ekv_tokens_read\x18\x06 \x01(\x04\x12\x17\n\x0fkv_tokens_total\x18\x07 \x01(\x04\x12\x17\n\x0f\x61nnounced_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cstale_rounds\x18\t \x01(\r\x12\x17\n\x0fprefill_seconds\x18\n \x01(\x02\x12\x14\n\x0cwait_seconds\x18\x0b \x01(\x02\x12\x15\n\rdraft_seconds\x18\x0c \x01(\x02\x12\x16\n\x0everify_seconds\x18\r \x01(\x02\x12\x19\n\x11kv_tokens_fetched\x18\x0e \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\r\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x18 \x01(\rJ\x04\x08\x0f\x10\x10R\x0ekv_tokens_late\"8\n\x06\x43losed\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x0f\n\rStatusRequest\"\xa3\x02\n\rServiceStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x10\n\x08\x61ttached\x18\x03 \x03(\t\x12\x0f\n\x07refusal\x18\x04 \x01(\t\x12;\n\x08\x63ounters\x18\x05 \x03(\x0b\x32).specahead.v1.ServiceStatus.CountersEntry\x12\x37\n\x06gauges\x18\x06 \x03(\x0b\x32\'.specahead.v1.ServiceStatus.GaugesEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*V\n\tExactness\x12\x19\n\x15\x45XACTNESS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XACTNESS_EXACT\x10\x01\x12\x19\n\x15\x45XACTNESS_APPROXIMATE\x10\x02*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x95\x01\n\rTargetControl\x12@\n\x05Serve\x12\x18.specahead.v1.ServeFrame\x1a\x19.specahead.v1.ServedFrame(\x01\x30\x01\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatus2R\n\x0c\x44raftControl\x12\x42\n\x06Status\x12\x1b.specahead.v1.StatusRequest\x1a\x1b.specahead.v1.ServiceStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,10 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_SERVICESTATUS_GAUGESENTRY']._loaded_options = None
   _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_options = b'8\001'
-  _globals['_EXACTNESS']._serialized_start=1444
-  _globals['_EXACTNESS']._serialized_end=1530
-  _globals['_FINISHREASON']._serialized_start=1532
-  _globals['_FINISHREASON']._serialized_end=1652
+  _globals['_EXACTNESS']._serialized_start=1465
+  _globals['_EXACTNESS']._serialized_end=1551
+  _globals['_FINISHREASON']._serialized_start=1553
+  _globals['_FINISHREASON']._serialized_end=1673
   _globals['_SERVEFRAME']._serialized_start=65
   _globals['_SERVEFRAME']._serialized_end=195
   _globals['_OPEN']._serialized_start=198
@@ -57,19 +57,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEDEVENT']._serialized_start=503
   _globals['_SERVEDEVENT']._serialized_end=641
   _globals['_COMMIT']._serialized_start=644
-  _globals['_COMMIT']._serialized_end=1073
-  _globals['_CLOSED']._serialized_start=1075
-  _globals['_CLOSED']._serialized_end=1131
-  _globals['_STATUSREQUEST']._serialized_start=1133
-  _globals['_STATUSREQUEST']._serialized_end=1148
-  _globals['_SERVICESTATUS']._serialized_start=1151
-  _globals['_SERVICESTATUS']._serialized_end=1442
-  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_start=1348
-  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_end=1395
-  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_start=1397
-  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_end=1442
-  _globals['_TARGETCONTROL']._serialized_start=1655
-  _globals['_TARGETCONTROL']._serialized_end=1804
-  _globals['_DRAFTCONTROL']._serialized_start=1806
-  _globals['_DRAFTCONTROL']._serialized_end=1888
+  _globals['_COMMIT']._serialized_end=1094
+  _globals['_CLOSED']._serialized_start=1096
+  _globals['_CLOSED']._serialized_end=1152
+  _globals['_STATUSREQUEST']._serialized_start=1154
+  _globals['_STATUSREQUEST']._serialized_end=1169
+  _globals['_SERVICESTATUS']._serialized_start=1172
+  _globals['_SERVICESTATUS']._serialized_end=1463
+  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_start=1369
+  _globals['_SERVICESTATUS_COUNTERSENTRY']._serialized_end=1416
+  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_start=1418
+  _globals['_SERVICESTATUS_GAUGESENTRY']._serialized_end=1463
+  _globals['_TARGETCONTROL']._serialized_start=1676
+  _globals['_TARGETCONTROL']._serialized_end=1825
+  _globals['_DRAFTCONTROL']._serialized_start=1827
+  _globals['_DRAFTCONTROL']._serialized_end=1909
 # @@protoc_insertion_point(module_scope)

@@ -165,7 +165,7 @@ class FakeRunner(Runner):
             out.logits = torch.from_numpy(np.stack([self.logits(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
-            (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+            (out.verdict,) = judge_rounds([out.logits], [item.drafted], self.deterministic)
             out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
             out.logits = None
         if item.read is not None:
@@ -349,15 +349,15 @@ def judge_rounds(
     logits: [len(tokens) + 1, vocab] each, row i for position base + i
     """
     device, vocab = logits[0].device, logits[0].shape[1]
-    gamma = max(len(item.tokens) for item in rounds)
-    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds)), device)
+    gamma, count = max(len(item.tokens) for item in rounds), max(2, len(rounds))  # pinned steps have several rows
+    staging = Staging(verdict_layout(count, gamma, support_of(rounds)), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
-    padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
-    for row, rows in zip(padded, logits, strict=True):
+    padded = torch.zeros(count, gamma + 1, vocab, device=device)
+    for row, rows in zip(padded, logits, strict=False):
         row[: len(rows)] = rows
     accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted)
-    return list(zip(accepted.tolist(), following.tolist(), strict=True))
+    return list(zip(accepted.tolist(), following.tolist(), strict=True))[: len(rounds)]
 
 
 def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:
