@@ -19,7 +19,7 @@ MAX_CHOICES = 1024  # of one request
 @dataclass(frozen=True)
 class Limits:
     """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
-    which the target has room, 0 as long as that is not known. temperature, top_p: of a request that does not say."""
+    which KV has room, 0 as long as that is not known. temperature, top_p: of a request that does not say."""
 
     model_name: str
     vocab_size: int
@@ -29,6 +29,11 @@ class Limits:
     kv_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        """The tokens of a prompt and its answer, at most: those of a context, unless KV has room for fewer."""
+        return min(self.max_context, self.kv_tokens or self.max_context)
 
 
 def max_body(limits: Limits) -> int:
@@ -80,7 +85,7 @@ def check_count(tokens: int, limits: Limits) -> None:
 
 
 def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
-    message = f"This model's maximum context length is {limits.max_context} tokens; {what}."
+    message = f"This model's maximum context length is {limits.longest} tokens; {what}."
     return InvalidArgument(message, "prompt", "context_length_exceeded")
 
 
@@ -119,9 +124,9 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
     if prompt_tokens == 0:
         raise InvalidArgument("the prompt is empty", "prompt")
     max_tokens = request.max_tokens or request.default_max_tokens
-    if max_tokens is None:  # room is reserved when a session starts: a default asks for no more than there is
-        max_tokens = max(1, min(limits.max_context, limits.kv_tokens or limits.max_context) - prompt_tokens)
-    if prompt_tokens + max_tokens > limits.max_context:
+    if max_tokens is None:
+        max_tokens = max(1, limits.longest - prompt_tokens)
+    if prompt_tokens + max_tokens > limits.longest:
         raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
     return max_tokens
 

@@ -76,6 +76,7 @@ class ScriptedRouter:
                     drafted=4,
                     accepted=1,
                     cached_tokens=3 if at == 0 else 0,
+                    preemptions=int(last),
                     finish_reason=reason if last else FinishReason.NONE,
                 )
                 self.ledger.apply(commit)
