@@ -60,7 +60,8 @@ class Admission:
         Where all places of the queue are taken, whoever has the most of them gives one to one who has fewer.
         """
         self._check_request(request)
-        self._make_place(len(request.tokens), emit)
+        if len(request.tokens) == request.prompt_tokens:  # one that has tokens already is opened again, and waits
+            self._make_place(len(request.tokens), emit)
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
