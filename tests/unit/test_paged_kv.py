@@ -372,7 +372,8 @@ def test_of_a_sequence_the_end_is_evicted_first() -> None:
     kv.release(filled(kv, [5] * 48))
     for left in (32, 16, 0):
         kv.pool.evict_one()
-        assert kv.reuse_prefix(probe := SequenceKV(), [5] * 48) == left
+        probe = SequenceKV()
+        assert kv.reuse_prefix(probe, [5] * 48) == left
         kv.release(probe)
 
 
