@@ -269,8 +269,7 @@ class FakeRunner(Runner):
         assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)
         for item in requests:
-            own = len(item.branches) * (self._rounds.gamma + 1)
-            self.kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._rounds.gamma))
+            self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._rounds.gamma))
             if item.moved is not None:
                 self._move(item.kv, item.moved)
         return [self._draft(item, self._rounds) for item in requests]
