@@ -119,12 +119,12 @@ def refusal_over_http(stack: Stack, prompt: list[int], max_tokens: int) -> tuple
 def test_a_full_host_has_the_younger_one_give_way(plain: Stack, small: Stack, books: list[str], tokenizer: Any) -> None:
     """It goes on later; what host memory cannot hold by itself is refused."""
     prompt = tokenizer.encode(books[1][5000:35_000])
-    first, second = prompt[:1500], prompt[1500:1900]
-    fields: Any = {"max_tokens": 100, "ignore_eos": True}
-    wanted = [generate(plain.stub(), text, **fields).tokens for text in (first, second)]
-    call = small.stub().Generate(make_request(first, temperature=0, **fields))
+    texts = [(prompt[:1300], 300), (prompt[1300:1700], 200)]  # they need 101 and 38 pages of 128
+    wanted = [generate(plain.stub(), text, max_tokens=most, ignore_eos=True).tokens for text, most in texts]
+    (first, most), (second, fewer) = texts
+    call = small.stub().Generate(make_request(first, temperature=0, max_tokens=most, ignore_eos=True))
     tokens = list(next(call).token_ids)
-    younger = generate(small.stub(), second, **fields)
+    younger = generate(small.stub(), second, max_tokens=fewer, ignore_eos=True)
     for response in call:
         tokens += response.token_ids
     assert [tokens, younger.tokens] == wanted
