@@ -10,10 +10,13 @@ from config import TargetSettings
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
+from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from engine.step_loop import share_prefill
 from target_service.session import TargetSession
 from wire.messages import Proposal
+
+SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, that a step reads
 
 
 @dataclass
@@ -55,9 +58,12 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a pass gave. outputs: of each round, in order."""
+    """What a pass gave. outputs: of each round, in order. prompts: of each part of a prompt, the log probabilities of
+    the tokens behind its tokens, if they are asked for.
+    """
 
     outputs: list[SequenceOutput]
+    prompts: list[list[TokenLogprobs]]
     seconds: float
 
 
@@ -74,15 +80,32 @@ def plan_verify_step(
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
+        elif session.grammar is not None and not session.grammar.ready:
+            continue
         elif (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
             step.rounds.append(plan_round(session, None, now))
-    shares = share_prefill([session.unread for session in reading], settings.prefill_chunk)
+    shares = share_prefill(_readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
             step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))
     return step if step.rounds or step.prefills else None
+
+
+def _readable(reading: list[TargetSession]) -> list[int]:
+    """Return how many tokens each session may read in a step: all, but for those whose prompts are scored.
+
+    A row of logits is large, so that all of these together have SCORED_ROWS.
+    """
+    left, readable = SCORED_ROWS, []
+    for session in reading:
+        tokens = session.unread
+        if session.prompt_logprobs is not None:
+            tokens = min(tokens, left)
+            left -= tokens
+        readable.append(tokens)
+    return readable
 
 
 def _plan_reading(session: TargetSession, share: int, round_tokens: int, deterministic: bool) -> SequenceInput:
@@ -91,6 +114,8 @@ def _plan_reading(session: TargetSession, share: int, round_tokens: int, determi
     Where KV has to be that of the first time, tokens that were generated run in rounds again, as if they were proposed.
     """
     start, prompt_end = session.kv.length, session.prompt_tokens - 1
+    if session.prompt_logprobs is not None:
+        return SequenceInput(session.kv, session.tokens[start : start + share], logits="all")
     if not deterministic:
         return SequenceInput(session.kv, session.tokens[start : start + share])
     if start < prompt_end:
@@ -124,6 +149,9 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
         supports=proposal.supports if proposal is not None else [],
         sampling=session.sampling,
         base=base,
+        rules=session.rules,
+        committed=session.tokens,
+        logprobs=session.logprobs,
     )
     since = session.stats.waiting_since
     return VerifyRound(
