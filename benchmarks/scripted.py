@@ -80,8 +80,7 @@ class ScriptedRunner(Runner):
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)
-            own = len(item.branches) * (self._gamma + 1)
-            self.kv.grow(item.kv, max(base + self._gamma, item.kv.length + own))
+            self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._gamma))
             bases = [branch.length + 1 for branch in item.branches] or [base]
             bitmap = None if item.announce is None else self._announce(item.announce, min(bases))
             outputs.append(RoundOutput([self._drafted(at) for at in bases], bitmap))

@@ -1,4 +1,8 @@
-"""Which sessions are drafted for: KV room is promised for the whole length of each, and the others wait their turn."""
+"""Which sessions are drafted for.
+
+Their KV room grows as tokens come. Where it runs out, the session that was begun last gives way: its target decodes it
+plainly, and it waits its turn with those that found no room at all.
+"""
 
 from collections import Counter, deque
 
@@ -11,13 +15,16 @@ from wire.messages import Begin, Decline, Resync
 
 
 class Admission:
-    """Begins and drops sessions. Owns `reserved`, the KV pages promised to them, and `waiting`, those without room."""
+    """Begins and drops sessions.
+
+    sessions: those that are drafted for, in the order in which they were begun. waiting: those without room.
+    """
 
     def __init__(
         self, kv: KVCache, settings: DraftSettings, counters: Counter[str], grammars: Grammars | None = None
     ) -> None:
         self._kv, self._settings, self._counters, self._grammars = kv, settings, counters, grammars
-        self.reserved = 0
+        self.sessions: list[DraftSession] = []
         self.waiting: deque[tuple[TargetPeer, str]] = deque()
 
     def begin(self, peer: TargetPeer, begin: Begin) -> None:
@@ -39,28 +46,40 @@ class Admission:
         if begin.grammar and self._grammars is None:
             self._decline_for_good(peer, name, "this draft follows no grammars")
             return
-        pages = self._pages(begin.max_length)
-        if self.reserved + pages > self._kv.pool.num_pages:
-            self._counters["declined_sessions"] += 1
-            peer.send(Decline(name, "no room"))
+        if not self._has_room(len(begin.tokens)):
+            self._decline(peer, name)
             self.waiting.append((peer, name))
             return
-        self.reserved += pages
         grammar = None
         if begin.grammar and self._grammars is not None:
             grammar = self._grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
         session = DraftSession.from_begin(peer, begin, self._settings.gamma, grammar)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
+        self.sessions.append(session)
 
     def drop(self, session: DraftSession) -> None:
         """Release all that a session holds, and ask for the session that has waited longest for room."""
-        self._kv.release(session.kv)
-        self.reserved -= self._pages(session.max_length)
-        del session.peer.sessions[session.id]
+        self._release(session)
         if self.waiting:
             peer, name = self.waiting.popleft()
             peer.send(Resync(name))  # it went on without us: where does it stand now?
+
+    def preempt_youngest(self) -> None:
+        """Have the session that was begun last give its room to the others, and wait for room before all that do."""
+        session = self.sessions[-1]
+        self._decline(session.peer, session.id)
+        self._release(session)
+        self.waiting.appendleft((session.peer, session.id))
+
+    def _release(self, session: DraftSession) -> None:
+        self._kv.release(session.kv)
+        self.sessions.remove(session)
+        del session.peer.sessions[session.id]
+
+    def _decline(self, peer: TargetPeer, name: str) -> None:
+        self._counters["declined_sessions"] += 1
+        peer.send(Decline(name, "no room"))
 
     def end(self, peer: TargetPeer, name: str) -> None:
         """Drop a session that is over, if it is here, and forget it if it waits."""
@@ -91,6 +110,14 @@ class Admission:
     def _forget(self, peer: TargetPeer, name: str) -> None:
         self.waiting = deque(item for item in self.waiting if item != (peer, name))
 
-    def _pages(self, max_length: int) -> int:
-        """Return the pages that a session may come to hold: its tokens, a round, and the branches drafted behind it."""
-        return pages_for(max_length + (1 + self._settings.branches) * (self._settings.gamma + 1))
+    def _has_room(self, tokens: int) -> bool:
+        """Return whether one more session of so many tokens finds room beside what the others have tokens for.
+
+        A page for each of these is kept, so that it does not have to give way at once.
+        """
+        missing = sum(max(0, self._need(len(s.tokens)) - len(s.kv.pages)) for s in self.sessions)
+        return self._need(tokens) + missing + len(self.sessions) <= self._kv.pool.available
+
+    def _need(self, tokens: int) -> int:
+        """Return the pages of so many tokens, a round, and the branches that are drafted behind it."""
+        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.gamma + 1))

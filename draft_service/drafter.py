@@ -57,7 +57,7 @@ class Drafter:
     @property
     def session_count(self) -> int:
         """How many sessions are drafted for."""
-        return sum(len(peer.sessions) for peer in self._peers)
+        return len(self.admission.sessions)
 
     # Events from targets.
 
@@ -100,13 +100,20 @@ class Drafter:
     # Steps.
 
     def plan_step(self) -> DraftStep | None:
-        """Apply the events that have come and return the next step, None if there is nothing to do."""
+        """Apply the events that have come and return the next step, None if there is nothing to do.
+
+        The pages that it writes are taken; where they run out, sessions give way, the youngest first.
+        """
         self._apply_inbox()
-        sessions = [session for peer in self._peers for session in peer.sessions.values()]
-        foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
-        step = plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
+        while (step := self._plan_rounds()) is not None and not self.runner.kv.reserve(step.work):
+            self.admission.preempt_youngest()
         self._steps += step is not None
         return step
+
+    def _plan_rounds(self) -> DraftStep | None:
+        sessions = self.admission.sessions
+        foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
+        return plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model. Runs in the model thread; touches no session but through its KV."""

@@ -10,6 +10,7 @@ from draft_service.outcomes import likely_outcomes
 from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
+from engine.kv.pages import SequenceKV
 from engine.rounds.requests import AllowedTokens, Branch, DraftedTokens, RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
@@ -42,6 +43,12 @@ class DraftStep:
     rounds: list[PlannedRound]
     reading: list[DraftSession]
     inputs: list[SequenceInput]
+
+    @property
+    def work(self) -> list[tuple[SequenceKV, int]]:
+        """How many tokens the step adds to each sequence."""
+        rounds = [(item.request.kv, item.request.tokens_written(item.session.gamma)) for item in self.rounds]
+        return rounds + [(item.kv, len(item.tokens)) for item in self.inputs]
 
     @property
     def sessions(self) -> list[DraftSession]:

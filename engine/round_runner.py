@@ -79,8 +79,7 @@ class RoundRunner:
 
     def _draft(self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool) -> list[RoundOutput]:
         for item in requests:
-            own = max(1, len(item.branches)) * (self._settings.gamma + 1)
-            self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
+            self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
         shape = self._shape_of(requests, method, refreshes)
         round_ = self._round_of(shape, requests if asks else None)
         memories = [self._nobody if item.memory is None else item.memory for item in requests]

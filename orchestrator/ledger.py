@@ -19,7 +19,7 @@ class LedgerError(Exception):
 # Fields of a commit that are added to those of the same name.
 _SUMMED = (
     *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+    *("queue_seconds", "preemptions", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
 )
 
 
@@ -37,6 +37,8 @@ class SpeculationTotals:
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
+    queue_seconds: float = 0.0
+    preemptions: int = 0
     prefill_seconds: float = 0.0
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0

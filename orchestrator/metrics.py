@@ -17,7 +17,7 @@ OURS, VLLM = "specahead:", "vllm:"
 _AS_VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
     *("prompt_tokens", "generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
-    *("prefix_cache_queries", "prefix_cache_hits"),
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
@@ -47,6 +47,7 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
         self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the KV")
         self._found = self._counter("prefix_cache_hits", "Of these, found there")
+        self._preemptions = self._counter("num_preemptions", "Times that a request gave its KV room to older ones")
         self._generated = self._counter("generation_tokens", "Tokens committed")
         self._finished = self._by("request_success", "Requests that came to their end, by how", "finished_reason")
         self._failed = self._by("request_failed", "Requests that broke off after their first token", "reason")
@@ -54,7 +55,7 @@ class Metrics:
         self._first = self._histogram("time_to_first_token_seconds", "From request to first committed token")
         self._between = self._histogram("inter_token_latency_seconds", "From one token to the next")
         self._latency = self._histogram("e2e_request_latency_seconds", "From request to its end")
-        self._queued = self._histogram("request_queue_time_seconds", "Until the target had room")
+        self._queued = self._histogram("request_queue_time_seconds", "Until the target had room for the first time")
         self._prefill = self._histogram("request_prefill_time_seconds", "Steps that ran the prompt")
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
@@ -86,6 +87,7 @@ class Metrics:
             for _ in range(tokens):
                 self._between.observe(seconds / tokens)
         self._generated.inc(tokens)
+        self._preemptions.inc(commit.preemptions)
         if commit.drafted:
             self._drafts.inc()
             self._draft_tokens.inc(commit.drafted)

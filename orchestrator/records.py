@@ -20,8 +20,8 @@ MAX_CHOICES = 1024  # of one request
 @dataclass(frozen=True)
 class Limits:
     """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
-    which the target has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does
-    not say."""
+    which KV has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does not say.
+    """
 
     model_name: str
     vocab_size: int
@@ -30,6 +30,11 @@ class Limits:
     methods: tuple[str, ...] = ()
     kv_tokens: int = 0
     defaults: Sampling = field(default_factory=Sampling)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of a prompt and its answer, at most: those of a context, unless KV has room for fewer."""
+        return min(self.max_context, self.kv_tokens or self.max_context)
 
 
 def max_body(limits: Limits) -> int:
@@ -81,7 +86,7 @@ def check_count(tokens: int, limits: Limits) -> None:
 
 
 def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
-    message = f"This model's maximum context length is {limits.max_context} tokens; {what}."
+    message = f"This model's maximum context length is {limits.longest} tokens; {what}."
     return InvalidArgument(message, "prompt", "context_length_exceeded")
 
 
@@ -126,11 +131,11 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
     if prompt_tokens == 0:
         raise InvalidArgument("the prompt is empty", "prompt")
     max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
-    if max_tokens is None:  # room is reserved when a session starts: a default asks for no more than there is
-        max_tokens = max(1, min(limits.max_context, limits.kv_tokens or limits.max_context) - prompt_tokens)
+    if max_tokens is None:
+        max_tokens = max(1, limits.longest - prompt_tokens)
     if (request.min_tokens or 0) > max_tokens:
         raise InvalidArgument(f"min_tokens {request.min_tokens}: at most max_tokens, {max_tokens}", "min_tokens")
-    if prompt_tokens + max_tokens > limits.max_context:
+    if prompt_tokens + max_tokens > limits.longest:
         raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
     return max_tokens
 

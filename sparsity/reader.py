@@ -39,6 +39,10 @@ class Reader:
     def __post_init__(self) -> None:
         check_method(self.method, self.plan)
 
+    def anew(self) -> "Reader":
+        """Return a reader like this one that remembers nothing."""
+        return Reader(self.method, self.plan, self.report_blocks)
+
     @property
     def announced_rows(self) -> int:
         """Rows that an announcement must have; 0 if the method takes none."""

@@ -1,7 +1,9 @@
 """Which sessions are open: what may be opened, who waits for room, who runs, and whose pages are still to be released.
 
-Room is reserved when a session starts to run, for all that it may come to hold: nothing that runs is ever evicted.
-Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who opened a session.
+Room grows as tokens come. A session starts to run when its tokens and a few more fit; when pages run out, the one that
+started last gives way to the others, and goes on before any that has not run yet. So the oldest always runs, and all
+come to their end. Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who
+opened a session.
 """
 
 import time
@@ -22,10 +24,10 @@ from wire.messages import Exactness, Open, ServedEvent
 
 
 class Admission:
-    """Owns the table of sessions and the reservation of KV pages.
+    """Owns the table of sessions, and says who runs.
 
-    running: sessions that have room, by name, in the order in which they got it. queue: those that wait for room.
-    reserved: KV pages that sessions may come to hold. report_blocks: whether the readers of sessions report which
+    running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
+    run are older. queue: those that have not run yet. report_blocks: whether the readers of sessions report which
     blocks they read. grammars: what compiles those of sessions; None: sessions have none.
     """
 
@@ -39,18 +41,19 @@ class Admission:
         grammars: Grammars | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
-        self._kv, self._vocab_size = runner.kv, runner.vocab_size
+        self.preempted: deque[TargetSession] = deque()
+        self.queue: deque[TargetSession] = deque()
+        self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
         self._report_blocks, self._grammars = report_blocks, grammars
-        self.queue: deque[TargetSession] = deque()
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
-        self.reserved = 0
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
 
     def everyone(self) -> Iterator[TargetSession]:
         """Yield all open sessions, those that wait included."""
         yield from self.running.values()
+        yield from self.preempted
         yield from self.queue
 
     def is_open(self, session: TargetSession) -> bool:
@@ -65,7 +68,8 @@ class Admission:
         Where all places of the queue are taken, whoever has the most of them gives one to one who has fewer.
         """
         self._check_request(request)
-        self._make_room(request.prompt_tokens + request.max_tokens, emit)
+        if len(request.tokens) == request.prompt_tokens:  # one that has tokens already is opened again, and waits
+            self._make_place(len(request.tokens), emit)
         grammar = self._grammar(request)
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
@@ -77,6 +81,7 @@ class Admission:
             stop_token_ids=frozenset(stop_token_ids),
             sampling=request.sampling,
             emit=emit,
+            queued_at=time.monotonic(),
             rules=rules if grammar is None else (*rules, grammar),
             grammar=grammar,
             logprobs=request.alternatives if request.wants_logprobs else None,
@@ -132,97 +137,114 @@ class Admission:
                 f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {self._kv.pool.num_pages}"
             )
 
-    def _make_room(self, length: int, emit: Callable[[ServedEvent], None]) -> None:
-        """Raise ResourceExhausted if a session of `length` tokens may not even wait for room."""
-        while True:
-            try:
-                self._check_room(length)
-                return
-            except ResourceExhausted:
-                waiting = Counter(session.emit for session in self.queue)
-                most = max(waiting, key=waiting.__getitem__, default=emit)
-                if waiting[most] <= waiting[emit] + 1:
-                    raise
-                newest = next(session for session in reversed(self.queue) if session.emit == most)
-                self.queue.remove(newest)
-                newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
+    def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
+        """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
+        most = self._settings.max_queued
+        while (queued := self._queued_with(tokens)) > most:
+            waiting = Counter(session.emit for session in self.queue)
+            greediest = max(waiting, key=waiting.__getitem__, default=emit)
+            if waiting[greediest] <= waiting[emit] + 1:
+                raise ResourceExhausted(
+                    f"no place is free, and {queued - 1} sessions are queued already of at most {most}; try again later"
+                )
+            newest = next(session for session in reversed(self.queue) if session.emit == greediest)
+            self.queue.remove(newest)
+            newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
 
-    def _check_room(self, length: int) -> None:
-        """Raise ResourceExhausted if a session of `length` tokens may not even wait for room."""
-        need = self._need(length)
-        waiting, most = self._waiting_with(need), self._settings.max_queued
-        if waiting > most:
-            raise ResourceExhausted(
-                f"no place is free, and {waiting - 1} sessions are queued already of at most {most}; try again later"
-            )
-        taken = self.reserved - self._leaving + sum(self._need(session.max_length) for session in self.queue)
-        if self._kv.offloads and taken + need > self._kv.pool.num_pages:
-            raise ResourceExhausted(
-                f"{length} tokens need {need} KV pages, open sessions have {taken} of the {self._kv.pool.num_pages} "
-                "in host memory; try again later"
-            )
-
-    def _waiting_with(self, need: int) -> int:
-        """Return how many sessions the next step would leave in the queue if one more of `need` pages were in it."""
-        places = self._settings.max_sessions - len(self.running)
-        room = self._kv.pool.num_pages - self.reserved + self._leaving
-        needs = [*(self._need(session.max_length) for session in self.queue), need]
+    def _queued_with(self, tokens: int) -> int:
+        """Return how many sessions the next step would leave in the queue if one more of so many tokens were in it."""
+        references = self._kv.pool.references
+        leaving = sum(references[page] == 1 for session in self._closed for page in session.kv.pages)
+        running, free = len(self.running), self._free_pages() + leaving
+        needs = [self._need(len(session.tokens)) for session in (*self.preempted, *self.queue)]
         admitted = 0
-        while admitted < min(places, len(needs)) and needs[admitted] <= room:
-            room -= needs[admitted]
-            admitted += 1
-        return len(needs) - admitted
+        for need in (*needs, self._need(tokens)):
+            if not self._may_run(need, running, free):
+                break
+            admitted, running, free = admitted + 1, running + 1, free - need
+        return min(len(needs) + 1 - admitted, len(self.queue) + 1)
 
-    @property
-    def _leaving(self) -> int:
-        """Reserved pages of sessions that have ended."""
-        return sum(self._need(session.max_length) for session in self._closed)
+    # Room.
 
-    def _need(self, max_length: int) -> int:
-        """Return how many KV pages a session may come to hold: its tokens and one round beyond them."""
-        return pages_for(max_length + self._settings.gamma + 1)
+    def _need(self, tokens: int) -> int:
+        """Return the KV pages of so many tokens and one round beyond them."""
+        return pages_for(tokens + self._settings.gamma + 1)
+
+    def _free_pages(self) -> int:
+        """Return how many pages nobody holds and none that runs needs for the tokens that it has and its next round."""
+        running = self.running.values()
+        missing = sum(max(0, self._need(len(session.tokens)) - len(session.kv.pages)) for session in running)
+        return self._kv.pool.available - missing
+
+    def _may_run(self, need: int, running: int, free: int) -> bool:
+        """Return whether one more session, which needs so many pages, may run beside so many others.
+
+        Some of the free pages are kept, so that it does not have to give way at once. By itself it always fits.
+        """
+        kept = max(running, self._kv.pool.num_pages // 100)
+        return running == 0 or (running < self._settings.max_sessions and need + kept <= free)
 
     # Between steps.
 
     def admit(self) -> list[TargetSession]:
-        """Let sessions run while there is room; return those that start.
+        """Let sessions run while there is room; return those that start or go on.
 
-        The turn is theirs who have the fewest running, and of these the first that came. A session takes over indexed
-        pages that hold a prefix of its prompt.
+        First come those that gave way. Then the turn is theirs who have the fewest running, and of these the first that
+        came. A session takes over indexed pages that hold a prefix of its tokens.
         """
         admitted = []
-        while self.queue and len(self.running) < self._settings.max_sessions:
-            running = Counter(session.emit for session in self.running.values())
-            session = min(self.queue, key=lambda waiting: running[waiting.emit])  # the first of several
-            if self.reserved + self._need(session.max_length) > self._kv.pool.num_pages:
+        while self.preempted or self.queue:
+            session = self._next()
+            if not self._may_run(self._need(len(session.tokens)), len(self.running), self._free_pages()):
                 break
-            self.queue.remove(session)
-            self.reserved += self._need(session.max_length)
-            self.running[session.id] = session
-            session.epoch = self._first_epoch
-            if session.prompt_logprobs is None:  # else the whole prompt is read
-                self._kv.reuse_prefix(session.kv, session.tokens[:-1])
-            session.stats.cached_tokens = session.kv.length
-            session.stats.queue_seconds = time.monotonic() - session.opened_at
-            self._counters["opened_sessions"] += 1
+            self._start(session)
             admitted.append(session)
         return admitted
+
+    def _next(self) -> TargetSession:
+        """Return the session that is the next to run. One must be waiting."""
+        if self.preempted:
+            return self.preempted[0]
+        running = Counter(session.emit for session in self.running.values())
+        return min(self.queue, key=lambda waiting: running[waiting.emit])  # the first of several
+
+    def _start(self, session: TargetSession) -> None:
+        """Let a session run that waits for room."""
+        # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
+        known = session.prompt_tokens if self._deterministic else len(session.tokens)
+        if session.prompt_logprobs is None:  # else the whole prompt is read
+            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1])
+        if self.preempted:
+            self.preempted.remove(session)
+        else:
+            self.queue.remove(session)
+            session.epoch = self._first_epoch
+            session.stats.cached_tokens = session.kv.length
+            self._counters["opened_sessions"] += 1
+        self.running[session.id] = session
+        session.stats.queue_seconds += time.monotonic() - session.queued_at
+
+    def preempt_youngest(self) -> None:
+        """Have the session that started last give its room to the others. No step may be running."""
+        _, session = self.running.popitem()
+        self._kv.release(session.kv)
+        session.give_way()
+        self.preempted.appendleft(session)
+        self._counters["preemptions"] += 1
 
     def release_closed(self) -> None:
         """Release the pages of sessions that have ended. No step may be running."""
         for session in self._closed:
             self._kv.release(session.kv)
-            self.reserved -= self._need(session.max_length)
         self._closed.clear()
 
     # Ending.
 
     def close(self, session: TargetSession) -> None:
-        """End a running session. Its name is free at once; its pages are when no step runs."""
-        self._closed.append(session)
+        """End a session that runs or waits. Its name is free at once; its pages are when no step runs."""
         self._first_epoch = max(self._first_epoch, session.epoch + 1)
-        del self.running[session.id]
-
-    def drop_queued(self, name: str) -> None:
-        """Forget the session of that name if it waits for room."""
-        self.queue = deque(session for session in self.queue if session.id != name)
+        if self.is_open(session):
+            self._closed.append(session)
+            del self.running[session.id]
+        else:
+            (self.preempted if session in self.preempted else self.queue).remove(session)

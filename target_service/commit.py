@@ -39,6 +39,7 @@ def commit_round(
         kv_tokens_fetched=output.tokens_fetched,
         cached_tokens=stats.cached_tokens,
         queue_seconds=stats.queue_seconds,
+        preemptions=stats.preemptions,
         announced_bytes=stats.announced_bytes,
         stale_rounds=stats.stale_rounds,
         prefill_seconds=stats.prefill_seconds,

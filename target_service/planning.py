@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from config import TargetSettings
-from engine.inputs import Logits, SequenceInput, SequenceOutput
+from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
+from engine.sampling import Sampling
 from engine.step_loop import share_prefill
 from target_service.session import TargetSession
 from wire.messages import Proposal
@@ -43,6 +45,11 @@ class VerifyStep:
         return [item.input for item in self.rounds] + [item for _, item in self.prefills]
 
     @property
+    def work(self) -> list[tuple[SequenceKV, int]]:
+        """How many tokens the pass adds to each sequence."""
+        return [(item.kv, len(item.tokens)) for item in self.inputs]
+
+    @property
     def sessions(self) -> Iterator[TargetSession]:
         """The sessions that take part."""
         yield from (item.session for item in self.rounds)
@@ -61,11 +68,12 @@ class VerifyResult:
 
 
 def plan_verify_step(
-    sessions: Iterable[TargetSession], settings: TargetSettings, counters: Counter[str], now: float
+    sessions: Iterable[TargetSession], settings: TargetSettings, deterministic: bool, counters: Counter[str], now: float
 ) -> VerifyStep | None:
     """Return the next step of these sessions, in order of their arrival; None if there is nothing to run.
 
     A session that waits for its draft too long at the time `now` is decoded plainly until the draft is ready again.
+    deterministic: whether KV has to be that of the first time also where it is read again.
     """
     step = VerifyStep()
     reading: list[TargetSession] = []
@@ -81,10 +89,7 @@ def plan_verify_step(
     shares = share_prefill(_readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
-            start = session.kv.length
-            tokens = session.tokens[start : start + share]
-            logits: Logits = "none" if session.prompt_logprobs is None else "all"
-            step.prefills.append((session, SequenceInput(session.kv, tokens, logits)))
+            step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))
     return step if step.rounds or step.prefills else None
 
 
@@ -101,6 +106,23 @@ def _readable(reading: list[TargetSession]) -> list[int]:
             left -= tokens
         readable.append(tokens)
     return readable
+
+
+def _plan_reading(session: TargetSession, share: int, round_tokens: int, deterministic: bool) -> SequenceInput:
+    """Return a part of the committed tokens without KV: up to `share` of them, as a prompt.
+
+    Where KV has to be that of the first time, tokens that were generated run in rounds again, as if they were proposed.
+    """
+    start, prompt_end = session.kv.length, session.prompt_tokens - 1
+    if session.prompt_logprobs is not None:
+        return SequenceInput(session.kv, session.tokens[start : start + share], logits="all")
+    if not deterministic:
+        return SequenceInput(session.kv, session.tokens[start : start + share])
+    if start < prompt_end:
+        return SequenceInput(session.kv, session.tokens[start : min(start + share, prompt_end)])
+    first, *others = session.tokens[start : start + min(share, round_tokens)]
+    drafted = Drafted(others, [], Sampling(temperature=0.0), start + 1)
+    return SequenceInput(session.kv, [first, *others], logits="all", drafted=drafted)
 
 
 def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: Counter[str], now: float) -> bool:

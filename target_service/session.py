@@ -31,12 +31,14 @@ class DraftPeer:
 class RoundStats:
     """Statistics of the round in the making; reset with every commit.
 
-    cached_tokens: of the prompt, that were found in the KV. queue_seconds: until there was room. waiting_since: when
-    the target began to wait for the round's proposal, None if it does not.
+    cached_tokens: of the prompt, that were found in the KV. queue_seconds: spent waiting for room. preemptions: how
+    often the session gave way. waiting_since: when the target began to wait for the round's proposal, None if it does
+    not.
     """
 
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    preemptions: int = 0
     stale_rounds: int = 0
     announced_bytes: int = 0
     prefill_seconds: float = 0.0
@@ -47,15 +49,16 @@ class RoundStats:
 class TargetSession:
     """All that the target knows of a session.
 
-    tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once the
-    prompt is read. emit: where its commits go. rules: what changes its logits; grammar is one of them. logprobs: as of
-    `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its first, as far as it is read; None if
-    not asked for, or told already. traceparent: of its request, if that is traced. reader: how an approximate session
-    reads; None: everything. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next
-    one assume different outcomes of this one. foreseen: whether the current round was proposed before the last verdict,
-    so that proposals for other outcomes may still arrive. held: what was announced for the round judged last, by its
-    key. last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which
-    blocks the next round reads; reads: what the last round that was looked at read.
+    tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once they are
+    read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
+    grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
+    first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's proposals.
+    proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
+    round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held: what was
+    announced for the round judged last, by its key. last_judged: the round judged last, and its verdict. reads_wanted:
+    whether someone wants to look at which blocks the next round reads; reads: what the last round that was looked at
+    read.
     """
 
     id: str
@@ -65,6 +68,7 @@ class TargetSession:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
+    queued_at: float
     rules: tuple[LogitRule, ...] = ()
     grammar: GrammarState | None = None
     logprobs: int | None = None
@@ -83,7 +87,6 @@ class TargetSession:
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
-    opened_at: float = field(default_factory=time.monotonic)
     reads_wanted: bool = False
     reads: SessionReads | None = None
 
@@ -171,6 +174,14 @@ class TargetSession:
 
     def _is_ahead(self, key: RoundKey) -> bool:
         return key[0] == self.epoch and key[1] >= self.round
+
+    def give_way(self) -> None:
+        """Wait for room again, with the tokens that are committed and nothing else."""
+        if self.reader is not None:
+            self.reader = self.reader.anew()
+        self.stats.waiting_since = None
+        self.stats.preemptions += 1
+        self.queued_at = time.monotonic()
 
     def forget_draft(self) -> None:
         """Go on without the present draft: nothing that it has sent counts any more."""

@@ -95,7 +95,8 @@ class Verifier:
         return {
             **self.runner.kv.gauges,
             "sessions": len(running),
-            "queued_sessions": len(self.admission.queue),
+            "queued_sessions": len(self.admission.queue) + len(self.admission.preempted),
+            "preempted_sessions": len(self.admission.preempted),
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
             "drafts": len(self.protocol.drafts),
@@ -114,12 +115,10 @@ class Verifier:
 
     def abort(self, name: str) -> None:
         """End a session, also during a step on it; unknown ones are ignored, since an abort may cross the end."""
-        session = self.admission.running.get(name)
-        if session is None:
-            self.admission.drop_queued(name)
-            return
-        self.counters["aborted_sessions"] += 1
-        self._close(session)
+        session = next((session for session in self.admission.everyone() if session.id == name), None)
+        if session is not None:
+            self.counters["aborted_sessions"] += session not in self.admission.queue
+            self._close(session)
 
     def close_all(self, error: ServiceError) -> None:
         """Tell every session's owner why it ends."""
@@ -133,13 +132,23 @@ class Verifier:
     # Steps.
 
     def plan_step(self) -> VerifyStep | None:
-        """Admit sessions for which there is room, and return what to run next; None if there is nothing."""
+        """Admit sessions for which there is room, and return what to run next; None if there is nothing.
+
+        The pages that it writes are taken; where they run out, sessions give way, the youngest first.
+        """
         self.admission.release_closed()
         for session in self.admission.admit():
             self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
             self.protocol.assign(session, wait=True)
-        running = self.admission.running.values()
-        return plan_verify_step(running, self.settings, self.counters, time.monotonic())
+        while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
+            *_, youngest = self.admission.running.values()
+            self.protocol.end(youngest)
+            self.admission.preempt_youngest()
+        return step
+
+    def _plan_running(self) -> VerifyStep | None:
+        running, now = self.admission.running.values(), time.monotonic()
+        return plan_verify_step(running, self.settings, self.runner.deterministic, self.counters, now)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -167,7 +176,9 @@ class Verifier:
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))
                     session.prompt_logprobs += told[known:]
-                self._index(session)
+                # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
+                dense = session.prompt_tokens - 1 if self.runner.deterministic else None
+                self.runner.kv.index_prefix(session.kv, session.tokens, dense)
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if self.admission.is_open(item.session):
                 self._finish_round(item, output, result.seconds)
@@ -209,7 +220,8 @@ class Verifier:
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
         self._trace(session, commit)
-        self._index(session)
+        if session.reads_all and not self.runner.deterministic:
+            self.runner.kv.index_prefix(session.kv, session.tokens)
         self.counters["committed_tokens"] += len(commit.tokens)
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
         self.counters["foreseen_rounds"] += session.foreseen
@@ -243,13 +255,6 @@ class Verifier:
         self._spans.add(
             parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted
         )
-
-    def _index(self, session: TargetSession) -> None:
-        """Offer KV to later sessions: all that was computed densely, which for a sparse session is its prompt."""
-        # A deterministic runner's KV is the same for all who read a prompt, not for those who drafted it.
-        if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not session.reads_all)):
-            return
-        self.runner.kv.index_prefix(session.kv, session.tokens)
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:

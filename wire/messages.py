@@ -181,6 +181,7 @@ class Commit:
     kv_tokens_fetched: int = 0
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    preemptions: int = 0
     announced_bytes: int = 0
     stale_rounds: int = 0
     prefill_seconds: float = 0.0

@@ -59,11 +59,9 @@ class KVCache:
         The tokens that these sequences have are committed from now on. Raises OutOfPages if there is no room; then the
         sequences are as they were.
         """
-        missing = sum(max(0, pages_for(s.length + tokens) - len(s.pages)) for s, tokens in work)
-        if missing > self.pool.available:
-            raise OutOfPages(f"{missing} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
-        for sequence, tokens in work:
-            self.grow(sequence, sequence.length + tokens)
+        if not self.reserve(work):
+            wanted = sum(_missing_pages(*item) for item in work)
+            raise OutOfPages(f"{wanted} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
 
     def gpu_pages(self, sequence: SequenceKV) -> np.ndarray:
         """Return each page's index in `k_pages` and `v_pages`, -1 for one that is not there: int32 [pages]."""
@@ -173,6 +171,20 @@ class KVCache:
         if missing > 0:
             sequence.pages += self.pool.allocate(missing)
 
+    def reserve(self, work: list[tuple[SequenceKV, int]]) -> bool:
+        """Have pages for a pass that adds so many tokens to each sequence. Returns False, and changes nothing, if there
+        are too few, or too few slots for the means of sequences that may be read sparsely.
+        """
+        if self.means is not None:
+            sparse = [sequence for sequence, _ in work if not sequence.dense]
+            if sum(map(self.means.missing, sparse)) > len(self.means.free):
+                return False
+        if sum(_missing_pages(*item) for item in work) > self.pool.available:
+            return False
+        for sequence, tokens in work:
+            self.grow(sequence, sequence.length + tokens)
+        return True
+
     def truncate(self, sequence: SequenceKV, length: int) -> None:
         """Roll back to `length` tokens: free the pages behind it. It copies nothing.
 
@@ -194,8 +206,11 @@ class KVCache:
             self.means.truncate(sequence)
 
     def release(self, sequence: SequenceKV) -> None:
-        """Give all pages back; the sequence is empty afterwards."""
-        self.pool.release(sequence.pages)
+        """Give all pages back; the sequence is empty afterwards.
+
+        Where they are kept for their prefix the last page is evicted first, since those behind an evicted one are lost.
+        """
+        self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
         sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
         if self.means is not None:
@@ -234,3 +249,8 @@ class KVCache:
             page = sequence.pages[sequence.indexed]
             sequence.serial = self.pool.index(page, next_prefix(sequence, tokens))
             sequence.indexed += 1
+
+
+def _missing_pages(sequence: SequenceKV, tokens: int) -> int:
+    """Return how many pages a sequence lacks for so many tokens more."""
+    return max(0, pages_for(sequence.length + tokens) - len(sequence.pages))

@@ -30,16 +30,20 @@ class GroupMeanPool:
 
     def extend(self, sequence: SequenceKV, make: Callable[[np.ndarray, Tensor, "GroupMeanPool"], None]) -> None:
         """Make the means of groups that are complete, by KVCache.make_means; all tokens must be committed."""
-        first, last = len(sequence.groups), sequence.length // self.group_size
-        if first >= last:
+        first, count = len(sequence.groups), self.missing(sequence)
+        if not count:
             return
-        if last - first > len(self.free):
-            raise OutOfPages(f"{last - first} group means wanted, {len(self.free)} slots are free")
-        slots = [self.free.pop() for _ in range(last - first)]
+        if count > len(self.free):
+            raise OutOfPages(f"{count} group means wanted, {len(self.free)} slots are free")
+        slots = [self.free.pop() for _ in range(count)]
         per_group = self.group_size // PAGE_SIZE
-        pages = sequence.table()[first * per_group : last * per_group].reshape(-1, per_group)
+        pages = sequence.table()[first * per_group : (first + count) * per_group].reshape(-1, per_group)
         make(pages, torch.tensor(slots, device=self.k.device), self)
         sequence.groups += slots
+
+    def missing(self, sequence: SequenceKV) -> int:
+        """Return how many complete groups of a sequence have no means yet."""
+        return max(0, sequence.length // self.group_size - len(sequence.groups))
 
     def truncate(self, sequence: SequenceKV) -> None:
         """Free the means of groups that the sequence no longer fills."""

@@ -161,6 +161,11 @@ class RoundRequest:
         if not self.refresh and (self.memory is None or self.memory.index is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
 
+    def tokens_written(self, gamma: int) -> int:
+        """Return how many tokens of KV the round adds: the pending ones or the branches, and the drafted ones."""
+        branches = max(1, len(self.branches)) * (gamma + 1)
+        return max(branches, len(self.tokens) + gamma)
+
 
 @dataclass(frozen=True)
 class DraftedTokens:

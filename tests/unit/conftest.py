@@ -19,6 +19,7 @@ SLOW = {
     "test_offload.py",
     "test_paged_attention_triton.py",
     "test_pass_shapes.py",
+    "test_preemption.py",
     "test_rejection_triton.py",
     "test_selection_triton.py",
 }

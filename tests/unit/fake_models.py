@@ -170,7 +170,7 @@ class FakeRunner(Runner):
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
             if item.drafted.is_plain:
-                (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+                (out.verdict,) = judge_rounds([out.logits], [item.drafted], self.deterministic)
                 out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
             else:
                 (judged,) = judge_by_rules(out.logits[None], [item.drafted])
@@ -274,8 +274,7 @@ class FakeRunner(Runner):
         assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)
         for item in requests:
-            own = len(item.branches) * (self._rounds.gamma + 1)
-            self.kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._rounds.gamma))
+            self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._rounds.gamma))
             if item.moved is not None:
                 self._move(item.kv, item.moved)
         return [self._draft(item, self._rounds) for item in requests]
@@ -373,16 +372,16 @@ def judge_rounds(
     logits: [len(tokens) + 1, vocab] each, row i for position base + i
     """
     device, vocab = logits[0].device, logits[0].shape[1]
-    gamma = max(len(item.tokens) for item in rounds)
+    gamma, count = max(len(item.tokens) for item in rounds), max(2, len(rounds))  # pinned steps have several rows
     cuts = cuts_of(rounds)
-    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds), cuts), device)
+    staging = Staging(verdict_layout(count, gamma, support_of(rounds), cuts), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
-    padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
-    for row, rows in zip(padded, logits, strict=True):
+    padded = torch.zeros(count, gamma + 1, vocab, device=device)
+    for row, rows in zip(padded, logits, strict=False):
         row[: len(rows)] = rows
     accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted, cuts)
-    return list(zip(accepted.tolist(), following.tolist(), strict=True))
+    return list(zip(accepted.tolist(), following.tolist(), strict=True))[: len(rounds)]
 
 
 def limit_support(probs: Tensor, support: int) -> tuple[Tensor, Tensor]:

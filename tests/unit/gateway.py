@@ -84,6 +84,7 @@ class ScriptedRouter:
                     drafted=4,
                     accepted=1,
                     cached_tokens=3 if at == 0 else 0,
+                    preemptions=int(last),
                     logprobs=self._logprobs(record, tokens[at : at + 2]),
                     prompt_logprobs=self._logprobs(record, prompt[1:]) if at == 0 else [],
                     finish_reason=reason if last else FinishReason.NONE,

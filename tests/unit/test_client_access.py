@@ -138,6 +138,7 @@ async def test_refused_requests_are_counted_apart(router: ScriptedRouter) -> Non
         assert found[f"{prefix}:e2e_request_latency_seconds_count{{{label}}}"] == 1
         assert found[f"{prefix}:request_queue_time_seconds_count{{{label}}}"] == 1
         assert found[f"{prefix}:num_requests_waiting{{{label}}}"] == 0
+        assert found[f"{prefix}:num_preemptions_total{{{label}}}"] == 1
         assert "# TYPE " + prefix + ":generation_tokens_total counter" in text
     assert found[f'specahead:request_refused_total{{{label},reason="invalid_api_key"}}'] == 1
     assert found[f'specahead:request_refused_total{{{label},reason="rate_limit_exceeded"}}'] == 1
@@ -158,6 +159,7 @@ async def test_the_log_tells_who_and_why_and_never_what(
     done, wrong, strange = (vars(record) for record in caplog.records if record.name == "orchestrator.observing")
     assert (done["msg"], done["key"], done["outcome"], done["tokens"]) == ("request done", "alice", "length", 8)
     assert done["seconds"] >= done["first_token_seconds"] > 0
+    assert (done["queue_seconds"], done["preemptions"]) == (0, 1)
     assert (wrong["msg"], wrong["key"], wrong["status"]) == ("request refused", "alice", 400)
     assert wrong["request"] == "mine"
     assert (strange["status"], strange["code"]) == (401, "invalid_api_key")

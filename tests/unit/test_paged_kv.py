@@ -367,14 +367,23 @@ def test_the_page_released_longest_ago_is_evicted_first() -> None:
     assert found == [0, 16, 0]
 
 
+def test_of_a_sequence_the_end_is_evicted_first() -> None:
+    kv = small()
+    kv.release(filled(kv, [5] * 48))
+    for left in (32, 16, 0):
+        kv.pool.evict_one()
+        probe = SequenceKV()
+        assert kv.reuse_prefix(probe, [5] * 48) == left
+        kv.release(probe)
+
+
 def test_an_evicted_beginning_hides_what_followed_it() -> None:
     """Pages whose beginning is gone are not found, nor does a new beginning of another page bring them back."""
     kv = small()
     tokens = [5] * 32
-    kv.release(filled(kv, tokens))
-    while kv.reuse_prefix(probe := SequenceKV(), tokens[:16]):
-        kv.release(probe)
-        kv.pool.evict_one()
+    for page in filled(kv, tokens).pages:  # the beginning first, other than a sequence is released
+        kv.pool.release([page])
+    kv.pool.evict_one()
     fresh = filled(kv, tokens[:16])
     assert kv.reuse_prefix(SequenceKV(), tokens) == 16
     assert len(fresh.pages) == 1
@@ -669,6 +678,22 @@ def test_means_that_find_too_few_slots_change_nothing() -> None:
     kv.release(first)
     kv.extend_group_means([second])
     assert len(second.groups) == 2
+
+
+def test_room_for_a_pass_is_taken_wholly_or_not_at_all() -> None:
+    """Pages for all its sequences, and slots for the means of those that are not always read wholly."""
+    kv = small()
+    kv.keep_group_means(16, slots=3)
+    first, second = filled(kv, [1] * 32), filled(kv, [2] * 32)
+    second.dense = True
+    available = kv.pool.available
+    assert not kv.reserve([(first, 16), (second, PAGE_SIZE * available)])
+    assert (len(first.pages), len(second.pages), kv.pool.available) == (2, 2, available)
+    assert kv.reserve([(first, 16), (second, PAGE_SIZE * (available - 1))])
+    assert (len(first.pages), len(second.pages), kv.pool.available) == (3, 1 + available, 0)
+    assert kv.reserve([(first, 16), (second, 1)]), "it is there already"
+    second.dense = False
+    assert not kv.reserve([(first, 1), (second, 1)]), "four groups, three slots"
 
 
 # The ledger alone

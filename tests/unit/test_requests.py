@@ -94,6 +94,18 @@ def test_a_prompt_and_output_beyond_the_context() -> None:
     refused("max_tokens is 9223372036854775807", max_tokens=2**63 - 1)
 
 
+def test_a_prompt_and_output_beyond_the_kv_that_there_is() -> None:
+    """In the words for a context that is too short, which clients know."""
+    limits = replace(LIMITS, kv_tokens=60)
+    assert record(limits=limits, prompt=[1] * 50, max_tokens=10).max_tokens == 10
+    refused(
+        "maximum context length is 60 tokens; your prompt has 50 tokens, and max_tokens is 11",
+        limits=limits,
+        prompt=[1] * 50,
+        max_tokens=11,
+    )
+
+
 def test_a_text_that_cannot_fit_is_not_even_tokenized() -> None:
     """The tokenizer given here would raise something else."""
     refused("your prompt has 6401 characters", SimpleNamespace(added_tokens_decoder={}), prompt="x" * 6401)
