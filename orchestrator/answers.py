@@ -125,7 +125,8 @@ class CompletionAnswer(Answer):
         self._totals.add(chunk)
         self._texts[chunk.choice] += chunk.text
         self._reasons[chunk.choice] = reason = chunk.reason
-        return [self._piece(_choice(chunk.choice, {"text": chunk.text}, reason))] if chunk.text or reason else []
+        said = {"text": chunk.text} | _mark(chunk)
+        return [self._piece(_choice(chunk.choice, said, reason))] if chunk.text or reason else []
 
     def closing(self) -> list[Event]:
         """Return what a stream says when all choices have ended."""
@@ -175,7 +176,8 @@ class ChatAnswer(Answer):
         deltas = [Delta(chunk.text)] if chunk.text else []
         if message.parser is not None:
             deltas = message.parser.feed(chunk.text, reason is not None)
-        said = [self._piece(chunk.choice, part) for delta in deltas if (part := self._take(message, delta))]
+        mark = _mark(chunk)
+        said = [self._piece(chunk.choice, part, mark=mark) for delta in deltas if (part := self._take(message, delta))]
         if reason is None:
             return said
         message.reason = "tool_calls" if message.calls and reason == "stop" else reason
@@ -209,8 +211,14 @@ class ChatAnswer(Answer):
         body = self._head | {"object": "chat.completion", "choices": choices, "usage": self._totals.usage()}
         return body | self._totals.speculation()
 
-    def _piece(self, index: int, delta: Event, reason: str | None = None) -> Event:
-        return self._head | {"object": "chat.completion.chunk", "choices": [_choice(index, {"delta": delta}, reason)]}
+    def _piece(self, index: int, delta: Event, reason: str | None = None, mark: Event | None = None) -> Event:
+        choice = _choice(index, {"delta": delta} | (mark or {}), reason)
+        return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def _mark(chunk: Chunk) -> Event:
+    """Return whether a chunk's tokens were drafted and accepted, for requests that ask for it."""
+    return {} if chunk.accepted is None else {"accepted": chunk.accepted}
 
 
 def _message(message: _Message, most_calls: int | None) -> Event:

@@ -17,12 +17,15 @@ from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
-from wire.messages import FinishReason
+from wire.messages import Commit, FinishReason
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals."""
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
+
+    accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
+    """
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -32,6 +35,7 @@ class Chunk:
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
+    accepted: bool | None = None
 
     @property
     def reason(self) -> str | None:
@@ -129,19 +133,20 @@ class Frontend:
                         yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
                     watch.round(len(item.tokens))
-                    shown = item.tokens
-                    if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
-                        shown = shown[:-1]  # the token that ends the text is not in it
-                    text = detokenizer.push(shown)
-                    if item.finish_reason is not FinishReason.NONE:
-                        text += detokenizer.finish()
-                    text, stopped = finder.push(text)
-                    if stopped or item.finish_reason is not FinishReason.NONE:
-                        reason = FinishReason.STOP if stopped else item.finish_reason
-                        outcome = reason.name.lower()
-                        yield _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
-                        return
-                    yield Chunk(text, item.tokens, choice=choice)
+                    for tokens, reason, accepted in _parts(item, bool(request.mark_accepted)):
+                        shown = tokens
+                        if reason is FinishReason.STOP and not request.include_stop_str_in_output:
+                            shown = shown[:-1]  # the token that ends the text is not in it
+                        text = detokenizer.push(shown)
+                        if reason is not FinishReason.NONE:
+                            text += detokenizer.finish()
+                        text, stopped = finder.push(text)
+                        if stopped or reason is not FinishReason.NONE:
+                            reason = FinishReason.STOP if stopped else reason
+                            outcome = reason.name.lower()
+                            yield _last_chunk(record, text + finder.finish(), tokens, reason, choice, accepted)
+                            return
+                        yield Chunk(text, tokens, choice=choice, accepted=accepted)
         except ServiceError as error:
             outcome = error
             raise
@@ -171,7 +176,21 @@ def _choice_of(session: str, request_id: str) -> bool:
     return name == request_id and number.isdigit()
 
 
-def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:
+def _parts(commit: Commit, marked: bool) -> list[tuple[list[int], FinishReason, bool | None]]:
+    """Return the tokens of a round with its finish reason and None or, if `marked`, those that were drafted apart from
+    the target's own, with whether they were drafted. The finish reason is that of the last part."""
+    if not marked:
+        return [(commit.tokens, commit.finish_reason, None)]
+    drafted, own = commit.tokens[: commit.accepted], commit.tokens[commit.accepted :]
+    if not own:
+        return [(drafted, commit.finish_reason, True)]
+    first = [(drafted, FinishReason.NONE, True)] if drafted else []
+    return [*first, (own, commit.finish_reason, False)]
+
+
+def _last_chunk(
+    record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int, accepted: bool | None = None
+) -> Chunk:
     return Chunk(
         text,
         tokens,
@@ -181,4 +200,5 @@ def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReas
         completion_tokens=len(record.generated),
         totals=record.totals,
         choice=choice,
+        accepted=accepted,
     )

@@ -51,8 +51,9 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """The fields of every request that generates. None stands for a field that was left out.
 
-    Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
-    vLLM's, and all others OpenAI's. Fields that are not declared are accepted, unless they ask for what is not built.
+    Of our own are exactness, sparsity (the method of an approximate request), request_id and mark_accepted (events of a
+    stream say whether their text was drafted and accepted); those below them are vLLM's, and all others OpenAI's.
+    Fields that are not declared are accepted, unless they ask for what is not built.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -70,6 +71,7 @@ class GenerationRequest(BaseModel):
     exactness: Literal["exact", "approximate"] | None = None
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
+    mark_accepted: bool | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     include_stop_str_in_output: bool | None = None
