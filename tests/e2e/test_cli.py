@@ -60,7 +60,9 @@ def test_generate_json(stack: Stack, tokenizer: Any) -> None:
     done = run(SPECAHEAD, "generate", *flags, "--prompt", PROMPT)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "usage", "speculation"}
+    assert set(answer) == {
+        "text", "token_ids", "prompt_tokens", "cached_tokens", "finish_reason", "usage", "speculation"
+    }  # fmt: skip
     expected = generate(stack.stub(), PROMPT, max_tokens=30)
     assert (answer["text"], answer["token_ids"]) == (expected.text, expected.tokens)
     assert answer["finish_reason"] == "length"
