@@ -27,7 +27,9 @@ def main() -> None:
     unknown = set(names) - set(TESTS)
     if unknown:
         sys.exit(f"error: no such environment: {', '.join(unknown)}; there are {', '.join(TESTS)}")
-    stack = start_stack("--namespace", "clients", "--log-level", "warning", "--shutdown-grace", "1")
+    # The bundled tokenizer's template knows no tools, so that a format of calls has to be named.
+    flags = ("--namespace", "clients", "--tool-call-parser", "hermes", "--shutdown-grace", "1")
+    stack = start_stack(*flags, "--log-level", "warning")
     try:
         failed = [name for name in names or TESTS if not _run(Path(folder) / name, TESTS[name], stack.http)]
     finally:

@@ -10,6 +10,6 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "models" / MODEL
 
 
 @pytest.fixture(scope="session")
-def url(request: pytest.FixtureRequest) -> str:
-    """Of the launch that `make test-clients` has started or, in the project's own tests, that of the test run."""
-    return os.environ.get("CLIENTS_URL") or request.getfixturevalue("stack").http
+def url() -> str:
+    """Of the launch that `make test-clients` has started."""
+    return os.environ["CLIENTS_URL"]

@@ -62,7 +62,8 @@ def test_a_chat_is_the_same_whole_and_streamed(client: OpenAI) -> None:
 
 
 def test_the_stream_helper_gathers_a_chat(client: OpenAI) -> None:
-    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0) as stream:
+    """To its end: what is cut off it does not parse."""
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, stop=["e"], temperature=0) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         assert "".join(pieces) == stream.get_final_completion().choices[0].message.content != ""
 
@@ -134,6 +135,7 @@ def test_responses(client: OpenAI) -> None:
 async def test_many_at_once(url: str) -> None:
     """Each gets the answer that it would have got alone."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
         async def ask(prompt: str) -> str:
             answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0)
             return answer.choices[0].text

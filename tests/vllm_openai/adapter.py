@@ -1,0 +1,121 @@
+"""A pytest plugin: what vLLM's tests import of vLLM, with a launch of ours in the place of its server."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import openai
+import pytest
+
+from config.version import running_version
+from engine.loading.tokenizer import load_tokenizer
+from models import TARGET
+from tests.stack import Stack, start_stack
+from tests.vllm_openai.exclusions import EXCLUDED
+
+_running: dict[str, Stack] = {}  # launches by their context
+
+
+class RemoteOpenAIServer:
+    """Stands in for vLLM's class of this name: a launch with the context that the arguments name. All else that they
+    say is vLLM's own affair."""
+
+    DUMMY_API_KEY = "none"
+
+    def __init__(self, model: str, arguments: Sequence[str], **_: Any) -> None:
+        given = dict(zip(arguments, arguments[1:], strict=False))
+        context = given.get("--max-model-len", "8192")
+        if context not in _running:
+            flags = ("--max-context", context, "--tool-call-parser", "hermes", "--log-level", "warning")
+            _running[context] = start_stack("--namespace", f"vllm-{context}", *flags)
+        self.url_root = _running[context].http
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The launch stays for the next file."""
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join([self.url_root, *parts])
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options(options))
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": self.url_for("v1"), "api_key": "none", "max_retries": 0, "timeout": 600} | options
+
+
+def get_tokenizer(*_: object, **__: object) -> Any:
+    """Return the tokenizer of the model that is served."""
+    return load_tokenizer(str(TARGET))
+
+
+class _StandIn(ModuleType):
+    """A module of vLLM's of which only the names are needed: tests that use what they name are excluded."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (Exception,), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        ours = name.split(".")[0] == "vllm"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        known = {
+            "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+            "vllm.version": {"__version__": running_version()},
+        }
+        vars(module).update(known.get(module.__name__, {}))
+
+
+def pytest_configure() -> None:
+    sys.meta_path.append(_Finder())
+    utils = ModuleType("tests.utils")
+    utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
+    sys.modules["tests.utils"] = utils
+
+
+def pytest_unconfigure() -> None:
+    for stack in _running.values():
+        stack.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is excluded. Raises UsageError for an exclusion of what is not there."""
+    unused = set(EXCLUDED)
+    for item in items:
+        for name in {item.nodeid, item.nodeid.partition("[")[0]} & set(EXCLUDED):
+            item.add_marker(pytest.mark.skip(reason=EXCLUDED[name]))
+            unused.discard(name)
+        if "-lora" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="there are no LoRA adapters"))
+    files = {item.nodeid.partition("::")[0] for item in items}
+    stale = sorted(name for name in unused if name.partition("::")[0] in files)
+    if stale:
+        raise pytest.UsageError(f"excluded, but not there: {', '.join(stale)}")
+
+
+@pytest.fixture(scope="session")
+def zephyr_lora_files() -> str:
+    return ""
+
+
+@pytest.fixture(scope="session")
+def qwen3_lora_files() -> str:
+    return ""
