@@ -13,6 +13,7 @@ from draft_service.outcomes import ALTERNATIVES
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
 from draft_service.verdicts import receive_verdict
+from engine.grammars import Grammars
 from engine.runner import Runner
 from engine.step_loop import describe
 from sparsity.plan import Plan
@@ -30,11 +31,11 @@ class Drafter:
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None) -> None:
         self.runner = runner
         self.counters: Counter[str] = Counter()
         self._plan, self._settings = plan, settings
-        self.admission = Admission(runner.kv, settings, self.counters)
+        self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
@@ -107,7 +108,10 @@ class Drafter:
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave and send it."""
         for planned, output in zip(step.rounds, result.rounds, strict=True):
-            if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
+            grammar = planned.session.grammar
+            if grammar is not None and grammar.error:
+                self.admission.fail(planned.session, grammar.error)
+            elif all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
                 take_round(planned, output, self._plan, result.seconds, self.counters)
             else:
                 self.admission.fail(planned.session, "the draft's logits are NaN or infinite")

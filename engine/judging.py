@@ -1,12 +1,13 @@
 """Which drafted tokens of which sequence are kept: rows of logits in, accepted counts and next tokens out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.logit_rules import LogitRule
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
@@ -17,13 +18,23 @@ from kernels.rejection import DraftedRows, accept_greedy, judge_greedy, judge_sa
 class Drafted:
     """What a pass judges: it runs one token more, before these. supports: one a token, or none (one-hot).
 
-    base: the position of the first token.
+    base: the position of the first token. rules: what changes its logits, given `committed`, the tokens before base.
+    logprobs: how many likely tokens to tell at each position with their log probabilities, beside the token's own;
+    None: none, nor its own.
     """
 
     tokens: list[int]
     supports: list[Support]
     sampling: Sampling
     base: int
+    rules: tuple[LogitRule, ...] = ()
+    committed: Sequence[int] = ()
+    logprobs: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `judge` alone knows how to judge it; else `engine.ruled_judging` does."""
+        return not self.rules and not self.sampling.cuts and self.logprobs is None
 
 
 def verdict_layout(rows: int, gamma: int, support: int) -> Layout:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,15 @@ from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
 from engine.modules import ModulesDecoder
-from engine.rounds.buffers import RoundShape, bring_kept, lay_out_round, make_round_buffers, read_round, take_kept
+from engine.rounds.buffers import (
+    RoundShape,
+    bring_kept,
+    bring_rules,
+    lay_out_round,
+    make_round_buffers,
+    read_round,
+    take_kept,
+)
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers
@@ -38,6 +47,7 @@ class RoundRunner:
         self._decoder, self._kv, self._attention = decoder, kv, attention
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
+        self._one_by_one = Graphs(captures=False)
         self._kept: Tensor | None = None  # of all shapes, which never run at the same time
 
     def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
@@ -52,39 +62,47 @@ class RoundRunner:
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""
+        """Draft a round of each, in request order: those of one method together, and apart those whose logits change.
+
+        Raises OutOfPages.
+        """
         outputs: dict[int, RoundOutput] = {}
-        methods = [item.announce.method if item.announce else "" for item in requests]
-        for method in sorted(set(methods)):
-            chosen = [i for i, of_request in enumerate(methods) if of_request == method]
-            outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], method), strict=True))
+        kinds = [(item.announce.method if item.announce else "", item.change is not None) for item in requests]
+        for kind in sorted(set(kinds)):
+            chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
+            outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], *kind), strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, changes: bool) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
         shape = self._shape_of(requests, method)
-        round_ = self._round_of(shape)
+        round_ = self._round_of(shape, requests if changes else None)
         lay_out_round(round_.buffers, shape, requests)
         bring_kept(round_.buffers, requests)
+        bring_rules(round_.buffers, requests)
         round_.run()
         take_kept(round_.buffers, self._settings, requests)
         return read_round(round_.buffers, shape, requests)
 
     def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
         sampled = any(item.temperature > 0 for item in requests)
+        ruled = any(item.rules is not None for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if not self._graphs.captures:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, ruled)
         branches = self._settings.branches if branched else 1
-        return RoundShape(power_of_two(len(requests)), ROUND_QUERIES, self._max_pages, sampled, method, branches)
+        of_runner = ROUND_QUERIES, self._max_pages
+        return RoundShape(power_of_two(len(requests)), *of_runner, sampled, method, branches, ruled)
 
-    def _round_of(self, shape: RoundShape) -> Captured:
+    def _round_of(self, shape: RoundShape, changing: list[RoundRequest] | None = None) -> Captured:
+        """Return what runs a shape. changing: the requests, where they change logits: the host sees each token then."""
+
         def make_buffers() -> Buffers:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if self._settings.refresh_every > 1:
@@ -92,9 +110,11 @@ class RoundRunner:
             return buffers
 
         def launch(buffers: Buffers) -> None:
-            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention)
+            change = None if changing is None else partial(_change, changing, shape.branches)
+            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, change)
 
-        return self._graphs.of(shape, make_buffers, launch)
+        graphs = self._graphs if changing is None else self._one_by_one
+        return graphs.of(shape, make_buffers, launch)
 
     def _kept_of(self, shape: RoundShape) -> Tensor:
         sizes = shape.sequences, self._decoder.num_layers, self._decoder.heads, shape.blocks(self._settings)
@@ -103,3 +123,12 @@ class RoundRunner:
         if self._kept is None or len(self._kept) < shape.sequences:
             self._kept = torch.zeros(sizes, device=self._kv.device)
         return self._kept[: shape.sequences]
+
+
+def _change(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:
+    """Let requests change their rows' logits [rows, vocab], `branches` rows each, behind the tokens drafted so far."""
+    drafted = torch.stack(tokens, 1).tolist() if tokens else [[]] * len(logits)
+    for i, item in enumerate(requests):
+        assert item.change is not None
+        for j in range(len(item.branches) or 1):
+            item.change(logits[i * branches + j], j, drafted[i * branches + j])

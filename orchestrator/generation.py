@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from engine.logprobs import TokenLogprobs
+from orchestrator.chat_grammars import chat_grammar
+from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
@@ -25,6 +28,7 @@ class Chunk:
     """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
 
     accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
+    logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
     """
 
     text: str
@@ -35,6 +39,8 @@ class Chunk:
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     accepted: bool | None = None
 
     @property
@@ -63,6 +69,7 @@ class Frontend:
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
+        self._grammars = GrammarCompiler()
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
@@ -81,11 +88,22 @@ class Frontend:
             request.skip_special_tokens = False
         return parser
 
-    def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:
+    async def grammar(self, request: GenerationRequest, prompt: str = "") -> str:
+        """Return the source of what a request's text must follow, empty if it is free. Raises InvalidArgument.
+
+        prompt: the text of a chat's.
+        """
+        structure, main = request.structure, ""
+        if isinstance(request, ChatRequest):
+            main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
+            structure = None if request.must_call else structure
+        return await self._grammars.compile(structure, main) if main or structure else ""
+
+    def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
         """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        records = to_records(request, prompts, self.limits)
+        records = to_records(request, prompts, self.limits, grammar)
         for record in records:
             if self.router.is_open(record.session):
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
@@ -133,20 +151,26 @@ class Frontend:
                         yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
                     watch.round(len(item.tokens))
-                    for tokens, reason, accepted in _parts(item, bool(request.mark_accepted)):
-                        shown = tokens
-                        if reason is FinishReason.STOP and not request.include_stop_str_in_output:
+                    for part, accepted in _parts(item, bool(request.mark_accepted)):
+                        shown = part.tokens
+                        if part.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
                             shown = shown[:-1]  # the token that ends the text is not in it
                         text = detokenizer.push(shown)
-                        if reason is not FinishReason.NONE:
+                        if part.finish_reason is not FinishReason.NONE:
                             text += detokenizer.finish()
                         text, stopped = finder.push(text)
-                        if stopped or reason is not FinishReason.NONE:
-                            reason = FinishReason.STOP if stopped else reason
+                        told = {
+                            "logprobs": part.logprobs,
+                            "prompt_logprobs": part.prompt_logprobs,
+                            "accepted": accepted,
+                        }
+                        if stopped or part.finish_reason is not FinishReason.NONE:
+                            reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
-                            yield _last_chunk(record, text + finder.finish(), tokens, reason, choice, accepted)
+                            last = _last_chunk(record, text + finder.finish(), part.tokens, reason, choice)
+                            yield replace(last, **told)
                             return
-                        yield Chunk(text, tokens, choice=choice, accepted=accepted)
+                        yield Chunk(text, part.tokens, choice=choice, **told)
         except ServiceError as error:
             outcome = error
             raise
@@ -176,21 +200,20 @@ def _choice_of(session: str, request_id: str) -> bool:
     return name == request_id and number.isdigit()
 
 
-def _parts(commit: Commit, marked: bool) -> list[tuple[list[int], FinishReason, bool | None]]:
-    """Return the tokens of a round with its finish reason and None or, if `marked`, those that were drafted apart from
-    the target's own, with whether they were drafted. The finish reason is that of the last part."""
+def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
+    """Return a round with None or, if `marked`, what of it was drafted and what is the target's own apart, with whether
+    it was drafted. The last part has the finish reason."""
     if not marked:
-        return [(commit.tokens, commit.finish_reason, None)]
-    drafted, own = commit.tokens[: commit.accepted], commit.tokens[commit.accepted :]
-    if not own:
-        return [(drafted, commit.finish_reason, True)]
-    first = [(drafted, FinishReason.NONE, True)] if drafted else []
-    return [*first, (own, commit.finish_reason, False)]
+        return [(commit, None)]
+    cut = commit.accepted
+    drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
+    own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
+    if not (drafted.tokens and own.tokens):
+        return [(drafted, True) if drafted.tokens else (own, False)]
+    return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
 
 
-def _last_chunk(
-    record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int, accepted: bool | None = None
-) -> Chunk:
+def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:
     return Chunk(
         text,
         tokens,
@@ -200,5 +223,4 @@ def _last_chunk(
         completion_tokens=len(record.generated),
         totals=record.totals,
         choice=choice,
-        accepted=accepted,
     )

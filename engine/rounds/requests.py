@@ -1,6 +1,6 @@
 """How rounds are drafted, what is asked of one, and what it gives. Knows no tensors of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
+from engine.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,10 @@ class MovedKV:
     count: int
 
 
+# Changes the logits [vocab] of a token, in place, given which branch it is of and what was drafted behind its start.
+ChangeLogits = Callable[[Tensor, int, Sequence[int]], None]
+
+
 @dataclass(frozen=True)
 class RoundRequest:
     """A round of one session.
@@ -120,6 +125,9 @@ class RoundRequest:
     branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
+
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. change: what changes those of
+    each token before it is drawn, on the host, which then waits for each pass; None is free.
     """
 
     kv: SequenceKV
@@ -132,6 +140,10 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    rules: RoundRules | None = None
+    change: ChangeLogits | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):

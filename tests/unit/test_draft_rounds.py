@@ -7,6 +7,7 @@ the torch kernels; on a GPU they are captured.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 from tests.unit.fake_models import limit_support
+from tests.unit.world import changed_logits
 from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
 from wire.selection_codec import decode_selection
 
@@ -36,6 +38,7 @@ PLAN = replace(load_plan(models.PLAN), budget=0.25)
 VOCAB, GAMMA = 4096, 4
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.9, top_p=0.8, seed=5)
+RULED = Sampling(0.8, 0.9, 5, 0, 0.05, 0.5, 0.4, 1.5, {7: 3.0, 9: -100.0}, 100)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -103,13 +106,20 @@ class Side:
 
 def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     """logits: [γ + 1 or fewer, vocab] of the passes that drafted it"""
-    sampling, count = side.peer.sessions[event.at.session].sampling, len(event.tokens)
+    session, count = side.peer.sessions[event.at.session], len(event.tokens)
+    sampling = session.sampling
+    if session.rules is not None:
+        before = [*session.tokens[: event.at.base - 1], event.assumed_token]
+        of_rules = session.rules.prompt_tokens, sampling, session.rules.stop_token_ids
+        rows = [changed_logits(row.numpy(), before + event.tokens[:i], *of_rules) for i, row in enumerate(logits)]
+        logits = torch.from_numpy(np.stack(rows)).float()
     if sampling.greedy:
         assert event.tokens == logits[:count].argmax(-1).tolist()
         assert event.supports == []
         return
     probs = truncated_probs(logits, *(torch.full((len(logits),), x) for x in (sampling.temperature, sampling.top_p)))
-    ids, top = limit_support(probs, DraftSettings.support)
+    probs[probs < sampling.min_p * probs.amax(1, keepdim=True)] = 0
+    ids, top = limit_support(probs, sampling.top_k or DraftSettings.support)
     drawn = draw(top, torch.from_numpy(uniforms(sampling.seed, event.at.base, len(logits), USE_DRAFT)))
     assert event.tokens == ids.gather(1, drawn[:, None])[:count, 0].tolist()
     assert len(event.supports) == count
@@ -171,13 +181,16 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
         begin("c", 180, "", GREEDY),
         begin("d", 740, "sts", GREEDY),
         begin("e", 500, "specattn", SAMPLED),
+        replace(begin("f", 300, "ahead", RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
+        replace(begin("g", 310, "", replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
+        begin("h", 320, "", Sampling(0.9, 1.0, 6, top_k=7)),
     ]
     announced: set[str] = set()
     for turn in range(4):
         sent = side.run(*events)
         proposals = check(side, reference, sent)
         announced |= {event.at.session for event in sent if isinstance(event, Announcement)}
-        assert set(proposals) == set("abcde")
+        assert set(proposals) == set("abcdefgh")
         events = []
         for name, session in side.peer.sessions.items():
             is_ahead = session.ahead is not None
@@ -190,7 +203,7 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
             epoch = session.epoch + (accepted < GAMMA or not is_ahead)
             place = At(name, epoch, session.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
-    assert announced == set("abde")
+    assert announced == set("abdef")
     side.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.sampling import Sampling
 from orchestrator.callers import Callers
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -86,6 +87,15 @@ async def test_stops_as_over_http(stub: Any, router: ScriptedRouter) -> None:
     responses = [response async for response in stub.Generate(make_request("The sea", **fields))]
     assert "".join(response.text for response in responses) == "The sea was calm"
     assert router.opened[0].stop_token_ids == [0, 5, 6]
+
+
+async def test_how_tokens_are_chosen_and_their_log_probabilities(stub: Any, router: ScriptedRouter) -> None:
+    fields = {"top_k": 5, "min_p": 0.5, "presence_penalty": 1, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    request = make_request("The sea", max_tokens=3, seed=1, min_tokens=2, logit_bias={7: -3}, logprobs=1, **fields)
+    responses = [response async for response in stub.Generate(request)]
+    assert router.opened[0].sampling == Sampling(1.0, 1.0, 1, 5, 0.5, 1, 2, 1.5, {7: -3}, 2)
+    told = [item for response in responses for item in response.logprobs]
+    assert [(item.logprob, list(item.top_ids), list(item.top_logprobs)) for item in told] == [(-1.0, [5], [-0.25])] * 3
 
 
 async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:

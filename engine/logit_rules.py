@@ -1,0 +1,117 @@
+"""What changes a session's logits before its tokens are chosen: penalties, biases, masks. Knows no passes.
+
+A session's rules are applied in order to the logits of a round, on the target's side by `engine.ruled_judging`. They
+change the distribution that counts as the target's; which tokens a draft proposes is never of consequence for that.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.sampling import Sampling
+
+
+class LogitRule(Protocol):
+    """Changes the logits of one session. It may keep what it has derived from committed tokens, and nothing else.
+
+    Proposed tokens may be rejected: a rule that goes through them goes back to the committed ones before it returns.
+    """
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, float32 [len(proposed) + 1, vocab].
+
+        Row i is of the token that follows `committed` and the first i proposed tokens. A row behind a proposed token
+        that gets -inf is never looked at, and is left as it is. Committed tokens begin with those of the last call.
+        """
+
+
+class Bias:
+    """Adds a number to the logits of some tokens."""
+
+    def __init__(self, biases: dict[int, float]) -> None:
+        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        self._tokens, self._biases = self._tokens.to(logits.device), self._biases.to(logits.device)
+        logits[:, self._tokens] += self._biases
+
+
+class MinTokens:
+    """Masks the tokens that would end a session of fewer than `length` tokens, its prompt included."""
+
+    def __init__(self, stop_token_ids: Sequence[int], length: int) -> None:
+        self._stops, self._length = torch.tensor(list(stop_token_ids)), length
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        rows = max(0, self._length - len(committed))
+        if rows:
+            self._stops = self._stops.to(logits.device)
+            logits[:rows, self._stops] = -torch.inf
+
+
+class Penalties:
+    """Makes tokens less likely that occur before a position (`penalise`)."""
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._repetition, self._frequency = sampling.repetition_penalty, sampling.frequency_penalty
+        self._presence, self._prompt_tokens = sampling.presence_penalty, prompt_tokens
+        self._counted = 0  # committed tokens that are in the counts
+        self._in_prompt = self._in_output = torch.empty(0)  # [vocab] float32, how often each token occurs
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        self._count(committed, logits)
+        counts = self._in_output.repeat(len(logits), 1)
+        if proposed:
+            # A proposed token counts from the row behind it on.
+            rows, at = torch.tril_indices(len(logits), len(proposed), -1, device=logits.device)
+            tokens = torch.tensor(proposed, device=logits.device)[at]
+            counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
+        logits.copy_(penalise(logits, self._in_prompt, counts, self._repetition, self._frequency, self._presence))
+
+    def _count(self, committed: Sequence[int], logits: Tensor) -> None:
+        """Bring the counts up to the committed tokens."""
+        if not self._counted:
+            self._in_prompt, self._in_output = (torch.zeros_like(logits[0]) for _ in range(2))
+        new, since = committed[self._counted :], max(0, self._prompt_tokens - self._counted)
+        for counts, tokens in ((self._in_prompt, new[:since]), (self._in_output, new[since:])):
+            if tokens:
+                at = torch.tensor(tokens, device=logits.device)
+                counts.index_put_((at,), torch.ones_like(at, dtype=counts.dtype), accumulate=True)
+        self._counted = len(committed)
+
+
+def penalise(
+    logits: Tensor,
+    in_prompt: Tensor,
+    in_output: Tensor,
+    repetition: float | Tensor,
+    frequency: float | Tensor,
+    presence: float | Tensor,
+) -> Tensor:
+    """Return logits with penalties on tokens that occur already, as vLLM and OpenAI define them.
+
+    The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
+    the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
+
+    logits, in_output: [rows, vocab] float32; in_prompt: the same or [vocab]; the others: numbers or [rows, 1].
+    """
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = repeated.where((in_output > 0) | (in_prompt > 0), logits)
+    return penalised - (frequency * in_output + presence * (in_output > 0))
+
+
+def rules_of(sampling: Sampling, prompt_tokens: int, stop_token_ids: Sequence[int]) -> tuple[LogitRule, ...]:
+    """Return the rules that a session's sampling asks for, in the order in which they apply; mostly none."""
+    rules: list[LogitRule] = []
+    if sampling.logit_bias:
+        rules.append(Bias(sampling.logit_bias))
+    if sampling.min_tokens and stop_token_ids:
+        rules.append(MinTokens(stop_token_ids, prompt_tokens + sampling.min_tokens))
+    if sampling.penalises:
+        rules.append(Penalties(sampling, prompt_tokens))
+    return tuple(rules)
