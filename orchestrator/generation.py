@@ -159,18 +159,13 @@ class Frontend:
                         if part.finish_reason is not FinishReason.NONE:
                             text += detokenizer.finish()
                         text, stopped = finder.push(text)
-                        told = {
-                            "logprobs": part.logprobs,
-                            "prompt_logprobs": part.prompt_logprobs,
-                            "accepted": accepted,
-                        }
                         if stopped or part.finish_reason is not FinishReason.NONE:
                             reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
                             last = _last_chunk(record, text + finder.finish(), part.tokens, reason, choice)
-                            yield replace(last, **told)
+                            yield _told(last, part, accepted)
                             return
-                        yield Chunk(text, part.tokens, choice=choice, **told)
+                        yield _told(Chunk(text, part.tokens, choice=choice), part, accepted)
         except ServiceError as error:
             outcome = error
             raise
@@ -211,6 +206,11 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     if not (drafted.tokens and own.tokens):
         return [(drafted, True) if drafted.tokens else (own, False)]
     return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
+
+
+def _told(chunk: Chunk, part: Commit, accepted: bool | None) -> Chunk:
+    """Return a chunk with what is told of its tokens."""
+    return replace(chunk, logprobs=part.logprobs, prompt_logprobs=part.prompt_logprobs, accepted=accepted)
 
 
 def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:

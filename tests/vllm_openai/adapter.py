@@ -4,6 +4,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,7 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "none"
 
     def __init__(self, model: str, arguments: Sequence[str], **_: Any) -> None:
-        given = dict(zip(arguments, arguments[1:], strict=False))
+        given = dict(pairwise(arguments))
         context = given.get("--max-model-len", "8192")
         if context not in _running:
             flags = ("--max-context", context, "--tool-call-parser", "hermes", "--log-level", "warning")
@@ -60,8 +61,6 @@ def get_tokenizer(*_: object, **__: object) -> Any:
 class _StandIn(ModuleType):
     """A module of vLLM's of which only the names are needed: tests that use what they name are excluded."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -77,11 +76,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        known = {
-            "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
-            "vllm.version": {"__version__": running_version()},
-        }
-        vars(module).update(known.get(module.__name__, {}))
+        if module.__name__ == "vllm.tokenizers":
+            module.get_tokenizer = get_tokenizer  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.version":
+            module.__version__ = running_version()  # type: ignore[attr-defined]
 
 
 def pytest_configure() -> None:
