@@ -112,8 +112,8 @@ def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
         draft_counts=drafted.draft_counts.new_zeros(rows * places),
         support_ids=nothing.int()[..., None],
         support_probs=nothing[..., None],
-        temperature=drafted.temperature[:, None].expand(rows, places).reshape(-1),
-        top_p=drafted.top_p[:, None].expand(rows, places).reshape(-1),
+        temperature=drafted.temperature.repeat_interleave(places),
+        top_p=drafted.top_p.repeat_interleave(places),
         accept_uniforms=drafted.accept_uniforms.new_empty(rows * places, 0),
         draw_uniforms=drafted.draw_uniforms.reshape(-1, 1),
     )

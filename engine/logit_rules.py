@@ -98,7 +98,7 @@ def penalise(
     The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
     the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
 
-    logits, in_output: [rows, vocab] float32; in_prompt: the same or [vocab]; the others: numbers or [rows, 1].
+    logits, in_output: [..., vocab] float32; in_prompt, and penalties that are no numbers: shapes that fit these.
     """
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     penalised = repeated.where((in_output > 0) | (in_prompt > 0), logits)

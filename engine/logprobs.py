@@ -14,6 +14,10 @@ class TokenLogprobs:
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
 
+    def first(self, count: int) -> "TokenLogprobs":
+        """Return the same with at most so many of the likeliest tokens."""
+        return TokenLogprobs(self.logprob, self.top_ids[:count], self.top_logprobs[:count])
+
 
 def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
     """Return the log probabilities of the tokens that follow, and of the `top` likeliest ones at each position.

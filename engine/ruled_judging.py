@@ -15,43 +15,37 @@ from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.staging import Staging
 from kernels.backends import default_backend
 
+Verdict = tuple[int, int]  # tokens accepted, and the next token
+
 
 @dataclass(frozen=True)
 class RuledVerdict:
     """As of `engine.inputs.SequenceOutput`: tokens accepted and the next token, and what goes with them."""
 
-    verdict: tuple[int, int]
+    verdict: Verdict
     finite: bool
     logprobs: list[TokenLogprobs]
 
 
-def judge_by_rules(
-    logits: list[Tensor], rounds: list[Drafted], whatever_is_drafted: bool = False
-) -> list[RuledVerdict]:
+def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
     """Judge rounds by the distributions that their rules, top_k and min_p leave.
 
-    logits: [len(tokens) + 1, vocab] of each round, row i for position base + i; they stay as they are.
-    whatever_is_drafted: as for `judge`.
+    logits: [rounds, places, vocab] of any floating dtype, row i of a round for position base + i; they stay as they
+    are. places: one more than the longest round has tokens, or more. whatever_is_drafted: as for `judge`.
     """
-    device, vocab = logits[0].device, logits[0].shape[1]
-    gamma = max(len(item.tokens) for item in rounds)
-    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds)), device)
+    staging = Staging(verdict_layout(len(rounds), logits.shape[1] - 1, support_of(rounds)), logits.device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
-    ruled = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
-    for of_round, rows, item in zip(ruled, logits, rounds, strict=True):
-        changed = of_round[: len(rows)]
-        changed.copy_(rows)
+    ruled = logits.to(torch.float32, copy=True)
+    for of_round, item in zip(ruled, rounds, strict=True):
         for rule in item.rules:
-            rule.apply(changed, item.committed, item.tokens)
-    finite = are_finite(ruled, staging.device["draft_counts"]).tolist()
+            rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
+    finite = are_finite(ruled, staging.device["draft_counts"])
     cut_logits(ruled, rounds)
-    accepted, following = judge(ruled, staging.device, default_backend(device), whatever_is_drafted)
-    verdicts = list(zip(accepted.tolist(), following.tolist(), strict=True))
-    return [
-        RuledVerdict(verdict, bool(is_finite), _logprobs(rows, item, verdict) if is_finite else [])
-        for verdict, is_finite, rows, item in zip(verdicts, finite, logits, rounds, strict=True)
-    ]
+    accepted, following = judge(ruled, staging.device, default_backend(logits.device), whatever_is_drafted)
+    found = torch.stack((accepted, following, finite), 1).tolist()  # one wait for the device
+    told = _logprobs(logits, rounds, [(a, b) if is_finite else None for a, b, is_finite in found])
+    return [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]
 
 
 def cut_logits(logits: Tensor, rounds: list[Drafted]) -> None:
@@ -59,21 +53,34 @@ def cut_logits(logits: Tensor, rounds: list[Drafted]) -> None:
 
     logits: [rounds, places, vocab] float32. Greedy rounds are left as they are.
     """
-    for of_round, item in zip(logits, rounds, strict=True):
-        sampling = item.sampling
-        if not sampling.cuts:
-            continue
-        least = torch.full_like(of_round[:, :1], -torch.inf)
-        if sampling.min_p > 0:  # p >= min_p of the largest p, at this temperature
-            least = of_round.amax(-1, keepdim=True) + sampling.temperature * math.log(sampling.min_p)
-        if 0 < sampling.top_k < logits.shape[-1]:
-            least = torch.maximum(least, of_round.topk(sampling.top_k).values[:, -1:])
-        of_round.masked_fill_(of_round < least, -torch.inf)
+    cut = [i for i, item in enumerate(rounds) if item.sampling.cuts]
+    if not cut:
+        return
+    samplings, vocab = [rounds[i].sampling for i in cut], logits.shape[-1]
+    counts = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
+    # p >= min_p of the largest p, at this temperature.
+    reaches = [each.temperature * math.log(each.min_p) if each.min_p else -math.inf for each in samplings]
+    rows = logits[cut]
+    best = rows.topk(max([1, *(count for count in counts if count < vocab)])).values
+    least = best[..., :1] + torch.tensor(reaches, device=logits.device)[:, None, None]
+    for of_round, count, values in zip(least, counts, best, strict=True):
+        if count < vocab:
+            torch.maximum(of_round, values[:, count - 1 : count], out=of_round)
+    logits[cut] = rows.masked_fill(rows < least, -torch.inf)
 
 
-def _logprobs(logits: Tensor, item: Drafted, verdict: tuple[int, int]) -> list[TokenLogprobs]:
-    """Return the log probabilities of a verdict's tokens, if the round asks for them."""
-    if item.logprobs is None:
-        return []
-    accepted, following = verdict
-    return token_logprobs(logits[: accepted + 1], [*item.tokens[:accepted], following], item.logprobs)
+def _logprobs(logits: Tensor, rounds: list[Drafted], verdicts: list[Verdict | None]) -> list[list[TokenLogprobs]]:
+    """Return the log probabilities of each verdict's tokens, none of a round that does not ask for them."""
+    rows, tokens, owners = list[int](), list[int](), list[int]()
+    for i, (item, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
+        if item.logprobs is not None and verdict is not None:
+            accepted, following = verdict
+            rows += [i * logits.shape[1] + place for place in range(accepted + 1)]
+            tokens += [*item.tokens[:accepted], following]
+            owners += [i] * (accepted + 1)
+    told: list[list[TokenLogprobs]] = [[] for _ in rounds]
+    if rows:
+        most = max(item.logprobs or 0 for item in rounds)
+        for owner, found in zip(owners, token_logprobs(logits.flatten(0, 1)[rows], tokens, most), strict=True):
+            told[owner].append(found.first(rounds[owner].logprobs or 0))
+    return told

@@ -23,7 +23,7 @@ def make_source(kind: str, text: str, spaces: str, main: str) -> str:
     """
     grammars: list[dict[str, Any]] = [{"lark_grammar": main}] if main else []
     if kind:
-        grammars.append({"name": "body", **_grammar(kind, text, spaces)})
+        grammars.append(_grammar(kind, text, spaces) | {"name": "body"})
     return json.dumps({"grammars": grammars})
 
 

@@ -139,8 +139,7 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
-        detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
-        finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
+        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         try:
@@ -152,17 +151,11 @@ class Frontend:
                         return
                     watch.round(len(item.tokens))
                     for part, accepted in _parts(item, bool(request.mark_accepted)):
-                        shown = part.tokens
-                        if part.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
-                            shown = shown[:-1]  # the token that ends the text is not in it
-                        text = detokenizer.push(shown)
-                        if part.finish_reason is not FinishReason.NONE:
-                            text += detokenizer.finish()
-                        text, stopped = finder.push(text)
+                        text, stopped = shown.push(part)
                         if stopped or part.finish_reason is not FinishReason.NONE:
                             reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
-                            last = _last_chunk(record, text + finder.finish(), part.tokens, reason, choice)
+                            last = _last_chunk(record, text + shown.rest(), part.tokens, reason, choice)
                             yield _told(last, part, accepted)
                             return
                         yield _told(Chunk(text, part.tokens, choice=choice), part, accepted)
@@ -193,6 +186,33 @@ def _choice_of(session: str, request_id: str) -> bool:
     """Return whether a session is one of several choices of a request."""
     name, _, number = session.rpartition("-")
     return name == request_id and number.isdigit()
+
+
+class _ShownText:
+    """The text of a choice, as much of it as may be shown. unending: first tokens that no stop string ends."""
+
+    def __init__(self, tokenizer: Any, request: GenerationRequest, unending: int) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
+        self._with_stop = bool(request.include_stop_str_in_output)
+        self._finder = StopFinder(request.stops, self._with_stop)
+        self._unending = unending
+
+    def push(self, commit: Commit) -> tuple[str, bool]:
+        """Return the text that may be shown now, and whether a stop string was met."""
+        tokens = commit.tokens
+        if commit.finish_reason is FinishReason.STOP and not self._with_stop:
+            tokens = tokens[:-1]  # the token that ends the text is not in it
+        begun = self._detokenizer.push(tokens[: self._unending])  # what a stop string may not end yet
+        text = self._detokenizer.push(tokens[self._unending :])
+        self._unending = max(0, self._unending - len(tokens))
+        if commit.finish_reason is not FinishReason.NONE:
+            text += self._detokenizer.finish()
+        text, stopped = self._finder.push(text)
+        return begun + text, stopped
+
+    def rest(self) -> str:
+        """Return what was held back as it might have begun a stop string."""
+        return self._finder.finish()
 
 
 def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:

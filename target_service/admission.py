@@ -67,13 +67,14 @@ class Admission:
         self._check_request(request)
         self._make_room(request.prompt_tokens + request.max_tokens, emit)
         grammar = self._grammar(request)
-        rules = rules_of(request.sampling, request.prompt_tokens, request.stop_token_ids)
+        stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
+        rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
             prompt_tokens=request.prompt_tokens,
             max_length=request.prompt_tokens + request.max_tokens,
-            stop_token_ids=frozenset(request.stop_token_ids),
+            stop_token_ids=frozenset(stop_token_ids),
             sampling=request.sampling,
             emit=emit,
             rules=rules if grammar is None else (*rules, grammar),

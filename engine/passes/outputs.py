@@ -61,9 +61,8 @@ def _judge_by_rules(
     ruled = [(i, item.drafted) for i, item in enumerate(inputs) if item.drafted and not item.drafted.is_plain]
     if not ruled:
         return
-    logits = buffers.tensors["logits"].view(shape.sequences, shape.queries, -1)
-    rows = [logits[i, : len(drafted.tokens) + 1] for i, drafted in ruled]
-    judged = judge_by_rules(rows, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
+    logits = buffers.tensors["logits"].view(shape.sequences, shape.queries, -1)[[i for i, _ in ruled]]
+    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
     for (i, _), item in zip(ruled, judged, strict=True):
         outputs[i].verdict, outputs[i].logprobs = item.verdict, item.logprobs
         outputs[i].finite &= item.finite

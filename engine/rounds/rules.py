@@ -49,6 +49,7 @@ class SessionRules:
         if masked == self.masked:
             return
         biases = self.sampling.logit_bias | (dict.fromkeys(self.stop_token_ids, -torch.inf) if masked else {})
+        biases = {token: bias for token, bias in biases.items() if token < self.rows.shape[1]}
         self.rows[BIAS] = 0
         if biases:
             self.rows[BIAS, list(biases)] = torch.tensor(list(biases.values()), device=self.rows.device)
@@ -81,15 +82,16 @@ class ChangedLogits:
     """
 
     def __init__(self, given: dict[str, Tensor], branches: int) -> None:
-        rows = given["rules"].repeat_interleave(branches, 1)
-        self._bias, self._in_prompt, self._counts = rows
-        self._penalties = given["penalties"][:, :, None]
+        self._bias, self._in_prompt = given["rules"][:IN_OUTPUT, :, None]
+        self._counts = given["rules"][IN_OUTPUT].repeat_interleave(branches, 0)
+        self._penalties = given["penalties"].unflatten(1, (-1, branches))[..., None]
         guessed = given["guessed"].long()
         self._counts.scatter_add_(1, guessed.clamp(min=0), (guessed >= 0).float())
 
     def change(self, logits: Tensor) -> Tensor:
         """Return changed logits [rows, vocab] float32."""
-        return penalise(logits + self._bias, self._in_prompt, self._counts, *self._penalties)
+        counts = self._counts.view(len(self._bias), -1, logits.shape[1])
+        return penalise(logits.view_as(counts) + self._bias, self._in_prompt, counts, *self._penalties).flatten(0, 1)
 
     def count(self, tokens: Tensor) -> None:
         """Count the tokens [rows] that were drawn."""

@@ -172,7 +172,7 @@ class FakeRunner(Runner):
                 (out.verdict,) = judge_rounds([out.logits], [item.drafted])
                 out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
             else:
-                (judged,) = judge_by_rules([out.logits], [item.drafted])
+                (judged,) = judge_by_rules(out.logits[None], [item.drafted])
                 out.verdict, out.finite, out.logprobs = judged.verdict, judged.finite, judged.logprobs
             out.logits = None
         if item.read is not None:

@@ -18,6 +18,7 @@ from orchestrator.observing import Observer
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from tests.unit.test_structured_outputs import follows
 from wire.access import OPEN, Guard
 from wire.server import start_server
 
@@ -116,3 +117,30 @@ async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: s
         await stub.Generate(make_request("The sea", **fields)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.value.details() or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text", "other"),
+    [
+        ({"json": '{"type": "boolean"}'}, "true", "1"),
+        ({"regex": "a+"}, "aa", "b"),
+        ({"choice": ["x", "y"]}, "y", "z"),
+        ({"grammar": 'start: "a"'}, "a", "b"),
+        ({"json_object": True}, "{}", "[]"),
+    ],
+)
+async def test_structured_outputs_as_over_http(
+    stub: Any, router: ScriptedRouter, outputs: dict[str, Any], text: str, other: str
+) -> None:
+    request = make_request("The sea", max_tokens=4, structured_outputs=inference_pb2.StructuredOutputs(**outputs))
+    await _gather(stub.Generate(request))
+    assert follows(router.opened[0].grammar, text, router.tokenizer)
+    assert not follows(router.opened[0].grammar, other, router.tokenizer)
+
+
+async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(stub: Any, router: ScriptedRouter) -> None:
+    request = make_request("The sea", structured_outputs=inference_pb2.StructuredOutputs(regex="(a"))
+    with pytest.raises(grpc.aio.AioRpcError, match="unclosed group") as refused:
+        await _gather(stub.Generate(request))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not router.opened

@@ -1,11 +1,13 @@
 """Penalties, biases, masks and cuts, against the distribution worked out token by token in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from engine.judging import Drafted
-from engine.logit_rules import rules_of
+from engine.logit_rules import LogitRule, rules_of
 from engine.logprobs import token_logprobs
 from engine.ruled_judging import cut_logits, judge_by_rules
 from engine.sampling import Sampling
@@ -65,7 +67,7 @@ def test_a_greedy_round_is_judged_by_changed_logits() -> None:
     logits = torch.zeros(3, 10)
     logits[:, 4], logits[:, 6] = 9.0, 8.0
     sampling = Sampling(0.0, logit_bias={4: -100.0})
-    (judged,) = judge_by_rules([logits], [Drafted([6, 4], [], sampling, 2, rules_of(sampling, 2, []), [1, 1])])
+    (judged,) = judge_by_rules(logits[None], [Drafted([6, 4], [], sampling, 2, rules_of(sampling, 2, []), [1, 1])])
     assert (judged.verdict, judged.finite, judged.logprobs) == ((1, 6), True, [])
     assert logits[0, 4] == 9  # the step's own logits stay
 
@@ -73,7 +75,7 @@ def test_a_greedy_round_is_judged_by_changed_logits() -> None:
 def test_a_mask_of_everything_is_said_to_leave_no_number() -> None:
     sampling = Sampling(1.0, min_tokens=3)
     rules = rules_of(sampling, 1, range(10))
-    (judged,) = judge_by_rules([torch.zeros(1, 10)], [Drafted([], [], sampling, 1, rules, [5], logprobs=2)])
+    (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], sampling, 1, rules, [5], logprobs=2)])
     assert not judged.finite
 
 
@@ -84,7 +86,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     sampling = Sampling(0.0, logit_bias={best[1]: -100.0})
     rules = rules_of(sampling, 2, [])
     drafted = Drafted([best[0], 2], [], sampling, 2, rules, [1, 1], logprobs=3)
-    (judged,) = judge_by_rules([logits], [drafted])
+    (judged,) = judge_by_rules(logits[None], [drafted])
     expected = logits.double().log_softmax(-1)
     accepted, following = judged.verdict
     tokens = [*drafted.tokens[:accepted], following]
@@ -101,3 +103,45 @@ def test_the_likeliest_tokens_logprob_is_the_same_number_in_both_places() -> Non
     logits = torch.randn(50, 4000, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     for found in token_logprobs(logits, logits.argmax(-1).tolist(), 1):
         assert found.logprob == found.top_logprobs[0]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["all"], replace(SAMPLINGS["all"], temperature=0.0)])
+def test_whatever_is_drafted_the_tokens_are_those_of_plain_decoding(sampling: Sampling) -> None:
+    """As a deterministic target judges: with rules whose counts go on with the tokens, any proposals, any rounds."""
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(size=(60, 24)).astype(np.float32)) * 2
+
+    def judged(proposed: list[int], committed: list[int], rules: tuple[LogitRule, ...]) -> list[int]:
+        at = len(committed)
+        item = Drafted(proposed, [], sampling, at, rules, committed)
+        (found,) = judge_by_rules(logits[None, at : at + len(proposed) + 1], [item], whatever_is_drafted=True)
+        return [*proposed[: found.verdict[0]], found.verdict[1]]
+
+    prompt, rules = [1, 9, 1], rules_of(sampling, 3, STOPS)
+    plain = list(prompt)
+    while len(plain) < 50:
+        plain += judged([], plain, rules)
+    tokens, rules, rounds = list(prompt), rules_of(sampling, 3, STOPS), 0
+    while len(tokens) < 45:
+        proposed = plain[len(tokens) : len(tokens) + int(rng.integers(0, 5))]
+        tokens += judged([t if rng.random() < 0.8 else int(rng.integers(24)) for t in proposed], tokens, rules)
+        rounds += 1
+    assert tokens == plain[: len(tokens)]
+    assert rounds < 30
+
+
+def test_rounds_are_judged_together_as_each_alone() -> None:
+    """Of different samplings and lengths, some of which tell log probabilities."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.normal(size=(len(SAMPLINGS), 4, 24)).astype(np.float32)) * 2
+    rounds = []
+    for i, sampling in enumerate(SAMPLINGS.values()):
+        proposed = logits[i].argmax(-1)[: i % 4].tolist()
+        rounds.append(
+            Drafted(proposed, [], sampling, 5, rules_of(sampling, 3, STOPS), [1, 2, 3, 4, 5], [None, 0, 3][i % 3])
+        )
+    together = judge_by_rules(logits, rounds)
+    for row, item, found in zip(logits, rounds, together, strict=True):
+        (alone,) = judge_by_rules(row[None, : len(item.tokens) + 1], [item])
+        assert found == alone
+        assert len(found.logprobs) == (found.verdict[0] + 1 if item.logprobs is not None else 0)

@@ -227,8 +227,7 @@ def test_a_field_that_is_not_known_is_logged_once(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("prompt_logprobs", 0), ("best_of", 2), ("response_format", {"type": "json_object"}), ("suffix", "x")],
+    ("name", "value"), [("prompt_logprobs", 0), ("best_of", 2), ("functions", [{}]), ("suffix", "x")]
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:
     refused(f"^{name}: this field is not supported", **{name: value})
