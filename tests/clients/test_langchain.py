@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import MODEL
+from conftest import ENOUGH, MODEL
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 MESSAGES = [SystemMessage("Be brief."), HumanMessage("Tell me of the sea.")]
 
 
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):
     """What is asked for."""
 
     sunny: bool
@@ -48,16 +48,18 @@ def test_completions(url: str) -> None:
 
 
 def test_a_tool_that_must_be_called(chat: ChatOpenAI) -> None:
-    answer = chat.bind_tools([sunny], tool_choice="any").invoke(MESSAGES)
-    (call, *_) = answer.tool_calls
+    chat = chat.model_copy(update={"max_tokens": ENOUGH})
+    answer = chat.bind_tools([sunny], tool_choice="any", parallel_tool_calls=False, strict=True).invoke(MESSAGES)
+    (call,) = answer.tool_calls
     assert call["name"] == "sunny" and set(call["args"]) == {"city"} and isinstance(call["args"]["city"], bool)
     history: list[Any] = [*MESSAGES, answer, *(ToolMessage("yes", tool_call_id=c["id"]) for c in answer.tool_calls)]
-    assert isinstance(chat.bind_tools([sunny]).invoke(history), AIMessage)
+    assert isinstance(chat.bind_tools([sunny]).invoke(history, max_tokens=8), AIMessage)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
-    assert isinstance(chat.with_structured_output(Answer, method=method).invoke(MESSAGES), Answer)
+    chat = chat.model_copy(update={"max_tokens": ENOUGH})
+    assert isinstance(chat.with_structured_output(Answer, method=method, strict=True).invoke(MESSAGES), Answer)
 
 
 def test_the_responses_api(url: str) -> None:

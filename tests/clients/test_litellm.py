@@ -5,14 +5,19 @@ from typing import Any
 
 import litellm
 import pytest
-from conftest import MODEL
+from conftest import ENOUGH, MODEL
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 SUNNY = {
     "type": "function",
     "function": {
         "name": "sunny",
-        "parameters": {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"yes": {"type": "boolean"}},
+            "required": ["yes"],
+            "additionalProperties": False,
+        },
     },
 }
 
@@ -44,9 +49,8 @@ async def test_asynchronously(ask: dict[str, Any]) -> None:
 
 
 def test_a_tool_that_must_be_called(ask: dict[str, Any]) -> None:
-    answer = litellm.completion(
-        model=f"openai/{MODEL}", messages=MESSAGES, tools=[SUNNY], tool_choice="required", **ask | {"max_tokens": 100}
-    )
+    fields = {"tools": [SUNNY], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": ENOUGH}
+    answer = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, **ask | fields)
     arguments = json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
     assert isinstance(arguments["yes"], bool)
 
