@@ -1,18 +1,16 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from config import DraftSettings
 from draft_service.outcomes import likely_outcomes
 from draft_service.sessions import BranchAhead, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
-from engine.rounds.requests import Branch, ChangeLogits, DraftedTokens, RoundOutput, RoundRequest
+from engine.rounds.requests import AllowedTokens, Branch, DraftedTokens, RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
@@ -135,13 +133,13 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         rules=rules,
-        change=_follow_grammar(session, starts),
+        allowed=_allowed_tokens(session, starts),
     )
     return PlannedRound(session, request, drafted is not None, base)
 
 
-def _follow_grammar(session: DraftSession, starts: list[list[int]]) -> ChangeLogits | None:
-    """Return what leaves a round the tokens that the session's grammar allows; None if it has no grammar.
+def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTokens | None:
+    """Return what says which tokens the session's grammar allows in a round; None if it has no grammar.
 
     starts: of each branch, the tokens behind the committed ones that it goes on behind.
     """
@@ -150,10 +148,7 @@ def _follow_grammar(session: DraftSession, starts: list[list[int]]) -> ChangeLog
         return None
     grammar.follow(session.tokens, session.committed)
 
-    def change(logits: Tensor, branch: int, drafted: Sequence[int]) -> None:
-        grammar.allow(logits, [*starts[branch], *drafted])
-
-    return change
+    return lambda branch, drafted: grammar.mask_behind([*starts[branch], *drafted])
 
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:

@@ -112,11 +112,6 @@ class GrammarState:
         allowed = unpack_mask(torch.from_numpy(masks).to(logits.device), logits.shape[1])
         logits[: len(masks)].masked_fill_(~allowed, -torch.inf)
 
-    def allow(self, logits: Tensor, proposed: Sequence[int]) -> None:
-        """Set to -inf, in place, what may not follow the committed and the proposed tokens. logits: [vocab]."""
-        mask = torch.from_numpy(self.mask_behind(proposed)).to(logits.device)
-        logits.masked_fill_(~unpack_mask(mask, len(logits)), -torch.inf)
-
     def _consume(self, matcher: LLMatcher, tokens: Sequence[int]) -> int:
         """Consume tokens up to the first that ends the text or is not allowed; return how many."""
         # What ends the text is kept from the matcher, which counts it as a token in some states only.

@@ -4,11 +4,13 @@ import itertools
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from engine.decoder import Decoder
+from engine.grammars import WORD, unpack_mask
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
 from engine.modules import ModulesDecoder
@@ -62,23 +64,23 @@ class RoundRunner:
             self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, in request order: those of one method together, and apart those whose logits change.
+        """Draft a round of each, in request order. Raises OutOfPages.
 
-        Raises OutOfPages.
+        Those of one method are drafted together, and those of them that do not allow all tokens apart.
         """
         outputs: dict[int, RoundOutput] = {}
-        kinds = [(item.announce.method if item.announce else "", item.change is not None) for item in requests]
+        kinds = [(item.announce.method if item.announce else "", item.allowed is not None) for item in requests]
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
             outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], *kind), strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str, changes: bool) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, asks: bool) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
         shape = self._shape_of(requests, method)
-        round_ = self._round_of(shape, requests if changes else None)
+        round_ = self._round_of(shape, requests if asks else None)
         lay_out_round(round_.buffers, shape, requests)
         bring_kept(round_.buffers, requests)
         bring_rules(round_.buffers, requests)
@@ -100,8 +102,8 @@ class RoundRunner:
         of_runner = ROUND_QUERIES, self._max_pages
         return RoundShape(power_of_two(len(requests)), *of_runner, sampled, method, branches, ruled)
 
-    def _round_of(self, shape: RoundShape, changing: list[RoundRequest] | None = None) -> Captured:
-        """Return what runs a shape. changing: the requests, where they change logits: the host sees each token then."""
+    def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
+        """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
 
         def make_buffers() -> Buffers:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
@@ -110,10 +112,10 @@ class RoundRunner:
             return buffers
 
         def launch(buffers: Buffers) -> None:
-            change = None if changing is None else partial(_change, changing, shape.branches)
-            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, change)
+            forbid = None if asking is None else partial(_forbid, asking, shape.branches)
+            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid)
 
-        graphs = self._graphs if changing is None else self._one_by_one
+        graphs = self._graphs if asking is None else self._one_by_one
         return graphs.of(shape, make_buffers, launch)
 
     def _kept_of(self, shape: RoundShape) -> Tensor:
@@ -125,10 +127,12 @@ class RoundRunner:
         return self._kept[: shape.sequences]
 
 
-def _change(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:
-    """Let requests change their rows' logits [rows, vocab], `branches` rows each, behind the tokens drafted so far."""
+def _forbid(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:
+    """Set to -inf, in place, what requests do not allow behind the tokens drafted so far. logits: [rows, vocab]."""
     drafted = torch.stack(tokens, 1).tolist() if tokens else [[]] * len(logits)
+    masks = np.full((len(logits), -(-logits.shape[1] // WORD)), -1, dtype=np.int32)
     for i, item in enumerate(requests):
-        assert item.change is not None
+        assert item.allowed is not None
         for j in range(len(item.branches) or 1):
-            item.change(logits[i * branches + j], j, drafted[i * branches + j])
+            masks[i * branches + j] = item.allowed(j, drafted[i * branches + j])
+    logits.masked_fill_(~unpack_mask(torch.from_numpy(masks).to(logits.device), logits.shape[1]), -torch.inf)

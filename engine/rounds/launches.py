@@ -64,12 +64,12 @@ def run_round(
     shape: RoundShape,
     buffers: Buffers,
     attention: Backend,
-    change: Callable[[Tensor, list[Tensor]], None] | None = None,
+    forbid: Callable[[Tensor, list[Tensor]], None] | None = None,
 ) -> None:
     """Draft the round that the buffers hold. It launches only; results are left in the buffers.
 
-    change: called before each token is drawn, outside of graphs, with the logits [rows, vocab] to change in place and
-    the tokens [rows] drafted so far.
+    forbid: called before each token is drawn, outside of graphs, with the logits [rows, vocab] in which it sets to -inf
+    what must not be, and the tokens [rows] drafted so far.
     """
     evidence, given, results = None, buffers.tensors, buffers.results.device
     if shape.method or settings.read_share < 1:
@@ -92,8 +92,8 @@ def run_round(
     rules = ChangedLogits(given, shape.branches) if shape.ruled else None
     for index in range(settings.gamma + 1):
         logits = logits if rules is None else rules.change(logits)
-        if change is not None:
-            change(logits, tokens)
+        if forbid is not None:
+            forbid(logits, tokens)
         token, support = _sample(logits, round_, index)
         if rules is not None:
             rules.count(token)

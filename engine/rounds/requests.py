@@ -110,8 +110,8 @@ class MovedKV:
     count: int
 
 
-# Changes the logits [vocab] of a token, in place, given which branch it is of and what was drafted behind its start.
-ChangeLogits = Callable[[Tensor, int, Sequence[int]], None]
+# Returns which tokens may come next, a mask as of engine.grammars, given a branch and the tokens drafted behind it.
+AllowedTokens = Callable[[int, Sequence[int]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class RoundRequest:
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
 
-    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. change: what changes those of
-    each token before it is drawn, on the host, which then waits for each pass; None is free.
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. allowed: which tokens
+    may be drafted; the host is asked before each is drawn, and waits for each pass. None: all, at no cost.
     """
 
     kv: SequenceKV
@@ -143,7 +143,7 @@ class RoundRequest:
     top_k: int = 0
     min_p: float = 0.0
     rules: RoundRules | None = None
-    change: ChangeLogits | None = None
+    allowed: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):

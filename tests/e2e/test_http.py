@@ -213,7 +213,7 @@ UNSUPPORTED: list[tuple[str, str, Any]] = [
     (COMPLETIONS, "logprobs", 0),
     *((CHAT, name, value) for name, value in {
         "logprobs": True, "top_logprobs": 2, "tools": [TOOL], "tool_choice": "required",
-        "response_format": {"type": "json_object"}, "functions": [TOOL["function"]],
+        "functions": [TOOL["function"]],
     }.items()),
 ]  # fmt: skip
 

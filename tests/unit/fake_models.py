@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.announcing import choose_blocks, predict_weights
+from engine.grammars import unpack_mask
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
@@ -316,8 +317,9 @@ class FakeRunner(Runner):
             history.append(token)
             weights.append(self.block_weights(history, settings.block_size, self.heads))
             logits = changed(self.logits(history), history, item.rules)
-            if item.change is not None:
-                item.change(torch.from_numpy(logits), number, tokens)
+            if item.allowed is not None:
+                mask = unpack_mask(torch.from_numpy(item.allowed(number, tokens)), VOCAB)
+                logits[~mask.numpy()] = -np.inf
             token, support = self._sample(item, settings, logits, index, branch.uniforms)
             tokens.append(token)
             supports.append(support)

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 import models
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
+from engine.grammars import Grammars, unpack_mask
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
@@ -28,6 +30,7 @@ from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 from tests.unit.fake_models import limit_support
+from tests.unit.inline import Inline
 from tests.unit.world import changed_logits
 from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
 from wire.selection_codec import decode_selection
@@ -73,9 +76,9 @@ def run_all(reference: ModelRunner, text: list[int], drafted: list[int]) -> tupl
 class Side:
     """A drafter and what it sends. `announced`: all selections of a session, by epoch and round."""
 
-    def __init__(self, runner: ModelRunner, **settings: Any) -> None:
+    def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings), grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.announced: dict[str, dict[Any, BlockSelection]] = {}
@@ -243,4 +246,35 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     proposals = check(side, reference, side.run(*behind))
     assert [proposal.at.base for proposal in proposals["a"]] == [306]
+    side.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_round_and_its_branches_propose_what_a_grammar_allows(
+    runner: ModelRunner, tokenizer: Any, sampling: Sampling, branches: int
+) -> None:
+    """Beside a session without a grammar, whose rounds are the same as alone."""
+    source = LLMatcher.grammar_from_regex("[A-Z][a-z]{30,}([.,] [a-z]{30,})*")
+    grammars = Grammars(tokenizer, VOCAB, [0], Inline())
+    side, alone = Side(runner, grammars, branches=branches), Side(runner, branches=branches)
+    prompt = tokens(40, 3)
+    free = Begin(At("free", 0, 0, 40), prompt, sampling, 500, "", 40, [0])
+    bound = Begin(At("bound", 0, 0, 40), prompt, sampling, 500, "", 40, [0], source)
+    expected = [event for event in alone.run(free) if isinstance(event, Proposal)]
+    alone.close()
+    proposals = [event for event in side.run(free, bound) if isinstance(event, Proposal)]
+    for event, other in zip((e for e in proposals if e.at.session == "free"), expected, strict=True):
+        assert event.tokens == other.tokens
+    first, *ahead = [event for event in proposals if event.at.session == "bound"]
+    assert len(ahead) == branches
+    assert len({event.at.base for event in ahead}) == min(2, branches)
+    for event in (first, *ahead):
+        before = [*prompt, *first.tokens[: event.at.base - 41], event.assumed_token] if event is not first else prompt
+        state = grammars.start(source, before, 40)
+        assert not state.error
+        for at in range(len(event.tokens)):
+            mask = unpack_mask(torch.from_numpy(state.mask_behind(event.tokens[:at])), VOCAB)
+            assert mask.sum() < VOCAB
+            assert mask[event.tokens[at]]
     side.close()

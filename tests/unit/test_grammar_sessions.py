@@ -114,17 +114,17 @@ def test_a_sampled_token_has_the_targets_distribution_over_what_is_allowed(clock
     model = FakeModel(agreement=2)
     world = World(clock, 5, model, gamma=2, prefill_chunk=512, grammars=GRAMMARS)
     world.attach()
-    names = [world.open(prompt, 4, replace(sampling, seed=seed), [END], grammar=WORDS) for seed in range(400)]
+    names = [world.open(prompt, 3, replace(sampling, seed=seed), [END], grammar=WORDS) for seed in range(400)]
     world.run()
     drafted, accepted = totals(world)
-    assert drafted > 400
+    assert drafted > 300
     assert accepted > 100
     after: dict[tuple[int, ...], Counter[int]] = {}
     for name in names:
         generated = world.ledger.records[name].generated
         for place, token in enumerate(generated):
             after.setdefault(tuple(generated[:place]), Counter())[token] += 1
-    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 100}
+    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 50}
     assert len({len(start) for start in seen}) > 1
     assert len(seen[()]) > 3
     for start, counts in seen.items():
