@@ -18,7 +18,7 @@ INI = """[pytest]
 asyncio_mode = auto
 asyncio_default_fixture_loop_scope = function
 timeout = 600
-addopts = -q -rs -p no:cacheprovider --import-mode=importlib -p tests.vllm_openai.adapter
+addopts = -q -rsfE -p no:cacheprovider --import-mode=importlib -p tests.vllm_openai.adapter
 """
 
 

@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,14 +22,17 @@ _running: dict[str, Stack] = {}  # launches by their context
 
 
 class RemoteOpenAIServer:
-    """Stands in for vLLM's class of this name: a launch with the context that the arguments name. All else that they
-    say is vLLM's own affair."""
+    """Stands in for vLLM's class of this name: a launch with the context that the arguments name, or the server at
+    CLIENTS_URL if there is one. All else that the arguments say is vLLM's own affair."""
 
     DUMMY_API_KEY = "none"
 
     def __init__(self, model: str, arguments: Sequence[str], **_: Any) -> None:
         given = dict(pairwise(arguments))
         context = given.get("--max-model-len", "8192")
+        self.url_root = os.environ.get("CLIENTS_URL", "")
+        if self.url_root:
+            return
         if context not in _running:
             flags = ("--max-context", context, "--tool-call-parser", "hermes", "--log-level", "warning")
             _running[context] = start_stack("--namespace", f"vllm-{context}", *flags)

@@ -1,4 +1,10 @@
-"""Which of vLLM's tests are run, by file below tests/entrypoints, and which of these are not, with reasons."""
+"""Which of vLLM's tests are run, by file below tests/entrypoints, and which of these are not, with reasons.
+
+Of the other files there, most drive vLLM's own classes in one process (`test_completion_error.py`,
+`test_chat_error.py`, `test_serving_…`, `test_prompt_validation.py`), others are about what is not built here (LoRA,
+images, prompt embeddings, beams, harmony, stored responses). `test_openai_schema.py` looks at the schema of vLLM's
+application; ours is tried the same way by tests/clients/test_schema.py.
+"""
 
 FILES = (
     "serve/instrumentator/test_basic.py",
@@ -8,9 +14,7 @@ FILES = (
     "openai/chat_completion/test_chat_echo.py",
     "openai/chat_completion/test_chat_logit_bias_validation.py",
     "openai/completion/test_completion.py",
-    "openai/completion/test_prompt_validation.py",
     "openai/models/test_models.py",
-    "openai/test_chunked_prompt.py",
 )
 
 EXCLUDED: dict[str, str] = {}
