@@ -201,6 +201,7 @@ def _model_card(frontend: Frontend) -> dict[str, Any]:
     return {
         "id": frontend.limits.model_name,
         "object": "model",
+        "root": frontend.limits.model_name,
         "created": 0,
         "owned_by": "specahead",
         "max_model_len": frontend.limits.max_context,

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import openai
@@ -62,6 +62,15 @@ def get_tokenizer(*_: object, **__: object) -> Any:
     return load_tokenizer(str(TARGET))
 
 
+# What tests that apply use of vLLM's modules.
+_KNOWN: dict[str, dict[str, Any]] = {
+    "vllm": {"envs": SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
+    "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+    "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=lambda **_: "")},
+    "vllm.version": {"__version__": running_version()},
+}
+
+
 class _StandIn(ModuleType):
     """A module of vLLM's of which only the names are needed: tests that use what they name are excluded."""
 
@@ -80,10 +89,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "vllm.tokenizers":
-            module.get_tokenizer = get_tokenizer  # type: ignore[attr-defined]
-        if module.__name__ == "vllm.version":
-            module.__version__ = running_version()  # type: ignore[attr-defined]
+        vars(module).update(_KNOWN.get(module.__name__, {}))
 
 
 def pytest_configure() -> None:
@@ -111,13 +117,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     stale = sorted(name for name in unused if name.partition("::")[0] in files)
     if stale:
         raise pytest.UsageError(f"excluded, but not there: {', '.join(stale)}")
-
-
-@pytest.fixture(scope="session")
-def zephyr_lora_files() -> str:
-    return ""
-
-
-@pytest.fixture(scope="session")
-def qwen3_lora_files() -> str:
-    return ""
