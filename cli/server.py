@@ -7,7 +7,7 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 _PATIENCE = 60.0  # seconds without a byte; a stream says something every five
@@ -38,7 +38,7 @@ class Server:
                 return error.read().decode()
             raise _refusal(error) from None
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the events of a stream as they come."""
         try:
             with self._open(path, json.dumps(body | {"stream": True}).encode()) as response:

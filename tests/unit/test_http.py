@@ -532,6 +532,16 @@ async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: Scripted
             assert response.status == status, path
 
 
+async def test_the_schema_promises_the_statuses_that_are_answered(raw: aiohttp.ClientSession) -> None:
+    """What does not fit is refused with 400, not with the 422 that FastAPI would name."""
+    async with raw.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    statuses = {status for path in paths.values() for method in path.values() for status in method["responses"]}
+    assert statuses == {"200", "4XX"}
+    async with raw.post(COMPLETIONS, json={"prompt": 5}) as response:
+        assert response.status == 400
+
+
 # Responses.
 
 
