@@ -15,11 +15,14 @@ log = logging.getLogger(__name__)
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
+    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("logprob_token_ids", "thinking_token_budget"), ()),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
     "best_of": (1,),
     "function_call": ("none",),
+    "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "suffix": ("",),

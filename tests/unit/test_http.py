@@ -360,6 +360,8 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
         (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"include_reasoning": False}, "include_reasoning"),
         (CHAT, {"logprobs": 2}, "logprobs"),
         (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),

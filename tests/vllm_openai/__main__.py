@@ -37,9 +37,9 @@ def main() -> None:
             copy = Path(folder) / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             # The model that is served is ours, whichever they were written for.
-            copy.write_text(
-                re.sub(r'^MODEL_NAME = ".*"$', 'MODEL_NAME = "tiny-target"', (sources / name).read_text(), flags=re.M)
-            )
+            text = (sources / name).read_text()
+            model = re.search(r'^MODEL_NAME = "(.*)"$', text, re.M)
+            copy.write_text(text.replace(model[1], "tiny-target") if model else text)
         command = [sys.executable, "-m", "pytest", "-c", f"{folder}/pytest.ini", "--rootdir", folder]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         sys.exit(subprocess.run([*command, *(sys.argv[1:] or FILES)], cwd=folder, env=environment).returncode)

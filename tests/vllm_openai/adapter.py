@@ -13,11 +13,13 @@ import openai
 import pytest
 
 from config.version import running_version
+from engine.loading.shape import load_shape
 from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
 from tests.stack import Stack, start_stack
 from tests.vllm_openai.exclusions import EXCLUDED
 
+LIMIT = 500  # tokens of a chat that asks for no limit
 _running: dict[str, Stack] = {}  # launches by their context
 
 
@@ -48,13 +50,25 @@ class RemoteOpenAIServer:
         return "/".join([self.url_root, *parts])
 
     def get_client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(**self._options(options))
+        return _limited(openai.OpenAI(**self._options(options)))
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self._options(options))
+        return _limited(openai.AsyncOpenAI(**self._options(options)))
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": self.url_for("v1"), "api_key": "none", "max_retries": 0, "timeout": 600} | options
+
+
+def _limited(client: Any) -> Any:
+    """Return a client whose chats have a limit: the bundled model hardly ends by itself."""
+    create = client.chat.completions.create
+
+    def create_limited(**fields: Any) -> Any:
+        limited = {"max_tokens", "max_completion_tokens"} & set(fields)
+        return create(**fields if limited else fields | {"max_tokens": LIMIT})
+
+    client.chat.completions.create = create_limited
+    return client
 
 
 def get_tokenizer(*_: object, **__: object) -> Any:
@@ -62,9 +76,14 @@ def get_tokenizer(*_: object, **__: object) -> Any:
     return load_tokenizer(str(TARGET))
 
 
+def _vocab_size() -> int:
+    return load_shape(str(TARGET)).vocab_size
+
+
 # What tests that apply use of vLLM's modules.
 _KNOWN: dict[str, dict[str, Any]] = {
     "vllm": {"envs": SimpleNamespace(VLLM_USE_RUST_FRONTEND=False)},
+    "vllm.config": {"ModelConfig": lambda **_: SimpleNamespace(get_vocab_size=_vocab_size)},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.transformers_utils.repo_utils": {"hf_api": lambda: SimpleNamespace(snapshot_download=lambda **_: "")},
     "vllm.version": {"__version__": running_version()},

@@ -19,6 +19,8 @@ FILES = (
 
 _IN_PROCESS = "drives vLLM's own classes in one process"
 _TOKENIZER_INFO = "/tokenizer_info is not built"
+_PROMPT_LOGPROBS = "prompt_logprobs is not built; a completion's echo with logprobs tells the same"
+_USAGE = "continuous_usage_stats is taken and not followed"
 _TOKEN_IDS = "return_token_ids, allowed_token_ids and logprob_token_ids are not built"
 
 _REASONS = {
@@ -32,13 +34,49 @@ _REASONS = {
         "test_tokenizer_info_consistency_with_tokenize": _TOKENIZER_INFO,
         "test_tokenizer_info_chat_template": _TOKENIZER_INFO,
     },
+    "openai/chat_completion/test_chat.py": {
+        "test_prompt_logprobs_chat": _PROMPT_LOGPROBS,
+        "test_more_than_one_prompt_logprobs_chat": _PROMPT_LOGPROBS,
+        "test_single_chat_session": "counts the tokens of another tokenizer",
+        "test_chat_streaming": "has text in the last piece; ours is empty, as OpenAI's",
+        "test_chat_completion_stream_options": _USAGE,
+        "test_structured_outputs_choice_chat": "has two samples differ, which is up to the model",
+        "test_response_format_json_object": "has the model calculate",
+        "test_response_format_json_schema": "has the model calculate",
+        "test_long_seed": "looks for pydantic's name of what is wrong; ours has its words",
+        "test_invocations": "/invocations is not built",
+        "test_chat_completion_request_n_parameter_to_sampling_params": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_default": _IN_PROCESS,
+        "test_null_top_logprobs_is_same_as_omitted": _IN_PROCESS,
+        "test_chat_completion_request_accepts_model_specific_reasoning_effort": _IN_PROCESS,
+        "test_chat_completion_request_rejects_unknown_reasoning_effort": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_various_values": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_exceeds_default_limit": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_at_limit": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_custom_limit": _IN_PROCESS,
+        "test_chat_completion_request_n_parameter_massive_value": _IN_PROCESS,
+    },
+    "openai/chat_completion/test_chat_completion.py": {
+        "test_kv_transfer_prompt_token_ids_round_trip": _TOKEN_IDS,
+        "test_kv_transfer_prompt_token_ids_streaming": _TOKEN_IDS,
+        "test_per_request_metrics_non_streaming": "of vLLM's metrics of a request we have speculative_decoding alone",
+        "test_per_request_metrics_on_final_usage_chunk": "as before",
+    },
+    "openai/chat_completion/test_chat_echo.py": {
+        "test_chat_session_with_echo_and_continue_final_message": "chats have no echo",
+        "test_prompt_logprobs": _PROMPT_LOGPROBS,
+        "test_top_logprobs": "-1 for all tokens is vLLM's own",
+    },
+    "openai/chat_completion/test_chat_logit_bias_validation.py": {
+        "test_chat_logit_bias_multiple_non_integer_keys": "our message names the first of them"
+    },
     "openai/completion/test_completion.py": {
         "test_single_completion": "counts the tokens of another tokenizer",
         "test_completion_truncation_side_controls_prompt_truncation": _TOKEN_IDS,
         "test_logprob_token_ids": _TOKEN_IDS,
         "test_logprob_token_ids_stream": _TOKEN_IDS,
-        "test_prompt_logprobs_completion": "prompt_logprobs is not built; echo with logprobs tells the same",
-        "test_completion_stream_options": "continuous_usage_stats is taken and not followed",
+        "test_prompt_logprobs_completion": _PROMPT_LOGPROBS,
+        "test_completion_stream_options": _USAGE,
         "test_batch_completions": "asks for a beam search as well, which is not built",
         "test_completion_request_bad_words_to_sampling_params": _IN_PROCESS,
         "test_completion_request_bad_words_default_empty": _IN_PROCESS,
