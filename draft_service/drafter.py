@@ -10,12 +10,13 @@ import numpy as np
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
-from draft_service.sessions import TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
+from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
+from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, send_round, take_round
 from draft_service.verdicts import receive_verdict
 from engine.grammars import Grammars
+from engine.rounds.requests import DraftedTokens
 from engine.runner import Runner
-from engine.step_loop import describe
+from engine.step_loop import describe, prefill_chunk
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
 from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
@@ -32,6 +33,7 @@ class Drafter:
     """
 
     def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None) -> None:
+        settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
         self.counters: Counter[str] = Counter()
         self._plan, self._settings = plan, settings
@@ -39,9 +41,10 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
-        runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
+        memories = settings.max_sessions + 1  # a session may end in the step that runs
+        runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))
 
     @property
     def session_count(self) -> int:
@@ -106,21 +109,26 @@ class Drafter:
         return DraftStepResult(rounds, time.perf_counter() - started)
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
-        """Take what a step gave and send it."""
+        """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
+        taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
-            grammar = planned.session.grammar
-            if grammar is not None and grammar.error:
-                self.admission.fail(planned.session, grammar.error)
+            session = planned.session
+            if session.grammar is not None and session.grammar.error:
+                self.admission.fail(session, session.grammar.error)
             elif all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
-                take_round(planned, output, self._plan, result.seconds, self.counters)
+                take_round(planned, output, self._plan, result.seconds)
+                taken.append((session, session.ahead if planned.ahead else session.drafted))
             else:
-                self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
-        # Of a round whose verdict has come meanwhile one branch is said at most.
-        ahead = [(item.session, item.session.ahead) for item in step.rounds if item.ahead]
+                self.admission.fail(session, "the draft's logits are NaN or infinite")
         self._apply_inbox()
-        for session, drafted in ahead:
-            if session.ahead is drafted and session.peer.sessions.get(session.id) is session:
-                send_ahead(session, self.counters)
+        # Of a round whose verdict has come meanwhile one branch is said at most.
+        for session, drafted in taken:
+            if session.peer.sessions.get(session.id) is not session:
+                continue
+            if isinstance(drafted, RoundAhead) and session.ahead is drafted:
+                send_ahead(session, drafted, self.counters)
+            elif drafted is not None and session.drafted is drafted:
+                send_round(session, self.counters)
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 

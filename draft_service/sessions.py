@@ -13,15 +13,16 @@ from itertools import takewhile
 from engine.grammars import GrammarState
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import Branch, DraftedTokens, MovedKV
+from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV, RoundMemory
 from engine.rounds.rules import RoundRules, SessionRules, session_rules
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Verdict
-from wire.selection_codec import NamedSelection
+from wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
+_SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
 
 
@@ -52,11 +53,23 @@ class BranchAhead:
 
 
 @dataclass(frozen=True)
+class CodedSelection:
+    """What a selection is different in from the one that `reference` names; None: from an empty one."""
+
+    difference: CodedBitmap
+    reference: Reference | None
+
+
+@dataclass(frozen=True)
 class RoundAhead:
-    """The next round, drafted ahead. selection: what was announced for all its branches, of blocks before `base`."""
+    """The next round, drafted ahead. selection: what is announced for all its branches, of blocks before `base`.
+
+    coded: the same as bytes, if the runner made them.
+    """
 
     base: int
     selection: BlockSelection | None
+    coded: CodedSelection | None
     branches: list[BranchAhead]
     seconds: float
 
@@ -70,13 +83,14 @@ class DraftSession:
     grammar: what its text follows.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
-    blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
-    drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's tokens that is not in
-    its place yet, behind which all pages stay as they are.
+    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. waiting:
+    since which of the drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's
+    tokens that is not in its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
     were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
-    that came before the ones they follow, by the round that they judge.
+    that came before the ones they follow, by the round that they judge. begun_at: the round that it began with. memory:
+    what its last dense first pass weighed.
     """
 
     peer: TargetPeer
@@ -97,6 +111,7 @@ class DraftSession:
     seconds: float = 0.0
     selection: BlockSelection | None = None
     selection_base: int = 0
+    coded: CodedSelection | None = None
     ahead: RoundAhead | None = None
     moved: MovedKV | None = None
     waiting: int = 0
@@ -104,6 +119,8 @@ class DraftSession:
     acceptance: float = 0.7
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
+    begun_at: int = 0
+    memory: RoundMemory = field(default_factory=RoundMemory)
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
@@ -121,6 +138,7 @@ class DraftSession:
             gamma=gamma,
             rules=session_rules(begin.sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
+            begun_at=begin.at.round,
         )
 
     @property
@@ -147,6 +165,10 @@ class DraftSession:
     def may_go_ahead(self) -> bool:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
         return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
+
+    def refresh_due(self, every: int) -> bool:
+        """Whether the next round's first pass should read everything, as it does at least in every so manieth round."""
+        return self.round - self.begun_at < _SETTLED or self.memory.refresh_due(every)
 
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
@@ -207,7 +229,7 @@ class DraftSession:
         count = self.tokens_to_propose(branch.base)
         self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
-        self.selection, self.selection_base = ahead.selection, ahead.base
+        self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
         self.kv.length = branch.base + count
         if branch.source != branch.base - 1:
             self.moved = MovedKV(branch.source, branch.base - 1, count + 1)

@@ -43,7 +43,7 @@ class GrammarState:
         try:
             self._matcher = compile_grammar()
             self.follow(committed)
-        except Exception as error:  # whatever it is, the session alone has to do with it
+        except BaseException as error:  # the session alone has to do with it; what Rust panics with is no Exception
             self.error = f"the grammar does not compile: {error}"
         self.ready = True
 
@@ -138,7 +138,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int], executor: Executor | None = None) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, list(ends)
-        self.on_compiled: Callable[[], None] = lambda: None
+        self.on_compiled: Callable[[], object] = lambda: None
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="grammars")
         # These are touched in that thread alone.
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()

@@ -53,36 +53,46 @@ class MinTokens:
             logits[:rows, self._stops] = -torch.inf
 
 
+class TokenCounts:
+    """Counts how often each token occurs in a session's prompt, and in its output."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens, self._counted = prompt_tokens, 0
+        self._rows = torch.empty(0)
+
+    def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> Tensor:
+        """Return the counts of prompt and output, [2, vocab] float32, up to the committed tokens.
+
+        These begin with those of the last call; the tensor is the same in all calls.
+        """
+        if not self._counted:
+            self._rows = torch.zeros(2, vocab, device=device)
+        new = torch.tensor(committed[self._counted :], dtype=torch.int64, device=device)
+        since = max(0, self._prompt_tokens - self._counted)
+        for row, tokens in zip(self._rows, (new[:since], new[since:]), strict=True):
+            if len(tokens):
+                row.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
+        self._counted = len(committed)
+        return self._rows
+
+
 class Penalties:
     """Makes tokens less likely that occur before a position (`penalise`)."""
 
     def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
-        self._repetition, self._frequency = sampling.repetition_penalty, sampling.frequency_penalty
-        self._presence, self._prompt_tokens = sampling.presence_penalty, prompt_tokens
-        self._counted = 0  # committed tokens that are in the counts
-        self._in_prompt = self._in_output = torch.empty(0)  # [vocab] float32, how often each token occurs
+        self._penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        self._counts = TokenCounts(prompt_tokens)
 
     def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
         """Change logits in place, as LogitRule says."""
-        self._count(committed, logits)
-        counts = self._in_output.repeat(len(logits), 1)
+        in_prompt, in_output = self._counts.update(committed, logits.shape[1], logits.device)
+        counts = in_output.repeat(len(logits), 1)
         if proposed:
             # A proposed token counts from the row behind it on.
             rows, at = torch.tril_indices(len(logits), len(proposed), -1, device=logits.device)
             tokens = torch.tensor(proposed, device=logits.device)[at]
             counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
-        logits.copy_(penalise(logits, self._in_prompt, counts, self._repetition, self._frequency, self._presence))
-
-    def _count(self, committed: Sequence[int], logits: Tensor) -> None:
-        """Bring the counts up to the committed tokens."""
-        if not self._counted:
-            self._in_prompt, self._in_output = (torch.zeros_like(logits[0]) for _ in range(2))
-        new, since = committed[self._counted :], max(0, self._prompt_tokens - self._counted)
-        for counts, tokens in ((self._in_prompt, new[:since]), (self._in_output, new[since:])):
-            if tokens:
-                at = torch.tensor(tokens, device=logits.device)
-                counts.index_put_((at,), torch.ones_like(at, dtype=counts.dtype), accumulate=True)
-        self._counted = len(committed)
+        logits.copy_(penalise(logits, in_prompt, counts, *self._penalties))
 
 
 def penalise(

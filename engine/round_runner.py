@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,18 +14,12 @@ from engine.decoder import Decoder
 from engine.grammars import WORD, unpack_mask
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
-from engine.rounds.buffers import (
-    RoundShape,
-    bring_kept,
-    bring_rules,
-    lay_out_round,
-    make_round_buffers,
-    read_round,
-    take_kept,
-)
+from engine.read_memories import ReadMemories
+from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers, read_round
 from engine.rounds.launches import run_round
-from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
 
@@ -50,7 +45,8 @@ class RoundRunner:
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
         self._one_by_one = Graphs(captures=False)
-        self._kept: Tensor | None = None  # of all shapes, which never run at the same time
+        self._memories = ReadMemories(settings.memories + 1)
+        self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
 
     def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
         """Capture rounds of up to `sequences` sessions, greedy and sampled, that announce nothing or by `methods`."""
@@ -61,34 +57,46 @@ class RoundRunner:
         branches = sorted({1, self._settings.branches}, reverse=True)
         kinds = list(itertools.product((False, True), ("", *methods), sizes, branches))
         for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
-            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
+            shape = RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each)
+            self._round_of(shape)
+            if self._settings.refresh_every > 1 and of_each == self._settings.branches:
+                self._round_of(replace(shape, refreshes=False))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, in request order. Raises OutOfPages.
+        """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
 
-        Those of one method are drafted together, and those of them that do not allow all tokens apart.
+        Those that do not allow all tokens are drafted apart.
         """
         outputs: dict[int, RoundOutput] = {}
-        kinds = [(item.announce.method if item.announce else "", item.allowed is not None) for item in requests]
+        refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
+        methods = [item.announce.method if item.announce else "" for item in requests]
+        kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), strict=True))
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
-            outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], *kind), strict=True))
+            drafted = self._draft([requests[i] for i in chosen], *kind)
+            outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str, asks: bool) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
-        shape = self._shape_of(requests, method)
+        shape = self._shape_of(requests, method, refreshes)
         round_ = self._round_of(shape, requests if asks else None)
-        lay_out_round(round_.buffers, shape, requests)
-        bring_kept(round_.buffers, requests)
+        memories = [self._nobody if item.memory is None else item.memory for item in requests]
+        places = []
+        if self._settings.refresh_every > 1:
+            places = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
+        lay_out_round(round_.buffers, shape, requests, places)
         bring_rules(round_.buffers, requests)
         round_.run()
-        take_kept(round_.buffers, self._settings, requests)
+        for item, memory in zip(requests, memories, strict=True):
+            if refreshes:
+                memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
+            memory.rounds = 0 if refreshes else memory.rounds + 1
         return read_round(round_.buffers, shape, requests)
 
-    def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
+    def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
         sampled = any(item.temperature > 0 for item in requests)
         ruled = any(item.rules is not None for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
@@ -97,10 +105,10 @@ class RoundRunner:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches, ruled)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled)
         branches = self._settings.branches if branched else 1
-        of_runner = ROUND_QUERIES, self._max_pages
-        return RoundShape(power_of_two(len(requests)), *of_runner, sampled, method, branches, ruled)
+        sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
+        return RoundShape(*sizes, sampled, method, branches, refreshes, ruled)
 
     def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
         """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
@@ -108,7 +116,7 @@ class RoundRunner:
         def make_buffers() -> Buffers:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if self._settings.refresh_every > 1:
-                buffers.tensors["kept"] = self._kept_of(shape)
+                buffers.tensors["memory"] = self._weights()
             return buffers
 
         def launch(buffers: Buffers) -> None:
@@ -118,13 +126,10 @@ class RoundRunner:
         graphs = self._graphs if asking is None else self._one_by_one
         return graphs.of(shape, make_buffers, launch)
 
-    def _kept_of(self, shape: RoundShape) -> Tensor:
-        sizes = shape.sequences, self._decoder.num_layers, self._decoder.heads, shape.blocks(self._settings)
-        if not self._graphs.captures:
-            return torch.zeros(sizes, device=self._kv.device)
-        if self._kept is None or len(self._kept) < shape.sequences:
-            self._kept = torch.zeros(sizes, device=self._kv.device)
-        return self._kept[: shape.sequences]
+    def _weights(self) -> Tensor:
+        """Return what is remembered of all sessions, [places, layers * heads, blocks] float32."""
+        blocks = -(-self._max_pages * PAGE_SIZE // self._settings.block_size)
+        return self._memories.weights(self._decoder.num_layers * self._decoder.heads, blocks, self._kv.device)
 
 
 def _forbid(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:

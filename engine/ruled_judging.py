@@ -4,13 +4,12 @@ A step's graph judges all of its rows as if they were plain; of those that are n
 place. So sessions without rules pay nothing for it.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import Drafted, are_finite, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.staging import Staging
 from kernels.backends import default_backend
@@ -28,12 +27,13 @@ class RuledVerdict:
 
 
 def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
-    """Judge rounds by the distributions that their rules, top_k and min_p leave.
+    """Judge rounds by the distributions that their rules leave.
 
     logits: [rounds, places, vocab] of any floating dtype, row i of a round for position base + i; they stay as they
     are. places: one more than the longest round has tokens, or more. whatever_is_drafted: as for `judge`.
     """
-    staging = Staging(verdict_layout(len(rounds), logits.shape[1] - 1, support_of(rounds)), logits.device)
+    cuts = cuts_of(rounds)
+    staging = Staging(verdict_layout(len(rounds), logits.shape[1] - 1, support_of(rounds), cuts), logits.device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
     ruled = logits.to(torch.float32, copy=True)
@@ -41,32 +41,10 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
         for rule in item.rules:
             rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
     finite = are_finite(ruled, staging.device["draft_counts"])
-    cut_logits(ruled, rounds)
-    accepted, following = judge(ruled, staging.device, default_backend(logits.device), whatever_is_drafted)
+    accepted, following = judge(ruled, staging.device, default_backend(logits.device), whatever_is_drafted, cuts)
     found = torch.stack((accepted, following, finite), 1).tolist()  # one wait for the device
     told = _logprobs(logits, rounds, [(a, b) if is_finite else None for a, b, is_finite in found])
     return [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]
-
-
-def cut_logits(logits: Tensor, rounds: list[Drafted]) -> None:
-    """Set to -inf, in place, what top_k and min_p leave out; of tokens as likely as the last one left all are.
-
-    logits: [rounds, places, vocab] float32. Greedy rounds are left as they are.
-    """
-    cut = [i for i, item in enumerate(rounds) if item.sampling.cuts]
-    if not cut:
-        return
-    samplings, vocab = [rounds[i].sampling for i in cut], logits.shape[-1]
-    counts = [min(sampling.top_k or vocab, vocab) for sampling in samplings]
-    # p >= min_p of the largest p, at this temperature.
-    reaches = [each.temperature * math.log(each.min_p) if each.min_p else -math.inf for each in samplings]
-    rows = logits[cut]
-    best = rows.topk(max([1, *(count for count in counts if count < vocab)])).values
-    least = best[..., :1] + torch.tensor(reaches, device=logits.device)[:, None, None]
-    for of_round, count, values in zip(least, counts, best, strict=True):
-        if count < vocab:
-            torch.maximum(of_round, values[:, count - 1 : count], out=of_round)
-    logits[cut] = rows.masked_fill(rows < least, -torch.inf)
 
 
 def _logprobs(logits: Tensor, rounds: list[Drafted], verdicts: list[Verdict | None]) -> list[list[TokenLogprobs]]:

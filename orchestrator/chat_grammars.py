@@ -103,8 +103,8 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
     rules = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
     if form.tools == "mistral" and lark.has_token("[ARGS]"):
         for i, tool in enumerate(tools):
-            marks = lark.marker("[TOOL_CALLS]"), _literal(tool.function.name), lark.marker("[ARGS]")
-            rules += f"call_{i}: {' '.join(marks)} {_arguments(request, tool)}\n"
+            head = f"{lark.marker('[TOOL_CALLS]')} {_literal(tool.function.name)} {lark.marker('[ARGS]')}"
+            rules += f"call_{i}: {head} {_arguments(request, tool)}\n"
         return f"calls: {'call+' if several else 'call'}\n{rules}"
     opening, before, after, closing, between = _JSON_CALLS[form.tools]
     for i, tool in enumerate(tools):

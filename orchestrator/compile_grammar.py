@@ -62,7 +62,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (given["bytes"], given["bytes"]))
         source = make_source(given["kind"], given["text"], given["spaces"], given["main"])
         error = find_error(source)
-    except Exception as exception:  # what a grammar may raise in its conversion is anything
+    except BaseException as exception:  # a conversion may raise anything; what Rust panics with is no Exception
         source, error = "", str(exception)
     json.dump({"error": error} if error else {"source": source}, sys.stdout)
 

@@ -49,9 +49,9 @@ async def _compile(key: tuple[str, ...]) -> dict[str, str]:
     """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
     names = "kind", "text", "spaces", "main"
     given = dict(zip(names, key, strict=True)) | {"seconds": SECONDS, "bytes": MOST_BYTES}
-    # Not in our folder, whose modules' names are also those of others.
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-P", str(_PROGRAM), **pipes)
+    pipe = asyncio.subprocess.PIPE
+    command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         async with asyncio.timeout(2 * SECONDS):
             out, err = await process.communicate(json.dumps(given).encode())
@@ -61,7 +61,9 @@ async def _compile(key: tuple[str, ...]) -> dict[str, str]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode < 0:  # a signal: of the limit of CPU time, or of memory that there is not
+    if (
+        process.returncode is not None and process.returncode < 0
+    ):  # a signal: of the limit of CPU time, or of memory that there is not
         return {"error": f"it does not compile within {SECONDS} seconds and {MOST_BYTES >> 30} GiB"}
     if process.returncode:
         raise ServiceError(f"grammars cannot be compiled here: {err.decode(errors='replace')[-500:]}")

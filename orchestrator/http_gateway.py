@@ -93,7 +93,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     if body.echo:
         echoes = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
     n, decode, logprobs = body.n or 1, frontend.tokenizer.decode, None
-    if body.logprobs is not None:
+    if body.wanted_logprobs is not None:
         told = tokens if body.echo else [[]] * len(tokens)
         logprobs = [CompletionLogprobs(decode, prompt) for prompt in told for _ in range(n)]
     echoes = [echo for echo in echoes for _ in range(n)]

@@ -128,6 +128,8 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
     max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
     if max_tokens is None:  # room is reserved when a session starts: a default asks for no more than there is
         max_tokens = max(1, min(limits.max_context, limits.kv_tokens or limits.max_context) - prompt_tokens)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidArgument(f"min_tokens {request.min_tokens}: at most max_tokens, {max_tokens}", "min_tokens")
     if prompt_tokens + max_tokens > limits.max_context:
         raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
     return max_tokens

@@ -144,17 +144,17 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
         """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
-        return self.logprobs
+        return None if self.logprobs is False else self.logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's tokens get log probabilities, too."""
-        return bool(self.echo) and self.logprobs is not None
+        return bool(self.echo) and self.wanted_logprobs is not None
 
     @property
     def only_echoes(self) -> bool:
@@ -292,7 +292,8 @@ class ChatRequest(GenerationRequest):
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "function":
             return None
-        return str(choice.get("function", choice).get("name"))  # Responses have the name beside the type
+        named = choice.get("function", choice)  # Responses have the name beside the type
+        return str(named.get("name") if isinstance(named, dict) else named)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

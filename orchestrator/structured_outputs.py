@@ -77,7 +77,7 @@ class StructuredRequest(BaseModel):
     @property
     def structure(self) -> Structure | None:
         """What the text must follow, None if it is free. Raises InvalidArgument for more than one such thing."""
-        given = self.structured_outputs or StructuredOutputs()
+        given = self.structured_outputs or StructuredOutputs.model_construct()
         spaces = "" if given.disable_any_whitespace else given.whitespace_pattern or SPACES
         outputs: list[tuple[Kind, Any, str]] = [
             ("json", given.json_, "structured_outputs.json"),

@@ -8,7 +8,7 @@ import torch
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
 from engine.passes.layout import lay_out_rows, slots_of
-from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers, Layout, Staging
 from kernels.shared_top_k import WORD
 
@@ -19,7 +19,8 @@ class RoundShape:
 
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
-    announces nothing. branches: of a sequence; 1: it runs pending tokens. ruled: whether rules change logits.
+    announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
+    ruled: whether rules change logits.
     """
 
     sequences: int
@@ -28,6 +29,7 @@ class RoundShape:
     sampled: bool
     method: str
     branches: int = 1
+    refreshes: bool = True
     ruled: bool = False
 
     @property
@@ -43,16 +45,17 @@ class RoundShape:
 def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions.
 
-    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. known:
-    tokens that `kept` is of; 0: this round refreshes.
+    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each; words:
+    of a row of them; the difference is in flags, values, value_counts and checksums (`code_difference`). places:
+    of the sequences' weights in `memory`. known: tokens that these are of.
 
     With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
     own: where the KV of its own tokens begins; kept_own: whether these are written (a sequence with fewer branches
     repeats its first one). totals: tokens of a sequence once the round has run. source, target: where KV is moved from
     and to before anything is read, as places in the pages, -1 for none.
 
-    The caller adds to the tensors, where settings.refresh_every > 1, kept [sequences, layers, heads, blocks] float32:
-    RoundMemory's weights, then this round's.
+    The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
+    what RoundMemory says.
 
     least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
@@ -77,10 +80,17 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         results["probs"] = (passes, rows, support), torch.float32
     if shape.method:
         rows = len(settings.announcers[shape.method].projection)
-        layout["announced"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
+        words = -(-shape.blocks(settings) // WORD)
+        layout["announced"] = results["bitmaps"] = (count, rows, words), torch.int64
+        layout["words"] = (count,), torch.int32
+        results["flags"] = (count, rows, words), torch.uint8
+        results["values"] = (count, rows * words * 8), torch.uint8
+        results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
+        layout["places"] = (count,), torch.int64
+    if not shape.refreshes:
         layout["known"] = (count,), torch.int32
     if shape.ruled:  # see ChangedLogits
         layout["penalties"] = (3, shape.rows), torch.float32
@@ -93,8 +103,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     return buffers
 
 
-def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]) -> None:
-    """Bring the inputs of a round to the device."""
+def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest], places: list[int]) -> None:
+    """Bring the inputs of a round to the device. places: of the requests' memories, then one that nobody has."""
     buffers.inputs.begin()
     host = buffers.inputs.host
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
@@ -105,6 +115,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
         _lay_out_branches(host, shape, requests)
     else:
         lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
+    if "places" in host:
+        host["places"][:] = places[-1]
+        host["places"][: len(requests)] = places[:-1]
     if "known" in host:
         host["known"][:] = 0
     for i, item in enumerate(requests):
@@ -115,12 +128,12 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
             host["least"][rows, item.top_k :] = 2  # which no token has
         if shape.branches == 1:
             host["uniforms"][:, i] = item.uniforms
-        if "known" in host and not item.refresh:
+        if "known" in host:
             assert item.memory is not None
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            host["announced"][i] = 0
+            host["announced"][i], host["words"][i] = 0, item.announce.words
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
@@ -149,7 +162,7 @@ def bring_rules(buffers: Buffers, requests: list[RoundRequest]) -> None:
         if item.rules is None:
             rules[:, i] = 0
         else:
-            rules[:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
+            rules[0, i], rules[1:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
 
 
 def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
@@ -191,6 +204,11 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
             results["alternatives"][:, row].copy() if "alternatives" in results else None,
         )
 
+    def coded(sequence: int, words: int) -> CodedBitmap:
+        flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
+        values = results["values"][sequence, : results["value_counts"][sequence]]
+        return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
+
     outputs = []
     for i, item in enumerate(requests):
         first = i * shape.branches
@@ -199,32 +217,7 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
                 [drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
                 None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
+                None if item.announce is None else coded(i, item.announce.words),
             )
         )
     return outputs
-
-
-def bring_kept(buffers: Buffers, requests: list[RoundRequest]) -> None:
-    """Before a round: bring what sessions that do not refresh remember."""
-    if "kept" not in buffers.tensors:
-        return
-    for i, item in enumerate(requests):
-        if not item.refresh:
-            assert item.memory is not None and item.memory.weights is not None
-            weights, kept = item.memory.weights, buffers.tensors["kept"]
-            blocks = min(weights.shape[2], kept.shape[3])
-            kept[i, :, :, :blocks].copy_(weights[:, :, :blocks])
-
-
-def take_kept(buffers: Buffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
-    """After it, before the lengths of their KV move: take what sessions that refreshed remember from now on."""
-    if "kept" not in buffers.tensors:
-        return
-    for i, item in enumerate(requests):
-        memory = item.memory
-        if memory is not None and item.refresh:
-            memory.length, memory.rounds = item.kv.length + len(item.tokens), 0
-            blocks = -(-memory.length // settings.block_size)
-            memory.weights = buffers.tensors["kept"][i, :, :, :blocks].clone()
-        elif memory is not None:
-            memory.rounds += 1

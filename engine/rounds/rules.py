@@ -5,55 +5,34 @@ close to the target's so; that outcomes are right does not depend on it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.logit_rules import penalise
+from engine.logit_rules import TokenCounts, penalise
 from engine.sampling import Sampling
 
-BIAS, IN_PROMPT, IN_OUTPUT = range(3)  # rows of SessionRules
 
-
-@dataclass(eq=False)
 class SessionRules:
-    """What changes the logits of one session, and the rows of it that are kept where the model lives.
+    """What changes the logits of one session, and the rows of it that are kept where the model lives."""
 
-    rows: [3, vocab] float32: what is added to logits; how often each token occurs in the prompt, and in the output.
-    counted: tokens that are in these. masked: whether the tokens in stop_token_ids are, by min_tokens.
-    """
+    def __init__(self, sampling: Sampling, prompt_tokens: int, stop_token_ids: list[int]) -> None:
+        self.sampling, self.prompt_tokens, self.stop_token_ids = sampling, prompt_tokens, stop_token_ids
+        self._counts = TokenCounts(prompt_tokens)
+        self._biases = torch.empty(0)
+        self._masked: bool | None = None  # whether stop tokens are, by min_tokens
 
-    sampling: Sampling
-    prompt_tokens: int
-    stop_token_ids: list[int]
-    rows: Tensor = field(default_factory=lambda: torch.empty(0))
-    counted: int = 0
-    masked: bool | None = None
-
-    def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-        """Return the rows as they are behind the committed tokens, which begin with those of the last call."""
-        if not self.counted:
-            self.rows = torch.zeros(3, vocab, device=device)
-        new = torch.tensor(committed[self.counted :], device=device)
-        since = max(0, self.prompt_tokens - self.counted)
-        for row, tokens in ((IN_PROMPT, new[:since]), (IN_OUTPUT, new[since:])):
-            if len(tokens):
-                self.rows[row].index_put_((tokens,), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
-        self.counted = len(committed)
-        self._mask(self.counted < self.prompt_tokens + self.sampling.min_tokens)
-        return self.rows
-
-    def _mask(self, masked: bool) -> None:
-        """Write the biases, of stop tokens that must not come yet as well."""
-        if masked == self.masked:
-            return
-        biases = self.sampling.logit_bias | (dict.fromkeys(self.stop_token_ids, -torch.inf) if masked else {})
-        biases = {token: bias for token, bias in biases.items() if token < self.rows.shape[1]}
-        self.rows[BIAS] = 0
-        if biases:
-            self.rows[BIAS, list(biases)] = torch.tensor(list(biases.values()), device=self.rows.device)
-        self.masked = masked
+    def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what is added to logits behind the committed tokens, [vocab] float32, and `TokenCounts` of these."""
+        masked = len(committed) < self.prompt_tokens + self.sampling.min_tokens
+        if masked != self._masked:
+            stops = dict.fromkeys(self.stop_token_ids, -torch.inf) if masked else {}
+            biases = {token: bias for token, bias in (self.sampling.logit_bias | stops).items() if token < vocab}
+            self._biases = torch.zeros(vocab)
+            self._biases[list(biases)] = torch.tensor(list(biases.values()))
+            self._biases, self._masked = self._biases.to(device), masked
+        return self._biases, self._counts.update(committed, vocab, device)
 
 
 @dataclass(frozen=True)
@@ -77,13 +56,13 @@ def session_rules(sampling: Sampling, prompt_tokens: int, stop_token_ids: list[i
 class ChangedLogits:
     """Changes the logits of a round's passes, and counts the tokens that they lead to. It launches only.
 
-    given: the buffers of a round with rules. rules: SessionRules.rows, [3, sequences, vocab]. penalties: repetition,
-    frequency and presence, [3, rows]. guessed: RoundRules.guessed, [rows, γ + 1], -1 behind the last.
+    given: the buffers of a round with rules. rules: what SessionRules.update gives, [3, sequences, vocab]. penalties:
+    repetition, frequency and presence, [3, rows]. guessed: RoundRules.guessed, [rows, γ + 1], -1 behind the last.
     """
 
     def __init__(self, given: dict[str, Tensor], branches: int) -> None:
-        self._bias, self._in_prompt = given["rules"][:IN_OUTPUT, :, None]
-        self._counts = given["rules"][IN_OUTPUT].repeat_interleave(branches, 0)
+        self._bias, self._in_prompt = given["rules"][:2, :, None]
+        self._counts = given["rules"][2].repeat_interleave(branches, 0)
         self._penalties = given["penalties"].unflatten(1, (-1, branches))[..., None]
         guessed = given["guessed"].long()
         self._counts.scatter_add_(1, guessed.clamp(min=0), (guessed >= 0).float())

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.grammars import unpack_mask
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import Drafted, are_finite, cut_logits, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.logit_rules import rules_of
@@ -28,7 +28,7 @@ from engine.rounds.requests import (
     RoundSettings,
 )
 from engine.rounds.rules import RoundRules
-from engine.ruled_judging import cut_logits, judge_by_rules
+from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
@@ -334,8 +334,8 @@ class FakeRunner(Runner):
         if item.temperature == 0:
             return int(logits.argmax()), (torch.zeros(1, 1), torch.zeros(1, 1))
         heat, top_p = torch.tensor([item.temperature]), torch.tensor([item.top_p])
-        row, sampling = torch.from_numpy(logits)[None], Sampling(item.temperature, top_k=item.top_k, min_p=item.min_p)
-        cut_logits(row[None], [Drafted([], [], sampling, 0)])
+        top_k, min_p = torch.tensor([item.top_k]), torch.tensor([item.min_p])
+        row = cut_logits(torch.from_numpy(logits)[None, None], heat, top_k, min_p, max(1, item.top_k))[0]
         probs = truncated_probs(row, heat, top_p)
         ids, top = limit_support(probs, settings.support)
         pick = draw(top, torch.from_numpy(uniforms[index : index + 1]))
@@ -374,13 +374,14 @@ def judge_rounds(
     """
     device, vocab = logits[0].device, logits[0].shape[1]
     gamma = max(len(item.tokens) for item in rounds)
-    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds)), device)
+    cuts = cuts_of(rounds)
+    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds), cuts), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
     padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
     for row, rows in zip(padded, logits, strict=True):
         row[: len(rows)] = rows
-    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted)
+    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted, cuts)
     return list(zip(accepted.tolist(), following.tolist(), strict=True))
 
 

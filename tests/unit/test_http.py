@@ -379,6 +379,7 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
         (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": "weather?"}}, "tool_choice"),
         (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"n": 0}, "n"),

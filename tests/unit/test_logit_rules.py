@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.judging import Drafted
+from engine.judging import Drafted, cut_logits, cuts_of
 from engine.logit_rules import LogitRule, rules_of
 from engine.logprobs import token_logprobs
-from engine.ruled_judging import cut_logits, judge_by_rules
+from engine.ruled_judging import judge_by_rules
 from engine.sampling import Sampling
 from tests.unit.world import changed_logits, target_probs
 
@@ -45,7 +45,10 @@ def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampli
         got = logits.clone()
         for rule in rules:
             rule.apply(got, tokens, proposed)
-        cut_logits(got[None], [Drafted(proposed, [], sampling, len(tokens), rules)])
+        cuts = cuts_of([Drafted(proposed, [], sampling, len(tokens))])
+        if cuts:
+            limits = torch.tensor([sampling.top_k]), torch.tensor([sampling.min_p])
+            got = cut_logits(got[None], torch.tensor([sampling.temperature]), *limits, cuts)[0]
         for i, row in enumerate(got):
             expected = changed_logits(logits[i].numpy(), tokens + proposed[:i], prompt, sampling, STOPS)
             by_hand = target_probs(expected, sampling)
@@ -59,7 +62,9 @@ def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampli
 def test_a_plain_sampling_has_no_rules() -> None:
     assert rules_of(Sampling(), 5, STOPS) == ()
     assert rules_of(Sampling(min_tokens=4), 5, []) == ()
-    assert Drafted([], [], Sampling(top_k=1, temperature=0.0), 3).is_plain
+    greedy = Drafted([], [], Sampling(top_k=1, min_p=0.5, temperature=0.0), 3)
+    assert greedy.is_plain
+    assert cuts_of([greedy]) == 0
 
 
 def test_a_greedy_round_is_judged_by_changed_logits() -> None:

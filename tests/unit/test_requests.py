@@ -130,7 +130,7 @@ def test_a_models_generation_config_gives_defaults() -> None:
     [
         *[("top_k", -2), ("min_p", 1.5), ("min_p", -0.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1)],
         *[("repetition_penalty", 0), ("min_tokens", -1), ("logprobs", 21), ("logprobs", -1), ("logit_bias", {"a": 1})],
-        *[("logit_bias", {"4096": 1}), ("logit_bias", {"5": "much"})],
+        *[("min_tokens", 17), ("logprobs", True), ("logit_bias", {"4096": 1}), ("logit_bias", {"5": "much"})],
     ],
 )
 def test_what_no_token_can_be_chosen_by(field: str, value: Any) -> None:
@@ -138,7 +138,9 @@ def test_what_no_token_can_be_chosen_by(field: str, value: Any) -> None:
 
 
 def test_log_probabilities_are_passed_on() -> None:
-    assert (record().logprobs, record().wants_prompt_logprobs) == (None, False)
+    for fields in ({}, {"logprobs": False, "echo": True}):
+        assert (record(**fields).logprobs, record(**fields).wants_prompt_logprobs) == (None, False)
+    assert record(logprobs=0).logprobs == 0
     got = record(logprobs=3, echo=True)
     assert (got.logprobs, got.wants_prompt_logprobs) == (3, True)
     opened = got.to_open()

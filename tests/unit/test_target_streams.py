@@ -157,6 +157,15 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_once() -
         assert all(len(item.top_ids) == len(item.top_logprobs) == 2 for event in events for item in event.logprobs)
 
 
+async def test_imposed_verdicts_have_no_log_probabilities() -> None:
+    async with target(synthetic_acceptance=0.5) as channel:
+        ours = Orchestrator(channel)
+        await ours.send(replace(opening("a", 6), wants_logprobs=True))
+        outcome = await ours.outcome("a")
+        assert isinstance(outcome, m.Closed)
+        assert "synthetic_acceptance" in outcome.message
+
+
 async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> None:
     async with target() as channel:
         ours, draft = Orchestrator(channel), Draft(channel)
