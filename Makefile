@@ -6,7 +6,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo check test lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup demo check test test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -28,6 +28,21 @@ test: setup lint check-protos  ## Lint, types, stubs, and all tests
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
+
+# Environments of real clients, each with what its file in tests/clients/environments names. CI runs the light ones.
+CLIENTS ?= openai3 openai2 aiperf tools
+
+test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai, litellm, lm-eval, …), unmodified, against a launch
+	$(BIN)/python -m tests.clients .venv-clients $(CLIENTS)
+
+.venv-clients/%/.ready: tests/clients/environments/%.txt tests/clients/environments/pytest.txt
+	$(PYTHON) -m venv .venv-clients/$*
+	$(if $(filter tools,$*),.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) "$(TORCH)")
+	.venv-clients/$*/bin/python -m pip install -q $(PIP_ARGS) -r $<
+	touch $@
+
+test-vllm: setup  ## vLLM's own tests of its OpenAI endpoints, from its sources: VLLM=path
+	VLLM="$(VLLM)" $(BIN)/python -m tests.vllm_openai
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -59,4 +74,4 @@ bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis

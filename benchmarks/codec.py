@@ -56,13 +56,6 @@ class Churn:
     weight_lost: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    parser.add_argument("--record", nargs="+", metavar="TEXT", help="record the selections from these files first")
-    parser.add_argument("--json", metavar="FILE")
-
-
 def run(flags: argparse.Namespace) -> None:
     """Measure, print the tables, and write them to the JSON file if one is named. Raises ValueError for no repeats."""
     if flags.repeats < 1:

@@ -132,17 +132,6 @@ def time_attention(case: Case, what: str, repeats: int) -> float:
     return graph_milliseconds(work, repeats) / layers
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--context", type=int, nargs="+", default=[10240, 32768, 102400])
-    parser.add_argument("--queries", type=int, default=5, help="of each sequence")
-    parser.add_argument("--share", type=float, default=0.1, help="of the pages that sparse attention reads")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", metavar="FILE")
-
-
 def run(flags: argparse.Namespace) -> None:
     """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
     require_gpu()

@@ -333,44 +333,6 @@ def _batches(settings: OffloadSettings, one: Case) -> tuple[int, ...]:
     return (batch,)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes. Those without a default here have the one of OffloadSettings."""
-    parser.add_argument("--shape", default="8b", metavar="NAME", help="8b, 1b, tiny, or a model's folder or id")
-    parser.add_argument("--batches", type=int, nargs="+", metavar="N", help="default: 1 8")
-    parser.add_argument("--contexts", type=int, nargs="+", default=OffloadSettings.contexts, metavar="N")
-    parser.add_argument(
-        "--shares",
-        type=float,
-        nargs="+",
-        default=OffloadSettings.shares,
-        metavar="X",
-        help="of the pages that a step selects",
-    )
-    parser.add_argument(
-        "--hot", type=float, nargs="+", metavar="X", help="frames, of all pages (default: 0.125 0.25 0.5)"
-    )
-    parser.add_argument(
-        "--kv-memory",
-        type=float,
-        metavar="GIB",
-        help="of the GPU, instead of --batches and --hot: as many sessions as fit it, and more in tiers",
-    )
-    parser.add_argument("--sessions-factor", type=int, metavar="N", help="times as many sessions in tiers (default: 4)")
-    parser.add_argument("--queries", type=int, default=OffloadSettings.queries, help="of each sequence")
-    parser.add_argument(
-        "--passes", type=int, default=OffloadSettings.passes, help="over the recorded rounds, with nothing hot at first"
-    )
-    parser.add_argument(
-        "--home-layers",
-        type=int,
-        default=OffloadSettings.home_layers,
-        help="layers with pinned memory of their own; the others share it",
-    )
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="that may be pinned (default: what is free)")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="step times against the size of the hot buffer")
-
-
 def _settings_of(flags: argparse.Namespace) -> OffloadSettings:
     """Raises ValueError for flags that do not go together."""
     if flags.kv_memory is not None and (flags.batches or flags.hot):

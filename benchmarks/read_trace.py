@@ -51,7 +51,7 @@ from sparsity.selection import BlockSelection
 from wire.options import OPTIONS
 
 READS = Path(__file__).parent / "traces" / "reads.npz"
-PROMPT, GENERATED, ROUNDS, PASSAGES, AT_ONCE = 4076, 64, 20, 32, 4
+PROMPT, GENERATED, ROUNDS, AT_ONCE = 4076, 64, 20, 4
 FIRST, BLOCKS = 1, 250
 BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
 BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budget of the services for each share
@@ -283,17 +283,6 @@ class ReadRow:
     stretched_churn4: float
     tokens: float
     foreseen: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    parser.add_argument(
-        "--record",
-        metavar="BOOKS",
-        help="record from a folder of .txt files first, by services started for it; half an hour on two cores",
-    )
-    parser.add_argument("--passages", type=int, default=PASSAGES, help="recorded for each share")
-    parser.add_argument("--json", metavar="FILE")
 
 
 def run(flags: argparse.Namespace) -> None:

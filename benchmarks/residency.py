@@ -92,22 +92,6 @@ def measure(trace: Recorded, pool: str, hot: float, layers: int) -> ResidencyRow
     return ResidencyRow(trace.name, pool, hot, fetched / selected, unplaced / selected, size / 1e6, 1e3 * size / LINK)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    parser.add_argument(
-        "--hot", type=float, nargs="+", default=[0.125, 0.25, 0.5], metavar="X", help="slots, of all pages"
-    )
-    parser.add_argument("--pools", nargs="+", choices=list(POOLS), default=list(POOLS), help="who shares slots")
-    parser.add_argument("--layers", type=int, default=32, help="evenly spread ones; all 32 take some minutes")
-    parser.add_argument(
-        "--traces",
-        choices=["draft", "reads"],
-        default="draft",
-        help="draft: what a draft would announce (bench codec); reads: what the target read (bench reads)",
-    )
-    parser.add_argument("--json", metavar="FILE")
-
-
 def run(flags: argparse.Namespace) -> None:
     """Print the table, and write it to the JSON file if one is named.
 

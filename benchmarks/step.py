@@ -149,14 +149,6 @@ class Bench:
 _CUDA = torch.device("cuda")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    parser.add_argument("--target-shape", default="8b", metavar="NAME", help="8b, 1b, or a model's folder or id")
-    parser.add_argument("--draft-shape", default="1b", metavar="NAME")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
-
-
 def run(flags: argparse.Namespace) -> None:
     """Measure, print the table, and write it to the JSON file if one is named. Raises ValueError without a GPU."""
     require_gpu()

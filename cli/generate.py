@@ -12,26 +12,6 @@ from orchestrator.client import Generation, generate
 from wire.tls import Tls, read_tls
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", metavar="FILE")
-    prompt.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from standard input")
-    parser.add_argument("--address", metavar="HOST:PORT", default="127.0.0.1:50051")
-    parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
-    parser.add_argument("--tls", action="store_true", help="the server has a certificate")
-    parser.add_argument("--tls-ca", metavar="FILE", help="who signed it (PEM), unless it is a public authority")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
-    parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
-    parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
-
-
 def run(flags: argparse.Namespace) -> None:
     """Print the text as it comes, or one JSON object. Raises ValueError for flags, grpc.RpcError for the request."""
     prompt = _read_prompt(flags)

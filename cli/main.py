@@ -1,41 +1,83 @@
 """The `specahead` command: its subcommands, and how it ends.
 
-Each subcommand is a module with `add_arguments(parser)` and `run(flags)`. It is imported once its command is chosen, so
-that the others' imports, torch among them, cost nothing.
+A subcommand has flags, which a function declares that imports next to nothing, and a module with `run(flags)`, which is
+imported once the command is chosen. So --help and completion wait for no library.
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 import grpc
 
+from benchmarks import flags as bench
+from cli import flags as client
+from config import add_launch_flags
 from config.version import running_version
+from evaluation.flags import add_calibrate_flags, add_evaluate_flags
+
+
+class Command(NamedTuple):
+    """declare: adds its flags to a parser. module: whose `run` takes them."""
+
+    declare: Callable[[argparse.ArgumentParser], None]
+    module: str
+    help: str
+
 
 COMMANDS = {
-    "generate": ("cli.generate", "continue a prompt on a running server"),
-    "key": ("cli.key", "make an API key for a client"),
-    "calibrate": ("evaluation.calibration.command", "make a plan for a pair of models"),
-    "evaluate": ("evaluation.command", "measure what the sparsity methods cost in quality"),
-    "bench stack": ("benchmarks.stack", "what a round costs without the models: codec, gRPC, ledger, batching"),
-    "bench codec": ("benchmarks.codec", "announcement sizes and times over recorded selections"),
-    "bench reads": ("benchmarks.read_trace", "recorded reads of the target behind the real services, and their churn"),
-    "bench residency": ("benchmarks.residency", "what a buffer of GPU pages would miss, by recorded selections"),
-    "bench kernels": ("benchmarks.kernels", "attention and selection kernels on a GPU"),
-    "bench step": ("benchmarks.step", "whole steps of target and draft on a GPU"),
-    "bench offload": ("benchmarks.offload", "whole steps over KV of which a part lies on the GPU, by recorded reads"),
-    "bench serve": ("benchmarks.serve", "tokens a second of the services, random weights, imposed acceptance"),
+    "serve": Command(add_launch_flags, "orchestrator.launch", "launch draft, target and the endpoints for clients"),
+    "chat": Command(client.add_chat_flags, "cli.chat", "talk to the model of a running server"),
+    "generate": Command(client.add_generate_flags, "cli.generate", "continue a prompt on a running server"),
+    "status": Command(client.add_status_flags, "cli.status", "how a running server and its services are"),
+    "key": Command(client.add_key_flags, "cli.key", "make an API key for a client"),
+    "calibrate": Command(add_calibrate_flags, "evaluation.calibration.command", "make a plan for a pair of models"),
+    "evaluate": Command(add_evaluate_flags, "evaluation.command", "measure what the sparsity methods cost in quality"),
+    "bench stack": Command(
+        bench.add_stack_flags,
+        "benchmarks.stack",
+        "what a round costs without the models: codec, gRPC, ledger, batching",
+    ),
+    "bench codec": Command(
+        bench.add_codec_flags, "benchmarks.codec", "announcement sizes and times over recorded selections"
+    ),
+    "bench reads": Command(
+        bench.add_reads_flags,
+        "benchmarks.read_trace",
+        "recorded reads of the target behind the real services, and their churn",
+    ),
+    "bench residency": Command(
+        bench.add_residency_flags,
+        "benchmarks.residency",
+        "what a buffer of GPU pages would miss, by recorded selections",
+    ),
+    "bench kernels": Command(bench.add_kernels_flags, "benchmarks.kernels", "attention and selection kernels on a GPU"),
+    "bench step": Command(bench.add_step_flags, "benchmarks.step", "whole steps of target and draft on a GPU"),
+    "bench offload": Command(
+        bench.add_offload_flags,
+        "benchmarks.offload",
+        "whole steps over KV of which a part lies on the GPU, by recorded reads",
+    ),
+    "bench serve": Command(
+        bench.add_serve_flags, "benchmarks.serve", "tokens a second of the services, random weights, imposed acceptance"
+    ),
+    "completion": Command(client.add_completion_flags, "cli.completion", "print what completes commands in a shell"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; an error of the server or of what was given ends in one line and exit status 1."""
-    flags = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    flags = make_parser().parse_args(arguments)
     try:
-        flags.run(flags)
+        import_module(COMMANDS[flags.command].module).run(flags)
     except grpc.RpcError as error:
         sys.exit(_in_words(error))
+    except BrokenPipeError:  # who reads our output has left; what is still to be written goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -52,17 +94,21 @@ def _in_words(error: grpc.RpcError) -> str:
     return f"error: {code.name}: {details}{remedies.get(code, '')}"
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The flags of the chosen command, with its function as `run`. argparse exits on --help and on what is wrong."""
-    parser = argparse.ArgumentParser(prog="specahead", description="Use and measure a specahead server.")
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; `command` of what it gives is a key of COMMANDS."""
+    parser = argparse.ArgumentParser(prog="specahead", description="Serve, use and measure speculative decoding.")
     parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    benchmarks = commands.add_parser("bench", help="measure speed").add_subparsers(dest="bench", required=True)
-    for command, (module, text) in COMMANDS.items():
-        *group, name = command.split()
-        chosen = (benchmarks if group else commands).add_parser(name, help=text)
-        if arguments[: len(group) + 1] == command.split():
-            code = import_module(module)
-            code.add_arguments(chosen)
-            chosen.set_defaults(run=code.run)
-    return parser.parse_args(arguments)
+    groups = {"": parser.add_subparsers(metavar="COMMAND", required=True)}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            about = groups[""].add_parser(group, help="measure speed")
+            groups[group] = about.add_subparsers(metavar="WHAT", required=True)
+        chosen = groups[group].add_parser(last, help=command.help, description=command.help)
+        command.declare(chosen)
+        chosen.set_defaults(command=name)
+        # An error follows one line, not all flags.
+        positional = chosen._get_positional_actions()
+        words = "".join(f" [{a.metavar}]" if a.nargs == "?" else f" {a.dest.upper()}" for a in positional)
+        chosen.usage = f"{chosen.prog} [--help] [FLAG ...]{words}"
+    return parser

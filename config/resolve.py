@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -34,11 +35,24 @@ def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     parser = argparse.ArgumentParser(
         prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
     )
-    default = Config()
-    sections = [default.target, default.draft, default.clients, default.cluster]
-    (target, draft, clients, cluster), _ = _resolve(parser, sections, arguments, environment)
+    add_launch_flags(parser)
+    return read_launch(parser.parse_args(arguments), environment)
+
+
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings of a launch."""
+    _add_flags(parser, _sections_of(Config()))
+
+
+def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
+    """The settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
+    target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment)
     check_client_listener(clients, clients.host)
     return Config(target=target, draft=draft, clients=clients, cluster=cluster)
+
+
+def _sections_of(config: Config) -> list[Section]:
+    return [config.target, config.draft, config.clients, config.cluster]
 
 
 def resolve_service(
@@ -48,33 +62,23 @@ def resolve_service(
 
     Raises SettingsError; exits on --help and --dry-run.
     """
-    (settings,), rest = _resolve(parser, [default], arguments, environment)
+    _add_flags(parser, [default])
+    flags = parser.parse_args(arguments)
+    (settings,) = _read(flags, [default], environment)
     check_service_listener(settings, settings.host)
-    return settings, rest
+    return settings, flags
 
 
-def _resolve(
-    parser: argparse.ArgumentParser,
-    defaults: Sequence[Section],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-) -> tuple[list[Any], argparse.Namespace]:
-    """The sections with what the sources say, and the flags that are no settings.
+def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[Any]:
+    """The sections with what the sources say; their flags are taken out of `flags`.
 
     Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
     file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
-    argparse exits on unknown flags.
     """
     options = _options(defaults)
-    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
-    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
-    parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
-    _add_flags(parser, options.values())
-    rest = parser.parse_args(arguments)
-    given = {key: vars(rest).pop(item.flag) for key, (item, _) in options.items()}
+    given = {key: vars(flags).pop(item.flag) for key, (item, _) in options.items()}
     sources: list[tuple[str, Mapping[str, Any]]] = [
-        (rest.config or "file", _from_file(rest.config) if rest.config else {}),
+        (flags.config or "file", _from_file(flags.config) if flags.config else {}),
         ("environment", _from_environment(environment)),
         ("flag", {key: value for key, value in given.items() if value is not None}),
     ]
@@ -82,10 +86,10 @@ def _resolve(
     for source, found in sources:
         values |= {key: _convert(options[key][0], value, source) for key, value in found.items() if key in options}
     sections = [_filled(section, values) for section in defaults]
-    if rest.dry_run:
+    if flags.dry_run:
         print(json.dumps(describe(sections), indent=2))
-        parser.exit()
-    return sections, rest
+        sys.exit(0)
+    return sections
 
 
 def describe(sections: Iterable[Section]) -> dict[str, Any]:
@@ -120,9 +124,13 @@ def _filled(section: Section, values: Mapping[str, Any]) -> Section:
     return dataclasses.replace(section, **changes)
 
 
-def _add_flags(parser: argparse.ArgumentParser, options: Iterable[tuple[Setting, Any]]) -> None:
+def _add_flags(parser: argparse.ArgumentParser, defaults: Sequence[Section]) -> None:
+    parser.usage = f"{parser.prog} [--help] [SETTING ...]"  # an error is not to be lost below sixty flags
+    parser.add_argument("--version", action="version", version=f"specahead {running_version()}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings (keys as of --dry-run)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     groups: dict[str, Any] = {}
-    for item, default in options:
+    for item, default in _options(defaults).values():
         if item.group not in groups:
             groups[item.group] = parser.add_argument_group(item.group)
         about: dict[str, Any] = {"dest": item.flag, "help": f"{item.help} (default: {default!r})"}

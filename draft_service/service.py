@@ -88,7 +88,12 @@ async def serve(
             attached=[link.attached for link in links if link.attached],
             refusal="; ".join(link.refusal for link in links if link.refusal),
             counters={name: float(value) for name, value in drafter.counters.items()},
-            gauges={"pid": os.getpid(), "sessions": drafter.session_count, "kv_pages_held": runner.kv.pool.held},
+            gauges={
+                "pid": os.getpid(),
+                "sessions": drafter.session_count,
+                "kv_pages_held": runner.kv.pool.held,
+                "kv_pages": runner.kv.pool.num_pages,
+            },
         )
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server

@@ -2,62 +2,15 @@
 
 import argparse
 import dataclasses
-import shlex
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import models
 from engine.loading.tokenizer import load_tokenizer
 from evaluation import cases, drafts, identity, plots, quality, report
-from evaluation.run import Pair, add_pair, evaluate, variants_of
+from evaluation.run import Pair, evaluate, variants_of
 from sparsity.plan import Plan, load_plan
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that `run` takes."""
-    add_pair(parser, required=False)
-    parser.add_argument("task", choices=["perplexity", "recall", "copy", "drafts", "identity"])
-    parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
-    )
-    source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
-    parser.add_argument("--methods", default="streaming,quest,sts,ahead,oracle", metavar="A,B")
-    parser.add_argument(
-        "--budgets", default="0.06,0.12", metavar="X,pY", help="shares of the KV (0.06) and masses (p0.95)"
-    )
-    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
-    parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
-    parser.add_argument("--passages", type=int, help="perplexity, drafts: passages of each text (default: 1, drafts 4)")
-    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
-    parser.add_argument(
-        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
-    )
-    parser.add_argument("--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4)")
-    parser.add_argument("--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts: of sparse steps")
-    parser.add_argument(
-        "--refresh", default="1,2,4", metavar="N,M", help="drafts: rounds from a dense first step to the next"
-    )
-    parser.add_argument(
-        "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
-    )
-    parser.add_argument("--generated", type=int, default=64, help="drafts, identity: tokens after each passage")
-    parser.add_argument("--page", metavar="FILE", help="drafts: fill the tables into docs/quality.md")
-    parser.add_argument("--sharing", choices=["pooled", "union", "first", "per_query"], help="by a round's queries")
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--group-size", type=int, help="0: nothing stands in for what is not read")
-    parser.add_argument("--dense-layers", type=int, nargs="*")
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--markdown", metavar="FILE")
-    parser.add_argument("--plots", metavar="DIR")
-    parser.set_defaults(typed=partial(_typed, parser))
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -142,16 +95,3 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
         seconds = time.perf_counter() - started
         command = f"specahead evaluate drafts {flags.typed(flags)}"
         quality.write_drafts(tables, Path(flags.page), command, seconds)
-
-
-def _typed(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> str:
-    """The options that have other values than their defaults; files of this machine by their metavar."""
-    words = []
-    for action in parser._actions:
-        value = getattr(flags, action.dest, action.default)
-        if not action.option_strings or action.dest in ("page", "workers") or value == action.default:
-            continue
-        values = value if isinstance(value, list) else [value]
-        shown = [str(action.metavar)] if action.metavar in ("FILE", "DIR") else map(str, values)
-        words += [action.option_strings[-1], *shown]
-    return shlex.join(words)

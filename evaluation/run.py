@@ -1,6 +1,5 @@
 """Evaluating cases in parallel: each worker process holds both models and takes one case at a time."""
 
-import argparse
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -9,7 +8,6 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
-import models
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.model import default_device, load_model, resolve_dtype
 from engine.loading.runner import make_runner
@@ -27,13 +25,6 @@ class Pair:
 
     target: str
     draft: str
-
-
-def add_pair(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Declare --target and --draft, which are the bundled pair where they may be left out."""
-    for name, default in (("--target", models.TARGET), ("--draft", models.DRAFT)):
-        text = "Hugging Face id or folder" + ("" if required else " (default: the bundled model)")
-        parser.add_argument(name, required=required, default=str(default), help=text)
 
 
 _loaded: tuple[ModelRunner, ModelRunner] | None = None  # of a worker process: draft, target

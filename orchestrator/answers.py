@@ -145,7 +145,7 @@ class CompletionAnswer(Answer):
         told = self._tell_logprobs(chunk)
         if not (chunk.text or reason or told):
             return []
-        return [self._piece(_choice(chunk.choice, {"text": chunk.text}, reason, told))]
+        return [self._piece(_choice(chunk.choice, {"text": chunk.text} | _mark(chunk), reason, told))]
 
     def _tell_logprobs(self, chunk: Chunk) -> Event | None:
         """Return what is said of a chunk's log probabilities, and keep it for the whole."""
@@ -206,7 +206,8 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[Event]:
         """Return what a stream begins with."""
-        return [self._piece(i, {"role": "assistant", "content": ""}) for i in range(len(self._messages))]
+        delta = {"role": "assistant", "content": ""}
+        return [self._piece(_choice(i, {"delta": delta}, None)) for i in range(len(self._messages))]
 
     def add(self, chunk: Chunk) -> list[Event]:
         """Take a chunk in, and return what a stream says of it."""
@@ -216,15 +217,18 @@ class ChatAnswer(Answer):
         if message.parser is not None:
             deltas = message.parser.feed(chunk.text, reason is not None)
         parts = [part for delta in deltas if (part := self._take(message, delta))]
-        told = self._tell_logprobs(message, chunk)
+        told, mark = self._tell_logprobs(message, chunk), _mark(chunk)
         if told is not None and not parts:
             parts = [{"content": ""}]
         # Log probabilities stand in the first piece, whatever part of the text each token is of.
-        said = [self._piece(chunk.choice, part, None, None if i else told) for i, part in enumerate(parts)]
+        said = [
+            self._piece(_choice(chunk.choice, {"delta": part} | mark, None, None if i else told))
+            for i, part in enumerate(parts)
+        ]
         if reason is None:
             return said
         message.reason = "tool_calls" if message.calls and reason == "stop" else reason
-        return [*said, self._piece(chunk.choice, {}, message.reason)]
+        return [*said, self._piece(_choice(chunk.choice, {"delta": {}}, message.reason))]
 
     def _tell_logprobs(self, message: _Message, chunk: Chunk) -> Event | None:
         """Return what is said of a chunk's log probabilities, and add it to the message's."""
@@ -264,9 +268,13 @@ class ChatAnswer(Answer):
         body = self._head | {"object": "chat.completion", "choices": choices, "usage": self._totals.usage()}
         return body | self._totals.speculation()
 
-    def _piece(self, index: int, delta: Event, reason: str | None = None, logprobs: Event | None = None) -> Event:
-        choice = _choice(index, {"delta": delta}, reason, logprobs)
+    def _piece(self, choice: Event) -> Event:
         return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+
+
+def _mark(chunk: Chunk) -> Event:
+    """Return whether a chunk's tokens were drafted and accepted, for requests that ask for it."""
+    return {} if chunk.accepted is None else {"accepted": chunk.accepted}
 
 
 def _message(message: _Message, most_calls: int | None) -> Event:

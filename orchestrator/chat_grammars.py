@@ -83,7 +83,8 @@ def _reasoning(prompt: str, form: ReplyFormat, lark: _Lark) -> tuple[str, str]:
 
 
 def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
-    """Return the rules of `calls`: one call of a tool that may be called, or several. Empty where none can be made.
+    """Return the rules of `calls`: one call of a tool that may be called, or several; one alone where the request
+    names it. Empty where none can be made.
 
     Strict tools are left to the model where it writes another format, or opens calls by text that is no token.
 
@@ -98,7 +99,7 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
         message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'its own'}"
         raise InvalidArgument(message, "tool_choice", "unsupported_value")
     tools = request.callable_tools
-    several = request.parallel_tool_calls is not False
+    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
     rules = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
     if form.tools == "mistral" and lark.has_token("[ARGS]"):
         for i, tool in enumerate(tools):

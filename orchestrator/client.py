@@ -13,13 +13,15 @@ from wire.tls import Tls
 
 @dataclass
 class Generation:
-    """What a request gave. speculation: how its rounds went, by the names of SpeculationSummary in the .proto."""
+    """What a request gave. cached_tokens: of the prompt, whose KV was there already. speculation: how its rounds went,
+    by the names of SpeculationSummary in the .proto."""
 
     text: str
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
     speculation: dict[str, Any]
+    cached_tokens: int = 0
 
 
 def generate(
@@ -59,6 +61,7 @@ def generate(
             if response.finish_reason:
                 reason = control_pb2.FinishReason.Name(response.finish_reason)
                 result.prompt_tokens = response.usage.prompt_tokens
+                result.cached_tokens = response.usage.cached_tokens
                 result.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
                 summary = response.speculation
                 values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}

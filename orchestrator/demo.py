@@ -66,6 +66,7 @@ def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
     speculations = [result.speculation for result in generations]
     row("", list(results))
     row("prompt tokens", [str(g.prompt_tokens) for g in generations])
+    row("of them found in the KV", [str(g.cached_tokens) for g in generations])
     row("generated tokens", [str(len(g.token_ids)) for g in generations])
     row("tokens a second (after the first)", [f"{(len(g.token_ids) - 1) / s:.1f}" for g, _, s in results.values()])
     row("time to first token, s", [f"{first:.2f}" for _, first, _ in results.values()])
@@ -77,7 +78,12 @@ def _summarise(results: dict[str, tuple[Generation, float, float]]) -> None:
     row("bytes announced", [str(s["announced_bytes"]) for s in speculations])
     for phase in ("prefill", "draft", "wait", "verify"):
         row(f"{phase}, s", [f"{s[phase + '_seconds']:.2f}" for s in speculations])
-    print("\nwait: the target had nothing to verify yet. draft runs beside it, on the other process.")
+    last = generations[-1]
+    if last.cached_tokens:
+        found = f"{last.cached_tokens} of its {last.prompt_tokens} prompt tokens"
+        print(f"\nThe second run found the KV of {found}, which the first had left: their times to")
+        print("the first token and of prefill are not to be compared.")
+    print("wait: the target had nothing to verify yet. draft runs beside it, on the other process.")
 
 
 if __name__ == "__main__":

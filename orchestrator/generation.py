@@ -20,13 +20,14 @@ from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
-from wire.messages import FinishReason
+from wire.messages import Commit, FinishReason
 
 
 @dataclass(frozen=True)
 class Chunk:
     """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
 
+    accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
     logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
     """
 
@@ -40,6 +41,7 @@ class Chunk:
     choice: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    accepted: bool | None = None
 
     @property
     def reason(self) -> str | None:
@@ -137,9 +139,7 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
-        detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
-        finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
-        unending = record.sampling.min_tokens  # tokens to come that no stop string ends
+        shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         try:
@@ -150,24 +150,15 @@ class Frontend:
                         yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
                         return
                     watch.round(item)
-                    shown = item.tokens
-                    if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
-                        shown = shown[:-1]  # the token that ends the text is not in it
-                    begun = detokenizer.push(shown[:unending])  # what a stop string may not end yet
-                    text = detokenizer.push(shown[unending:])
-                    unending = max(0, unending - len(shown))
-                    if item.finish_reason is not FinishReason.NONE:
-                        text += detokenizer.finish()
-                    text, stopped = finder.push(text)
-                    text = begun + text
-                    if stopped or item.finish_reason is not FinishReason.NONE:
-                        reason = FinishReason.STOP if stopped else item.finish_reason
-                        outcome = reason.name.lower()
-                        last = _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
-                        yield replace(last, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
-                        return
-                    chunk = Chunk(text, item.tokens, choice=choice)
-                    yield replace(chunk, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
+                    for part, accepted in _parts(item, bool(request.mark_accepted)):
+                        text, stopped = shown.push(part)
+                        if stopped or part.finish_reason is not FinishReason.NONE:
+                            reason = FinishReason.STOP if stopped else part.finish_reason
+                            outcome = reason.name.lower()
+                            last = _last_chunk(record, text + shown.rest(), part.tokens, reason, choice)
+                            yield _told(last, part, accepted)
+                            return
+                        yield _told(Chunk(text, part.tokens, choice=choice), part, accepted)
         except ServiceError as error:
             outcome = error
             raise
@@ -195,6 +186,51 @@ def _choice_of(session: str, request_id: str) -> bool:
     """Return whether a session is one of several choices of a request."""
     name, _, number = session.rpartition("-")
     return name == request_id and number.isdigit()
+
+
+class _ShownText:
+    """The text of a choice, as much of it as may be shown. unending: first tokens that no stop string ends."""
+
+    def __init__(self, tokenizer: Any, request: GenerationRequest, unending: int) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
+        self._with_stop = bool(request.include_stop_str_in_output)
+        self._finder = StopFinder(request.stops, self._with_stop)
+        self._unending = unending
+
+    def push(self, commit: Commit) -> tuple[str, bool]:
+        """Return the text that may be shown now, and whether a stop string was met."""
+        tokens = commit.tokens
+        if commit.finish_reason is FinishReason.STOP and not self._with_stop:
+            tokens = tokens[:-1]  # the token that ends the text is not in it
+        begun = self._detokenizer.push(tokens[: self._unending])  # what a stop string may not end yet
+        text = self._detokenizer.push(tokens[self._unending :])
+        self._unending = max(0, self._unending - len(tokens))
+        if commit.finish_reason is not FinishReason.NONE:
+            text += self._detokenizer.finish()
+        text, stopped = self._finder.push(text)
+        return begun + text, stopped
+
+    def rest(self) -> str:
+        """Return what was held back as it might have begun a stop string."""
+        return self._finder.finish()
+
+
+def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
+    """Return a round with None or, if `marked`, what of it was drafted and what is the target's own apart, with whether
+    it was drafted. The last part has the finish reason."""
+    if not marked:
+        return [(commit, None)]
+    cut = commit.accepted
+    drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
+    own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
+    if not (drafted.tokens and own.tokens):
+        return [(drafted, True) if drafted.tokens else (own, False)]
+    return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
+
+
+def _told(chunk: Chunk, part: Commit, accepted: bool | None) -> Chunk:
+    """Return a chunk with what is told of its tokens."""
+    return replace(chunk, logprobs=part.logprobs, prompt_logprobs=part.prompt_logprobs, accepted=accepted)
 
 
 def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:

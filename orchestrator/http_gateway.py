@@ -44,7 +44,8 @@ from wire.messages import ServiceStatus
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
 
-router = APIRouter(route_class=JSONRoute)
+# Named, so that the schema does not promise FastAPI's own words for what does not fit it.
+router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "What is wrong, in OpenAI's words"}})
 
 
 def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
@@ -203,6 +204,7 @@ def _model_card(frontend: Frontend) -> dict[str, Any]:
     return {
         "id": frontend.limits.model_name,
         "object": "model",
+        "root": frontend.limits.model_name,
         "created": 0,
         "owned_by": "specahead",
         "max_model_len": frontend.limits.max_context,

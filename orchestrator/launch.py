@@ -1,13 +1,17 @@
-"""`python -m orchestrator.launch`: place the services, open the client endpoints, run until told to stop."""
+"""`specahead serve` and `python -m orchestrator.launch`: place the services, open the client endpoints, run until told
+to stop."""
 
+import argparse
 import asyncio
 import logging
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from config import Config, resolve_launch
+from config import Config, read_launch, resolve_launch
 from config.logs import configure_logs
 from wire.errors import ClusterError
 
@@ -24,12 +28,24 @@ def with_token(config: Config) -> Config:
 
 
 def main() -> None:
+    _serve(partial(resolve_launch, sys.argv[1:], os.environ))
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Serve as the flags of `add_launch_flags`, the environment and a file say, until told to stop.
+
+    Errors end in one line and status 1.
+    """
+    _serve(partial(read_launch, flags, os.environ))
+
+
+def _serve(resolve: Callable[[], Config]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        config = with_token(resolve_launch(sys.argv[1:], os.environ))
+        config = with_token(resolve())
         configure_logs(config.clients)
         _launch(config)
     except (ValueError, OSError, NotImplementedError, ClusterError) as error:
@@ -39,17 +55,16 @@ def main() -> None:
 
 def _launch(config: Config) -> None:
     # Imported now, so that --help and what is refused above need neither torch nor Ray.
+    from orchestrator import endpoints
     from orchestrator.access import read_access
+    from orchestrator.placement import check_addresses, placed_services
 
     access = read_access(config)
     log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
-    from orchestrator.endpoints import resolve_context, run
-    from orchestrator.placement import check_addresses, placed_services
-
-    config = resolve_context(config)
+    config = endpoints.resolve_context(config)
     check_addresses(config)
     with placed_services(config) as placed:
-        asyncio.run(run(config, access, *placed))
+        asyncio.run(endpoints.run(config, access, *placed))
 
 
 if __name__ == "__main__":

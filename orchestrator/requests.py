@@ -15,12 +15,14 @@ log = logging.getLogger(__name__)
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
-    "return_tokens_as_token_ids": (False,),
+    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("logprob_token_ids", "thinking_token_budget"), ()),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
     "best_of": (1,),
     "function_call": ("none",),
+    "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "suffix": ("",),
@@ -51,8 +53,9 @@ class StreamOptions(BaseModel):
 class GenerationRequest(StructuredRequest):
     """The fields of every request that generates. None stands for a field that was left out.
 
-    Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
-    vLLM's, and all others OpenAI's. Fields that are not declared are accepted, unless they ask for what is not built.
+    Of our own are exactness, sparsity (the method of an approximate request), request_id and mark_accepted (events of a
+    stream say whether their text was drafted and accepted); those below them are vLLM's, and all others OpenAI's.
+    Fields that are not declared are accepted, unless they ask for what is not built.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -73,6 +76,7 @@ class GenerationRequest(StructuredRequest):
     exactness: Literal["exact", "approximate"] | None = None
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
+    mark_accepted: bool | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None

@@ -7,8 +7,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
+import psutil
 import pytest
 import trustme
 
@@ -188,6 +190,22 @@ def test_services_of_one_token_find_each_other(services: Services, token: str) -
     gateway = start_gateway(services, "--service-token-file", token)
     assert ask(gateway.http, "", "")[0] == 200
     gateway.stop()
+
+
+def test_processes_listen_where_they_say_and_nowhere_else(services: Services, token: str) -> None:
+    """So that the ports whose intruders are refused above are all that there are, beside what Ray opens."""
+    gateway = start_gateway(services, "--service-token-file", token)
+    try:
+        processes = [psutil.Process(process.pid) for process in (gateway.process, *services.processes)]
+        addresses = [found.laddr for process in processes for found in process.net_connections() if is_open(found)]
+        said = {gateway.grpc, gateway.http.removeprefix("http://"), services.target, services.draft}
+        assert {f"{ip}:{port}" for ip, port in addresses} == said  # gRPC listens on its port more than once
+    finally:
+        gateway.stop()
+
+
+def is_open(connection: Any) -> bool:
+    return connection.status == psutil.CONN_LISTEN
 
 
 def test_a_launch_with_another_token_says_what_is_wrong(services: Services) -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
+from config.version import running_version
 from evaluation.plans import save_plan, uniform_plan
 from models import TARGET
 from tests.client import APPROXIMATE, generate, metric, wait_for, wait_until_idle
@@ -57,7 +60,9 @@ def test_generate_json(stack: Stack, tokenizer: Any) -> None:
     done = run(SPECAHEAD, "generate", *flags, "--prompt", PROMPT)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "usage", "speculation"}
+    assert set(answer) == {
+        "text", "token_ids", "prompt_tokens", "cached_tokens", "finish_reason", "usage", "speculation"
+    }  # fmt: skip
     expected = generate(stack.stub(), PROMPT, max_tokens=30)
     assert (answer["text"], answer["token_ids"]) == (expected.text, expected.tokens)
     assert answer["finish_reason"] == "length"
@@ -186,3 +191,91 @@ def test_launch_refuses_a_plan_for_another_target(ray_address: str, tmp_path: Pa
     done = run(*LAUNCH, *flags, **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     assert_refused(done, f"{plan} is for a ")
     assert b"ready" not in done.stdout
+
+
+def test_serve_is_the_launch(stack: Stack) -> None:
+    """Settings and refusals are those of `python -m orchestrator.launch`."""
+    dry = run(SPECAHEAD, "serve", "--dry-run", "--gamma", "6")
+    assert dry.stdout == run(*LAUNCH, "--dry-run", "--gamma", "6").stdout and json.loads(dry.stdout)["gamma"] == 6
+    port = stack.http.rsplit(":", 1)[1]
+    assert_refused(run(SPECAHEAD, "serve", "--http-port", port, "--grpc-port", "0"), "cannot listen on 127.0.0.1:")
+
+
+def test_chat_answers_each_line_of_a_pipe_and_remembers(stack: Stack) -> None:
+    """The second answer is that to the whole conversation."""
+    flags = ["--url", stack.http, "--max-tokens", "12", "--temperature", "0", "--system", "Be brief."]
+    done = run(SPECAHEAD, "chat", *flags, stdin=b"The old man\n\nAnd the sea?\n")
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    with OpenAI(base_url=f"{stack.http}/v1", api_key="none") as client:
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}]
+        expected = ""
+        for line in "The old man", "And the sea?":
+            messages.append({"role": "user", "content": line})
+            answer = client.chat.completions.create(
+                model="tiny-target", messages=messages, max_tokens=12, temperature=0
+            ).choices[0].message.content  # fmt: skip
+            messages.append({"role": "assistant", "content": answer})
+            expected += f"{answer}\n"
+    assert done.stdout.decode() == expected
+
+
+def test_chat_refuses_in_one_line(stack: Stack) -> None:
+    done = run(SPECAHEAD, "chat", "--url", stack.http, "--temperature", "9", stdin=b"Hello\n")
+    assert_refused(done, "temperature")
+
+
+def test_chat_at_a_terminal_marks_what_was_accepted(stack: Stack) -> None:
+    """In green; a refused message is told of and forgotten, Ctrl-C ends an answer and Ctrl-D the conversation."""
+    flags = ["--url", stack.http, "--temperature", "0"]
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [SPECAHEAD, "chat", *flags], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+        env=os.environ | {"TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def read_until(mark: bytes) -> None:
+        nonlocal shown
+        shown = b""
+        while mark not in shown:
+            assert select.select([ours], [], [], 60)[0], f"{mark!r} did not come after {shown!r}"
+            shown += os.read(ours, 4096)
+
+    try:
+        read_until(b"> ")
+        os.write(ours, b"The old man\n")
+        read_until(b"\x1b[32m")
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(ours, b"x" * 3000 + b"\n")  # within a terminal's line of 4,096 characters
+        read_until(b"\x1b[32m")
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(ours, b"/new\n\x04")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    wait_until_idle(stack.http)
+
+
+def test_status_tells_of_services_sessions_and_kv(stack: Stack) -> None:
+    """As a table, and as JSON while a request runs; afterwards nothing is held."""
+    wait_until_idle(stack.http)
+    with OpenAI(base_url=f"{stack.http}/v1", api_key="none") as client:
+        stream = client.completions.create(model="tiny-target", prompt=PROMPT, max_tokens=20000, stream=True)
+        next(iter(stream))
+        status = json.loads(run(SPECAHEAD, "status", "--url", stack.http, "--json").stdout)
+        stream.close()
+    assert (status["ready"], status["model"], status["requests_running"]) == (True, "tiny-target", 1)
+    assert status["version"] == running_version()
+    for side, pid in (("target", stack.target_pid), ("draft", stack.draft_pid)):
+        service = status["services"][side]
+        assert (service["up"], service["sessions"], service["pid"]) == (1, 1, pid)
+        assert 0 < service["kv_pages_held"] < service["kv_pages"]
+    wait_until_idle(stack.http)
+    table = run(SPECAHEAD, "status", "--url", stack.http)
+    rows = [line.split() for line in table.stdout.decode().splitlines()]
+    assert table.returncode == 0 and ["target", "connected", str(stack.target_pid), "0", "0"] in [r[:5] for r in rows]

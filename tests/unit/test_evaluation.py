@@ -17,10 +17,11 @@ import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
-from evaluation import cases, command, continuations, drafts, plots, quality, report
+from evaluation import cases, continuations, drafts, plots, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
+from evaluation.flags import add_evaluate_flags
 from evaluation.models import load_runner
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
@@ -324,6 +325,6 @@ def test_the_page_has_a_place_for_every_table() -> None:
 
 def test_a_page_names_the_options_that_it_was_made_with() -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_evaluate_flags(parser)
     flags = parser.parse_args(["drafts", "--books", "/somewhere", "--gamma", "3", "--dense-layers", "1", "2"])
     assert flags.typed(flags) == "--books DIR --gamma 3 --dense-layers 1 2"

@@ -106,6 +106,24 @@ async def test_echo_begins_with_the_prompt(client: AsyncOpenAI, router: Scripted
         assert "".join(choice.text for choice in choices if choice.index == index) == "The sea is calm."
 
 
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+async def test_a_stream_marks_what_was_drafted_and_accepted(
+    client: AsyncOpenAI, router: ScriptedRouter, kind: str
+) -> None:
+    """If it is asked to: of two tokens a round the first was drafted. Otherwise nothing is said of it."""
+    ask = complete if kind == "completion" else chat
+    parts: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    for marked in (True, None):
+        async for chunk in await ask(client, stream=True, extra_body={"mark_accepted": marked}):
+            for choice in chunk.choices:
+                text = choice.text if kind == "completion" else choice.delta.content
+                parts[(choice.model_extra or {}).get("accepted")] += [text] if text else []
+    tokens = router.tokenizer.encode(str(router.answer), add_special_tokens=False)
+    pieces = [router.tokenizer.decode([token]) for token in tokens]
+    assert parts[True] == pieces[::2] and parts[False] == pieces[1::2]
+    assert "".join(parts[None]) == router.answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_of_a_completion(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
     """As vLLM words them: for each token its text, where it begins, and the likely tokens, itself included."""
@@ -342,6 +360,8 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
         (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"include_reasoning": False}, "include_reasoning"),
         (CHAT, {"logprobs": 2}, "logprobs"),
         (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
@@ -513,6 +533,16 @@ async def test_pages_without_a_body(raw: aiohttp.ClientSession, router: Scripted
     for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
         async with raw.get(path) as response:
             assert response.status == status, path
+
+
+async def test_the_schema_promises_the_statuses_that_are_answered(raw: aiohttp.ClientSession) -> None:
+    """What does not fit is refused with 400, not with the 422 that FastAPI would name."""
+    async with raw.get("/openapi.json") as response:
+        paths = (await response.json())["paths"]
+    statuses = {status for path in paths.values() for method in path.values() for status in method["responses"]}
+    assert statuses == {"200", "4XX"}
+    async with raw.post(COMPLETIONS, json={"prompt": 5}) as response:
+        assert response.status == 400
 
 
 # Responses.

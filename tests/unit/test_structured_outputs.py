@@ -275,16 +275,18 @@ async def test_what_forced_and_strict_calls_leave_open(tokenizer: Any, name: str
         assert follows(strict, f"Let me see. {call}", tokenizer)
 
 
-async def test_one_call_where_several_are_not_wanted(tokenizer: Any) -> None:
+async def test_one_call_where_several_are_not_wanted_or_one_is_named(tokenizer: Any) -> None:
     form, _ = FORMATS["hermes"]
     tokenizer, call = with_marks(tokenizer, MARKS), SEA["hermes"]
-    several, one = [
-        await call_source(tokenizer, form, tool_choice="required", parallel_tool_calls=parallel)
-        for parallel in (True, False)
+    named = {"type": "function", "function": {"name": "sea"}}
+    several, one, alone = [
+        await call_source(tokenizer, form, tool_choice=choice, parallel_tool_calls=parallel)
+        for choice, parallel in (("required", True), ("required", False), (named, True))
     ]
     assert follows(several, f"{call}\n{call}", tokenizer)
-    assert follows(one, call, tokenizer)
-    assert follows(one, f"{call}\n{call}", tokenizer) is False
+    for source in (one, alone):
+        assert follows(source, call, tokenizer)
+        assert follows(source, f"{call}\n{call}", tokenizer) is False
 
 
 async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> None:

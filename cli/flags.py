@@ -1,0 +1,66 @@
+"""The flags of the commands that talk to a running server, and of small ones; what they are for is imported later."""
+
+import argparse
+
+
+def add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `generate` takes."""
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE")
+    prompt.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt from standard input")
+    parser.add_argument("--address", metavar="HOST:PORT", default="127.0.0.1:50051")
+    _add_key(parser)
+    parser.add_argument("--tls", action="store_true", help="the server has a certificate")
+    parser.add_argument("--tls-ca", metavar="FILE", help="who signed it (PEM), unless it is a public authority")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    _add_sampling(parser)
+    parser.add_argument("--stop", action="append", default=[], metavar="S", help="may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `chat` takes."""
+    _add_server(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="of each answer (default: what the context leaves)")
+    _add_sampling(parser)
+    parser.add_argument("--no-marks", action="store_true", help="show text that was drafted and accepted like the rest")
+
+
+def add_status_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `status` takes."""
+    _add_server(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def add_key_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `key` takes."""
+    parser.add_argument("name", help="whose key it is, one word")
+    parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests at once; 0: any number")
+    parser.add_argument("--tokens-per-minute", type=int, default=0, metavar="N", help="0: any number")
+
+
+def add_completion_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `completion` takes."""
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    _add_key(parser)
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", help="who signed its certificate (PEM), unless it is a public authority"
+    )
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key", metavar="KEY", help="or SPECAHEAD_API_KEY in the environment")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--exactness", choices=["exact", "approximate"], default="exact")
+    parser.add_argument("--sparsity", default="", metavar="METHOD", help="how approximate reads the KV")
