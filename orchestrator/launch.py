@@ -55,12 +55,13 @@ def _serve(resolve: Callable[[], Config]) -> None:
 
 def _launch(config: Config) -> None:
     # Imported now, so that --help and what is refused above need neither torch nor Ray.
-    from orchestrator import endpoints
     from orchestrator.access import read_access
-    from orchestrator.placement import check_addresses, placed_services
 
     access = read_access(config)
     log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
+    from orchestrator import endpoints
+    from orchestrator.placement import check_addresses, placed_services
+
     config = endpoints.resolve_context(config)
     check_addresses(config)
     with placed_services(config) as placed:
