@@ -1,23 +1,39 @@
-# The one way to run everything. PYTHON, TORCH and PIP_ARGS may be given: make demo PYTHON=python3.12
+# The one way to run everything. What has a value by ?= may be given: make demo PYTHON=python3.12
 PYTHON ?= python3
 VENV ?= .venv
-# A machine without an NVIDIA driver gets this CPU release; elsewhere pip's own choice brings CUDA.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# A machine without an NVIDIA driver gets the versions of requirements-*.txt, each checked by its hash. Elsewhere, or where
+# TORCH is given (torch==2.14.1), pip chooses within what pyproject.toml allows, and brings CUDA.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch)
+# Where the CPU build of torch lies: a folder or a page of links.
+TORCH_WHEELS ?= $(or $(PIP_FIND_LINKS),https://download.pytorch.org/whl/cpu/torch/)
 PIP_ARGS ?=
+PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
+LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo check test lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
 
 setup: $(VENV)/.ready  ## Virtual environment and dependencies
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml requirements-cpu.txt requirements-torch-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -e ".[dev]"
+ifeq ($(strip $(TORCH)),)
+	$(PIP) $(LOCKED) --find-links $(TORCH_WHEELS) -r requirements-torch-cpu.txt
+	$(PIP) $(LOCKED) -r requirements-cpu.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) "$(TORCH)"
+	$(PIP) -e ".[dev]"
+endif
 	touch $@
+
+lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what pyproject.toml allows
+	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+		--generate-hashes --upgrade --no-header --no-annotate --extra dev --extra otel --no-emit-package torch \
+		--constraint requirements-torch-cpu.txt --output-file requirements-cpu.txt pyproject.toml -
 
 demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
@@ -50,13 +66,12 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 
 
 # Plain text files; those that the bundled plan was calibrated on are left out.
-BOOKS ?= ../shared/corpus
-
 evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
+	@test -n "$(BOOKS)" || { echo "make evaluate BOOKS=FOLDER, a folder of .txt files"; exit 2; }
 	$(BIN)/python -m evaluation.quality --books $(BOOKS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
