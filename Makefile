@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test mutants lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test fuzz mutants lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -44,6 +44,11 @@ test: setup lint check-protos  ## Lint, types, stubs, and all tests
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
+
+N ?= 100000
+
+fuzz: setup  ## Give N inputs of strangers to each reader of them; READER=name: to one, chosen by what they reach (atheris)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
 
 mutants: setup  ## Put faults into the product, one at a time: tests must fail (FAULTS=word chooses)
 	$(BIN)/python -m tests.mutants $(FAULTS)

@@ -130,3 +130,6 @@ def test_what_is_no_event_is_refused() -> None:
         convert.serve_request_from_pb(
             control_pb2.ServeFrame(open=control_pb2.Open(session="a", sampling=speculation_pb2.Sampling(top_p=1)))
         )
+    commit = control_pb2.Commit(at=speculation_pb2.At(session="a"), finish_reason=97)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="97 is no finish reason"):
+        convert.served_event_from_pb(control_pb2.ServedEvent(commit=commit))
