@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test fuzz mutants lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test fuzz chaos docs-check mutants lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -31,7 +31,7 @@ endif
 	touch $@
 
 lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what pyproject.toml allows
-	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --python-version 3.11 \
 		--generate-hashes --upgrade --no-header --no-annotate --extra dev --extra otel --no-emit-package torch \
 		--constraint requirements-torch-cpu.txt --output-file requirements-cpu.txt pyproject.toml -
 
@@ -49,6 +49,14 @@ N ?= 100000
 
 fuzz: setup  ## Give N inputs of strangers to each reader of them; READER=name: to one, chosen by what they reach (atheris)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
+
+MINUTES ?= 10
+
+chaos: setup  ## Kill, stop, cut and overload real services under traffic for MINUTES=N: no client may get a wrong token
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
+
+docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
+	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 mutants: setup  ## Put faults into the product, one at a time: tests must fail (FAULTS=word chooses)
 	$(BIN)/python -m tests.mutants $(FAULTS)

@@ -1,28 +1,38 @@
 """From a prepared request to pieces of text: what was held back comes at the end, nothing after a stop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from orchestrator.generation import Chunk, Frontend
+from orchestrator.ledger import Record
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.requests import CompletionRequest, read_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 from wire.errors import ResourceExhausted, ServiceError, Unavailable
-from wire.messages import FinishReason
+from wire.messages import Commit, FinishReason
 
 REPLACEMENT = "\ufffd"
 
 
 class Failing(ScriptedRouter):
-    """Keeps what all its requests are told at the end."""
+    """Keeps what all its requests are told at the end. stuck: nothing comes behind a session's first tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self.told: list[ServiceError] = []
+        self.stuck = False
+
+    async def stream(self, record: Record) -> AsyncGenerator[Commit]:
+        async with aclosing(super().stream(record)) as commits:
+            async for commit in commits:
+                yield commit
+                if self.stuck:
+                    await asyncio.Event().wait()
 
     def fail_all(self, error: ServiceError) -> None:
         self.told.append(error)
@@ -74,8 +84,9 @@ async def test_nothing_comes_behind_a_stop_string(frontend: Frontend, router: Fa
 
 async def test_the_token_that_ends_the_text_is_shown_if_that_is_asked_for(frontend: Frontend, router: Failing) -> None:
     end = router.tokenizer.decode([LIMITS.stop_token_ids[0]])
-    fields = {"include_stop_str_in_output": True, "skip_special_tokens": False}
-    assert await text_of(start(frontend, **fields)) == (f"{router.answer}{end}", FinishReason.STOP)
+    shown = start(frontend, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert await text_of(shown) == (f"{router.answer}{end}", FinishReason.STOP)
+    assert await text_of(start(frontend, skip_special_tokens=False)) == (router.answer, FinishReason.STOP)
 
 
 async def test_an_error_of_one_choice_ends_the_others(frontend: Frontend, router: Failing) -> None:
@@ -86,9 +97,11 @@ async def test_an_error_of_one_choice_ends_the_others(frontend: Frontend, router
 
 
 async def test_leaving_early_ends_all_choices(frontend: Frontend, router: Failing) -> None:
+    router.stuck = True
     chunks = start(frontend, n=3, seed=1)
     await anext(chunks)
-    await chunks.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(5):
+        await chunks.aclose()  # type: ignore[attr-defined]
     assert router.running == 0
 
 
