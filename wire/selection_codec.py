@@ -41,7 +41,7 @@ def encode_selection(selection: BlockSelection, reference: NamedSelection | None
     flat = difference.view(np.uint8).ravel()
     differs = flat != 0
     header = _HEADER.pack(VERSION, reference is not None, heads, blocks, *name, _checksum(words))
-    return b"".join((header, np.packbits(differs, bitorder="little"), flat.compress(differs)))
+    return header + np.packbits(differs, bitorder="little").tobytes() + flat.compress(differs).tobytes()
 
 
 def decode_selection(

@@ -240,7 +240,7 @@ def test_a_draft_draws_from_a_nucleus_of_just_top_p(top_p: float, kept: int) -> 
     """Of four tokens of one probability, which is exact in binary."""
     given = {"temperature": torch.ones(1), "top_p": torch.full((1,), top_p), "uniforms": torch.full((1, 1), 0.999)}
     round_ = SimpleNamespace(given=given, settings=SimpleNamespace(support=64), shape=SimpleNamespace(sampled=True))
-    drawn, distribution = launches._sample(torch.zeros(1, 4), round_, 0)  # type: ignore[arg-type]
+    drawn, distribution = launches._sample(torch.zeros(1, 4), torch.zeros(1).long(), round_, 0)  # type: ignore[arg-type]
     assert distribution is not None
     ids, probs = distribution
     assert probs.tolist() == [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]

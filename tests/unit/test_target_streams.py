@@ -220,6 +220,14 @@ async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> No
         good = await ours.outcome("good")
         assert isinstance(good, m.Commit)
         assert good.finish_reason is m.FinishReason.LENGTH
+        await ours.send(replace(opening("same prompt", 2), tokens=[30, *PROMPT[1:]]))
+        first = await anext(ours.events())
+        assert isinstance(first, m.Commit) and first.cached_tokens == 0, "its KV is met by nobody"
+        await ours.send(opening("good again", 2))
+        async for event in ours.events():
+            if isinstance(event, m.Commit) and event.at.session == "good again":
+                assert event.cached_tokens == 16
+                break
 
 
 async def test_a_peer_that_departs_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
