@@ -31,9 +31,10 @@ endif
 	touch $@
 
 lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what pyproject.toml allows
-	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --universal --fork-strategy fewest --python-version 3.11 \
-		--generate-hashes --upgrade --no-header --no-annotate --extra dev --extra otel --no-emit-package torch \
-		--constraint requirements-torch-cpu.txt --output-file requirements-cpu.txt pyproject.toml -
+	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --upgrade --universal \
+		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-header --no-annotate \
+		--extra dev --extra otel --no-emit-package torch --constraint requirements-torch-cpu.txt \
+		--output-file requirements-cpu.txt pyproject.toml -
 
 demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
@@ -47,7 +48,7 @@ check: lint  ## Lint, types, and the unit tests of daily work: four minutes at m
 
 N ?= 100000
 
-fuzz: setup  ## Give N inputs of strangers to each reader of them; READER=name: to one, chosen by what they reach (atheris)
+fuzz: setup  ## Give N strangers' inputs to all that reads them; READER=name: to one, chosen by what they reach
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
 
 MINUTES ?= 10
