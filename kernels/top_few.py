@@ -11,8 +11,8 @@ _CHUNK = 4096  # entries of a program of the first launch
 def top_few(values: Tensor, count: int, backend: Backend = "torch") -> Tensor:
     """Return where the `count` largest entries of each row stand, the largest first: [rows, count] int32.
 
-    values: [rows, entries], contiguous, of a float dtype, without NaN. Of equal entries the first one comes first, as
-    in torch.argmax. Raises ValueError for more than there are entries.
+    values: [rows, entries], contiguous, of a float dtype. Of equal entries the first one comes first, as in
+    torch.argmax; of a row with NaN the result is any entries of it. Raises ValueError for more than there are entries.
     """
     check_backend("top_few", backend)
     rows, entries = values.shape
@@ -68,5 +68,5 @@ def _top_of_row_kernel(
     for index in tl.static_range(COUNT):
         largest = tl.max(tl.where(at < 2147483647, left, float("-inf")), 0)
         first = tl.min(tl.where(left == largest, at, 2147483647), 0)
-        tl.store(out_ptr + row * COUNT + index, first)
+        tl.store(out_ptr + row * COUNT + index, tl.where(first == 2147483647, 0, first))
         at = tl.where(at == first, 2147483647, at)

@@ -28,6 +28,15 @@ def test_the_first_of_equal_entries_comes_first() -> None:
         assert found[:, 0].tolist() == values.argmax(1).tolist()
 
 
+def test_a_row_of_nan_gives_entries_that_there_are() -> None:
+    """Rows without a sequence may hold anything."""
+    pytest.importorskip("triton")
+    values = torch.full((2, 5000), torch.nan, device=DEVICE)
+    values[1, 40:] = 1.0
+    found = top_few(values, 4, "triton")
+    assert ((found >= 0) & (found < 5000)).all()
+
+
 def test_more_than_there_is_is_refused() -> None:
     with pytest.raises(ValueError, match="the 4 largest of 3 entries"):
         top_few(torch.zeros(1, 3), 4)
