@@ -18,9 +18,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="in all: 5/8 for processes, 2/8 for lines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument(
-        "--keep-ray", action="store_true", help="kill no raylet, for a machine too busy to start Ray"
-    )
+    parser.add_argument("--keep-ray", action="store_true", help="kill no raylet, for a machine too busy to start Ray")
     flags = parser.parse_args()
     seconds = 60 * flags.minutes
     violations = broken_processes.run(seconds * 5 / 8, flags.seed, flags.clients, flags.keep_ray)
