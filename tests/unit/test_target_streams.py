@@ -335,3 +335,13 @@ async def test_a_frame_that_names_no_session_ends_its_stream_and_no_other() -> N
             await read_all(other.call)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert isinstance(await ours.outcome("a"), m.Commit)
+
+
+async def test_a_peer_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For several times as long as one that is silent."""
+    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    async with target() as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("a", 150))
+        outcome = await ours.outcome("a")
+        assert isinstance(outcome, m.Commit) and outcome.finish_reason is m.FinishReason.LENGTH
