@@ -13,6 +13,7 @@ from draft_service.outcomes import ALTERNATIVES
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, send_round, take_round
 from draft_service.verdicts import receive_verdict
+from engine.grammars import Grammars
 from engine.rounds.requests import DraftedTokens
 from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
@@ -31,12 +32,12 @@ class Drafter:
     Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
         self.counters: Counter[str] = Counter()
         self._plan, self._settings = plan, settings
-        self.admission = Admission(runner.kv, settings, self.counters)
+        self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
@@ -112,7 +113,9 @@ class Drafter:
         taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             session = planned.session
-            if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
+            if session.grammar is not None and session.grammar.error:
+                self.admission.fail(session, session.grammar.error)
+            elif all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
                 take_round(planned, output, self._plan, result.seconds)
                 taken.append((session, session.ahead if planned.ahead else session.drafted))
             else:

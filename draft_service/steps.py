@@ -10,7 +10,7 @@ from draft_service.outcomes import likely_outcomes
 from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
-from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest
+from engine.rounds.requests import AllowedTokens, Branch, DraftedTokens, RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
@@ -69,6 +69,7 @@ def plan_draft_step(
     behind = 2 * (settings.gamma + 1)
     near = [session for session in sessions if len(session.tokens) - session.kv.length <= behind]
     reading = [session for session in sessions if len(session.tokens) - session.kv.length > behind]
+    near = [session for session in near if not session.waits_for_grammar]
     due = [session for session in near if session.drafted is None or _goes_ahead(session, foresight, settings)]
     if not due and not reading:
         return None
@@ -117,17 +118,22 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()
+    rules = session.rules_behind(branches)
     if drafted is not None:
         proposed = session.tokens_to_propose(session.committed)
         for accepted, token in likely_outcomes(drafted, proposed, session.acceptance, settings.branches):
             length = session.committed + accepted
             branches.append(Branch(length, token, draws(length + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
+        rules = session.rules_behind(branches)
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
     last = session.newest_known
     if session.method is not None:
         announce = announcement_request(session.method, plan, base, None if last is None else last[1])
+    starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
+    if not branches:
+        starts = [[*session.tokens[session.committed :], *(tokens if drafted is not None else [])]]
     request = RoundRequest(
         kv=session.kv,
         tokens=tokens,
@@ -138,8 +144,25 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         memory=session.memory,
         branches=tuple(branches),
         moved=session.moved,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        rules=rules,
+        allowed=_allowed_tokens(session, starts),
     )
     return PlannedRound(session, request, drafted is not None, base, last)
+
+
+def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTokens | None:
+    """Return what says which tokens the session's grammar allows in a round; None if it has no grammar.
+
+    starts: of each branch, the tokens behind the committed ones that it goes on behind.
+    """
+    grammar = session.grammar
+    if grammar is None:
+        return None
+    grammar.follow(session.tokens, session.committed)
+
+    return lambda branch, drafted: grammar.mask_behind([*starts[branch], *drafted])
 
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:

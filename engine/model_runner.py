@@ -115,8 +115,10 @@ class ModelRunner(Runner):
 
     def _read_pinned(self, item: SequenceInput) -> SequenceOutput:
         """Read a prompt in passes of one size."""
-        if item.logits == "all":
-            raise NotImplementedError("a deterministic runner gives a prompt's last logits or none")
+        if item.logits == "all" and len(item.tokens) > PINNED_ROWS:
+            raise NotImplementedError(
+                f"a deterministic runner gives a prompt's last logits or up to {PINNED_ROWS} rows"
+            )
         for start in range(0, len(item.tokens), PINNED_ROWS):
             tokens = item.tokens[start : start + PINNED_ROWS]
             last = start + len(tokens) == len(item.tokens)

@@ -20,6 +20,7 @@ class RoundShape:
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
     announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
+    ruled: whether rules change logits.
     """
 
     sequences: int
@@ -29,6 +30,7 @@ class RoundShape:
     method: str
     branches: int = 1
     refreshes: bool = True
+    ruled: bool = False
 
     @property
     def rows(self) -> int:
@@ -54,11 +56,14 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
 
     The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
     what RoundMemory says.
+
+    least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
     count, rows, passes = shape.sequences, shape.rows, settings.gamma + 1
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
         "temperature": ((rows,), torch.float32),
         "top_p": ((rows,), torch.float32),
+        "least": ((rows, min(settings.support, vocab)), torch.float32),
         "uniforms": ((passes, rows), torch.float64),
         "limits": ((3, count), torch.int32),
     }
@@ -87,7 +92,12 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         layout["places"] = (count,), torch.int64
     if not shape.refreshes:
         layout["known"] = (count,), torch.int32
+    if shape.ruled:  # see ChangedLogits
+        layout["penalties"] = (3, shape.rows), torch.float32
+        layout["guessed"] = (shape.rows, passes), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
+    if shape.ruled:
+        buffers.tensors["rules"] = torch.zeros(3, count, vocab, device=device)
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers
@@ -98,6 +108,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     buffers.inputs.begin()
     host = buffers.inputs.host
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    host["least"][:] = 0
+    if shape.ruled:
+        _lay_out_rules(host, shape, requests)
     if shape.branches > 1:
         _lay_out_branches(host, shape, requests)
     else:
@@ -110,6 +123,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     for i, item in enumerate(requests):
         rows = slice(i * shape.branches, (i + 1) * shape.branches)
         host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p
+        host["least"][rows] = item.min_p
+        if item.top_k:
+            host["least"][rows, item.top_k :] = 2  # which no token has
         if shape.branches == 1:
             host["uniforms"][:, i] = item.uniforms
         if "known" in host:
@@ -121,6 +137,32 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
+
+
+def _lay_out_rules(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
+    """Write the penalties, and the tokens that each branch begins with beyond the committed ones."""
+    host["penalties"][:] = np.array([1, 0, 0])[:, None]
+    host["guessed"][:] = -1
+    for i, item in enumerate(requests):
+        if item.rules is None:
+            continue
+        sampling, first = item.rules.session.sampling, i * shape.branches
+        penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        host["penalties"][:, first : first + shape.branches] = np.array(penalties)[:, None]
+        for row, tokens in enumerate(item.rules.guessed, first):
+            host["guessed"][row, : len(tokens)] = tokens
+
+
+def bring_rules(buffers: Buffers, requests: list[RoundRequest]) -> None:
+    """Before a round: bring the biases and counts of sessions with rules."""
+    if "rules" not in buffers.tensors:
+        return
+    rules = buffers.tensors["rules"]
+    for i, item in enumerate(requests):
+        if item.rules is None:
+            rules[:, i] = 0
+        else:
+            rules[0, i], rules[1:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
 
 
 def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:

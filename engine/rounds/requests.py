@@ -1,6 +1,6 @@
 """How rounds are drafted, what is asked of one, and what it gives. Knows no tensors of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
+from engine.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class MovedKV:
     count: int
 
 
+# Returns which tokens may come next, a mask as of engine.grammars, given a branch and the tokens drafted behind it.
+AllowedTokens = Callable[[int, Sequence[int]], np.ndarray]
+
+
 @dataclass(frozen=True)
 class RoundRequest:
     """A round of one session.
@@ -123,6 +128,9 @@ class RoundRequest:
     branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
+
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. allowed: which tokens
+    may be drafted; the host is asked before each is drawn, and waits for each pass. None: all, at no cost.
     """
 
     kv: SequenceKV
@@ -135,6 +143,10 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    rules: RoundRules | None = None
+    allowed: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):

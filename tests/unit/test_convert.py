@@ -126,10 +126,10 @@ def test_sampling_that_cannot_be_is_refused(values: dict[str, float]) -> None:
 def test_what_is_no_event_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="none of announcement"):
         convert.draft_event_from_pb(speculation_pb2.DraftEvent())
+    frame = convert.serve_request_to_pb(m.Open("a", [1], 1, 2, [], Sampling(), m.Exactness.EXACT))
+    frame.open.exactness = 0  # type: ignore[assignment]
     with pytest.raises(InvalidArgument, match="neither exact nor approximate"):
-        convert.serve_request_from_pb(
-            control_pb2.ServeFrame(open=control_pb2.Open(session="a", sampling=speculation_pb2.Sampling(top_p=1)))
-        )
+        convert.serve_request_from_pb(frame)
     commit = control_pb2.Commit(at=speculation_pb2.At(session="a"), finish_reason=97)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="97 is no finish reason"):
         convert.served_event_from_pb(control_pb2.ServedEvent(commit=commit))
