@@ -1,23 +1,40 @@
-# The one way to run everything. PYTHON, TORCH and PIP_ARGS may be given: make demo PYTHON=python3.12
+# The one way to run everything. What has a value by ?= may be given: make demo PYTHON=python3.12
 PYTHON ?= python3
 VENV ?= .venv
-# A machine without an NVIDIA driver gets this CPU release; elsewhere pip's own choice brings CUDA.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# A machine without an NVIDIA driver gets the versions of requirements-*.txt, each checked by its hash. Elsewhere, or where
+# TORCH is given (torch==2.14.1), pip chooses within what pyproject.toml allows, and brings CUDA.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch)
+# Where the CPU build of torch lies: a folder or a page of links.
+TORCH_WHEELS ?= $(or $(PIP_FIND_LINKS),https://download.pytorch.org/whl/cpu/torch/)
 PIP_ARGS ?=
+PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
+LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo check test test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test fuzz chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
 
 setup: $(VENV)/.ready  ## Virtual environment and dependencies
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml requirements-cpu.txt requirements-torch-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -e ".[dev]"
+ifeq ($(strip $(TORCH)),)
+	$(PIP) $(LOCKED) --find-links $(TORCH_WHEELS) -r requirements-torch-cpu.txt
+	$(PIP) $(LOCKED) -r requirements-cpu.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) "$(TORCH)"
+	$(PIP) -e ".[dev]"
+endif
 	touch $@
+
+lock: setup  ## Choose the versions of requirements-cpu.txt anew, within what pyproject.toml allows
+	echo "setuptools>=77" | UV_FIND_LINKS="$(TORCH_WHEELS)" $(BIN)/uv pip compile --quiet --upgrade --universal \
+		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-header --no-annotate \
+		--extra dev --extra otel --no-emit-package torch --constraint requirements-torch-cpu.txt \
+		--output-file requirements-cpu.txt pyproject.toml -
 
 demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
@@ -43,6 +60,21 @@ test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai
 
 test-vllm: setup  ## vLLM's own tests of its OpenAI endpoints, from its sources: VLLM=path
 	VLLM="$(VLLM)" $(BIN)/python -m tests.vllm_openai
+N ?= 100000
+
+fuzz: setup  ## Give N strangers' inputs to all that reads them; READER=name: to one, chosen by what they reach
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
+
+MINUTES ?= 10
+
+chaos: setup  ## Kill, stop, cut and overload real services under traffic for MINUTES=N: no client may get a wrong token
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(MINUTES)
+
+docs-check: setup  ## Find what the documents name and is no more: files, tests, commands, flags, metrics
+	$(BIN)/python -m pytest tests/unit/test_docs.py
+
+mutants: setup  ## Put faults into the product, one at a time: tests must fail (FAULTS=word chooses)
+	$(BIN)/python -m tests.mutants $(FAULTS)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -65,13 +97,12 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 
 
 # Plain text files; those that the bundled plan was calibrated on are left out.
-BOOKS ?= ../shared/corpus
-
 evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
+	@test -n "$(BOOKS)" || { echo "make evaluate BOOKS=FOLDER, a folder of .txt files"; exit 2; }
 	$(BIN)/python -m evaluation.quality --books $(BOOKS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack
 
 clean:
-	rm -rf $(VENV) .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* .venv-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,20 +19,18 @@ import pytest
 
 from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
-from tests.stack import ROOT, Stack, free_port, start_stack
+from tests.books import read_books
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 (hooks)
+from tests.stack import Stack, free_port, start_stack
 
 # Loopback only, and no token: a Ray that is named by RAY_ADDRESS takes one from the environment alone.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
-CORPUS = ROOT.parent / "shared" / "corpus"
 
 
 @pytest.fixture(scope="session")
 def books() -> list[str]:
-    """The held-out books, in a fixed order."""
-    files = sorted(CORPUS.glob("*.txt"))
-    if not files:
-        pytest.skip(f"the held-out books are not at {CORPUS}")
-    return [file.read_text(encoding="utf-8") for file in files]
+    """The four books of tests/data, in a fixed order."""
+    return read_books()
 
 
 @pytest.fixture(scope="session")

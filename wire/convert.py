@@ -201,6 +201,12 @@ def _read_exactness(number: int) -> m.Exactness:
     return m.Exactness(number)
 
 
+def _read_finish_reason(number: int) -> m.FinishReason:
+    if number not in list(m.FinishReason):
+        raise InvalidArgument(f"commit: {number} is no finish reason")
+    return m.FinishReason(number)
+
+
 def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
     return [_read(TokenLogprobs, pb) for pb in pbs]
 
@@ -212,7 +218,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "expected": _read_at,
     "sampling": _read_sampling,
     "exactness": _read_exactness,
-    "finish_reason": m.FinishReason,
+    "finish_reason": _read_finish_reason,
     "tokens": list,
     "stop_token_ids": list,
     "attached": list,

@@ -13,7 +13,6 @@ from models import TARGET
 from tests.client import generate
 from tests.stack import Services, start_gateway, start_services
 
-pytestmark = pytest.mark.books
 NEW_TOKENS = 48
 # Of float32's two highest logits. Between them bfloat16, with 8 bits of precision, may choose otherwise.
 MARGIN = 0.25
@@ -77,7 +76,7 @@ def test_where_it_differs_from_float32_two_tokens_were_close(prompts: list[list[
     assert followed > NEW_TOKENS * len(prompts) / 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="deterministic is built for the GPU engine")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: deterministic is built for its engine")
 def test_deterministic_tokens_do_not_depend_on_the_batch_nor_on_drafting(prompts: list[list[int]]) -> None:
     flags = ("--dtype", "bfloat16", "--deterministic", "--gpu-memory-utilization", "0.3")
     wanted = run(start_services(*flags), prompts, 1, drafted=False)

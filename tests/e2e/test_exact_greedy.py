@@ -44,10 +44,15 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.books
-@pytest.mark.parametrize(("gamma", "branches"), [(1, 1), (4, 8), (8, 3)])
+# share: of the drafted tokens at least so many are accepted; measured 0.75, 0.50 and 0.33.
+@pytest.mark.parametrize(("gamma", "branches", "share"), [(1, 1, 0.7), (4, 8, 0.45), (8, 3, 0.28)])
 def test_greedy_exact_equals_transformers(
-    gamma: int, branches: int, launch: Callable[..., Stack], prompts: list[list[int]], expected: list[list[int]]
+    gamma: int,
+    branches: int,
+    share: float,
+    launch: Callable[..., Stack],
+    prompts: list[list[int]],
+    expected: list[list[int]],
 ) -> None:
     stack = launch("--gamma", str(gamma), "--draft-branches", str(branches), "--draft-waves", "1")
     stub = stack.stub()
@@ -66,4 +71,4 @@ def test_greedy_exact_equals_transformers(
     assert not different, f"prompts {different} differ from transformers"
     accepted = sum(summary.accepted for _, summary in results)
     drafted = sum(summary.drafted for _, summary in results)
-    assert accepted > 0.2 * drafted, "speculation did not take part"
+    assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"

@@ -12,7 +12,6 @@ from protos import inference_pb2
 from tests.client import generate, make_request, metric, service_state, wait_for, wait_until_idle
 from tests.stack import Stack
 
-pytestmark = pytest.mark.books
 TOKENS = 400
 
 
@@ -44,7 +43,7 @@ def _stream(
 
 
 def test_draft_killed(mortal: Stack, books: list[str], tokenizer: Any) -> None:
-    prompt = tokenizer.encode(books[4][:6000])[:500]
+    prompt = tokenizer.encode(books[0][:6000])[:500]
     expected = generate(mortal.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens
     pid = int(service_pid(mortal, "draft"))
     tokens, pause, _ = _stream(mortal, prompt, 40, pid)
@@ -62,7 +61,7 @@ def test_draft_killed(mortal: Stack, books: list[str], tokenizer: Any) -> None:
 
 def test_draft_killed_twice_while_it_speculates_again(mortal: Stack, books: list[str], tokenizer: Any) -> None:
     """A session that outlives its draft is taken up by the next one in mid-stream."""
-    prompt = tokenizer.encode(books[5][:6000])[:300]
+    prompt = tokenizer.encode(books[1][:6000])[:300]
     request = make_request(prompt, temperature=0, max_tokens=6000, ignore_eos=True)
     call = mortal.stub().Generate(request)
     pid = int(service_pid(mortal, "draft"))
@@ -82,7 +81,7 @@ def test_draft_killed_twice_while_it_speculates_again(mortal: Stack, books: list
 
 def test_target_killed(mortal: Stack, books: list[str], tokenizer: Any) -> None:
     """The stream resumes from the ledger on the restarted target."""
-    prompt = tokenizer.encode(books[6][:6000])[:500]
+    prompt = tokenizer.encode(books[2][:6000])[:500]
     expected = generate(mortal.stub(), prompt, max_tokens=TOKENS, ignore_eos=True).tokens
     tokens, _, _ = _stream(mortal, prompt, 40, int(service_pid(mortal, "target")))
     assert tokens == expected

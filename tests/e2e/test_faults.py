@@ -14,8 +14,6 @@ from protos import speculation_pb2, speculation_pb2_grpc
 from tests.client import APPROXIMATE, EXACT, generate, metric, wait_until_idle
 from tests.stack import Stack, start_gateway, start_services
 
-pytestmark = pytest.mark.books
-
 
 class FaultyLine(speculation_pb2_grpc.SpeculationServicer):
     """Stands between draft and target. Events are repeated, held back behind later ones, and said again late.

@@ -14,7 +14,6 @@ from models import TARGET
 from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, service_state, wait_until_idle
 from tests.stack import Stack
 
-pytestmark = pytest.mark.books
 # A round that a slow machine decodes without the draft is read wholly, which changes what `approximate` answers.
 PATIENCE = ("--draft-timeout", "60")
 FLAGS = ("--max-sessions", "8", "--prefill-chunk", "128", "--max-context", "2048", *PATIENCE)

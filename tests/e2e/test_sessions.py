@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-import pytest
 
-from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, wait_until_idle
+from tests.client import APPROXIMATE, EXACT, generate, make_request, metric, wait_for, wait_until_idle
 from tests.stack import Stack
 
-pytestmark = pytest.mark.books
 SESSIONS, AT_ONCE = 32, 16
 
 
@@ -69,7 +67,7 @@ def test_a_long_prefill_does_not_hold_others_up(stack: Stack, books: list[str], 
 
     thread = threading.Thread(target=run_long)
     thread.start()
-    time.sleep(0.2)
+    wait_for(lambda: metric(stack.http, "num_requests_running") == 1, 20, "the target reads the long prompt")
     generate(stub, "The old man said", max_tokens=8)
     order.append("short")
     thread.join()
@@ -82,7 +80,7 @@ def test_approximate_reads_less_and_a_prompt_is_reused(stack: Stack, books: list
     prompt = tokenizer.encode(books[2][:40_000])[:3000]
     first = generate(stub, prompt, max_tokens=24, exactness=APPROXIMATE)
     again = generate(stub, prompt, max_tokens=24, exactness=APPROXIMATE)
-    assert first.speculation.kv_read_fraction < 0.4
+    assert first.speculation.kv_read_fraction <= 0.12
     assert first.speculation.announced_bytes > 0
     assert again.tokens == first.tokens
     assert again.speculation.prefill_seconds < 0.5 * first.speculation.prefill_seconds

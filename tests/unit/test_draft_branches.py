@@ -156,7 +156,7 @@ def test_branches_announce_by_the_mean_of_all_their_queries(
     runner.prepare_rounds(settings())
     seen: list[torch.Tensor] = []
     if DEVICE == "cuda":
-        pytest.skip("evidence cannot be looked at inside a captured round")
+        pytest.skip("evidence cannot be looked at inside a round that a GPU has captured")
     original = launches.predict_weights
     monkeypatch.setattr(launches, "predict_weights", lambda *args: (seen.append(args[1].clone()), original(*args))[1])
     text = tokens(200, 6)

@@ -52,7 +52,7 @@ def runner(loaded: ModelRunner) -> Iterator[ModelRunner]:
 def evidence(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """[sequences, layers, heads, blocks] of each round that announces."""
     if torch.cuda.is_available():
-        pytest.skip("rounds are captured once there, and what they hold is not seen again")
+        pytest.skip("on a GPU rounds are captured once, and what they hold is not seen again")
     seen: list[Tensor] = []
     predict = engine.rounds.launches.predict_weights
 

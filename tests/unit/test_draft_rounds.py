@@ -5,6 +5,7 @@ the torch kernels; on a GPU they are captured.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
 from engine.model_runner import ModelRunner
+from engine.rounds import launches
 from engine.sampling import USE_DRAFT, Sampling, uniforms
 from evaluation.attending import forward_weighing
 from kernels.rejection import draw, truncated_probs
@@ -247,6 +249,19 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
     proposals = check(side, reference, side.run(*behind))
     assert [proposal.at.base for proposal in proposals["a"]] == [306]
     side.close()
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4), (1.0, 4)])
+def test_a_draft_draws_from_a_nucleus_of_just_top_p(top_p: float, kept: int) -> None:
+    """Of four tokens of one probability, which is exact in binary."""
+    given = {"temperature": torch.ones(1), "top_p": torch.full((1,), top_p), "uniforms": torch.full((1, 1), 0.999)}
+    given["least"] = torch.zeros(1, 1)
+    round_ = SimpleNamespace(given=given, settings=SimpleNamespace(support=64), shape=SimpleNamespace(sampled=True))
+    drawn, distribution = launches._sample(torch.zeros(1, 4), torch.zeros(1).long(), round_, 0)  # type: ignore[arg-type]
+    assert distribution is not None
+    ids, probs = distribution
+    assert probs.tolist() == [pytest.approx([1 / kept] * kept + [0.0] * (4 - kept))]
+    assert int(drawn[0]) == int(ids[0, kept - 1])
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -384,3 +384,11 @@ def test_a_lost_gpu_ends_the_service_at_once(failing: tuple[DraftStand, FakeRunn
     with pytest.raises(torch.AcceleratorError):
         asyncio.run(serve(stand, 5))
     assert not any(isinstance(event, m.Decline) for event in stand.sent)
+
+
+def test_a_gap_that_stays_ends_in_one_request_for_all_tokens() -> None:
+    """Verdicts behind the one that is missing are held back, but not without end."""
+    stand = DraftStand()
+    early = [m.Verdict(m.At("a", 0, round_, 40 + round_), 0, [1], True) for round_ in range(2, 67)]
+    assert m.Resync("a") not in stand.receive(*early[:-1])
+    assert stand.receive(early[-1]).count(m.Resync("a")) == 1

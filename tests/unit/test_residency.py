@@ -345,7 +345,7 @@ def test_triton_equals_the_reference(
                 assert torch.equal(a, b), operation.__name__
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the order of programs is the interpreter's")
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU programs run in no order")
 @pytest.mark.parametrize("kind", ["as served", "one line", "more lines than pages"])
 def test_the_order_of_programs_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last comes first: claims lose the pages that they had."""

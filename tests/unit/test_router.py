@@ -13,8 +13,8 @@ from orchestrator.router import Router
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
-from wire.errors import NotFound, ServiceError
-from wire.messages import At, Beat, Commit, Exactness, FinishReason, Open, SessionReads
+from wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
+from wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, SessionReads
 from wire.server import start_server
 
 READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
@@ -47,12 +47,12 @@ class Target(control_pb2_grpc.TargetControlServicer):
         return convert.reads_to_pb(READS)
 
 
-async def say(context: grpc.aio.ServicerContext, event: Commit | Beat) -> None:
+async def say(context: grpc.aio.ServicerContext, event: Commit | Closed | Beat) -> None:
     await context.write(convert.served_events_to_pb([event]))
 
 
 def last_commit(request: Open) -> Commit:
-    at = convert.m.At(request.session, 0, 0, len(request.tokens))
+    at = At(request.session, 0, 0, len(request.tokens))
     return Commit(at, [7], finish_reason=FinishReason.LENGTH)
 
 
@@ -60,10 +60,13 @@ def record(session: str) -> Record:
     return Record(session, [1, 2, 3], 3, 1, [], Sampling(0.0), Exactness.EXACT)
 
 
-async def with_router(target: Target, check: Callable[[Router], Awaitable[None]], request_timeout: float = 0) -> None:
+Check = Callable[[Router], Awaitable[None]]
+
+
+async def with_router(target: Target, check: Check, request_timeout: float = 0, resume_timeout: float = 30) -> None:
     add = control_pb2_grpc.add_TargetControlServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, target, "specahead.v1.TargetControl")])
-    router = Router(server.address, PeerAccess(), 30, request_timeout)
+    router = Router(server.address, PeerAccess(), resume_timeout, request_timeout)
     try:
         async with asyncio.timeout(20), router.connected_to_target():
             await until(lambda: router.connected)
@@ -165,3 +168,146 @@ async def test_what_a_session_reads_is_asked_of_the_target() -> None:
             await router.reads("b")
 
     await with_router(Target(), check)
+
+
+def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
+    """Return a stream that answers the first Open by these events, and ends."""
+
+    async def serve(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, Beat())
+        async for frame in frames:
+            request = convert.serve_request_from_pb(frame)
+            if isinstance(request, Open):
+                for event in answer(request):
+                    await say(context, event)
+                return
+
+    return serve
+
+
+def one_token(request: Open) -> list[Commit | Closed]:
+    return [Commit(At(request.session, 0, 0, len(request.tokens)), [len(request.tokens)])]
+
+
+async def test_a_session_is_resumed_where_it_stands_and_as_often_as_it_gets_on() -> None:
+    """Four targets in a row die after a token each; only losses without a token in between count."""
+
+    async def check(router: Router) -> None:
+        assert await tokens_of(router, "a") == [3, 4, 5, 6, 7]
+
+    await with_router(Target(*[serve_with(one_token)] * 4), check)
+
+
+async def test_a_session_that_gets_nothing_is_given_up_at_the_third_loss() -> None:
+    async def check(router: Router) -> None:
+        with pytest.raises(Unavailable, match="lost again and again"):
+            await tokens_of(router, "a")
+
+    target = Target(*[serve_with(lambda _: [])] * 20)
+    await with_router(target, check)
+    assert target.streams <= 5
+
+
+async def test_after_resume_timeout_requests_fail_and_no_sooner() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def check(router: Router) -> None:
+        start = loop.time()
+        with pytest.raises(Unavailable, match="was lost and did not come back"):
+            await tokens_of(router, "a")
+        assert 0.5 <= loop.time() - start < 5
+        assert not router.connected
+
+    async def leave(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+    await with_router(Target(serve_with(lambda _: []), *[leave] * 200), check, resume_timeout=0.5)
+
+
+async def test_a_target_that_stops_is_a_target_lost() -> None:
+    def stop(request: Open) -> list[Commit | Closed]:
+        return [Closed(request.session, grpc.StatusCode.UNAVAILABLE.value[0], "the target is stopping")]
+
+    async def check(router: Router) -> None:
+        assert await tokens_of(router, "a") == [7]
+
+    await with_router(Target(serve_with(stop)), check)
+
+
+async def test_a_session_that_the_target_refuses_fails_with_its_status() -> None:
+    def refuse(request: Open) -> list[Commit | Closed]:
+        return [Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "no room")]
+
+    async def check(router: Router) -> None:
+        with pytest.raises(ResourceExhausted, match="no room"):
+            await tokens_of(router, "a")
+
+    await with_router(Target(serve_with(refuse)), check)
+
+
+async def test_a_commit_said_twice_comes_once_and_a_gap_ends_its_session() -> None:
+    def twice(request: Open) -> list[Commit | Closed]:
+        first = Commit(At(request.session, 0, 0, 3), [8, 9])
+        return [first, first, Commit(At(request.session, 0, 1, 5), [7], finish_reason=FinishReason.LENGTH)]
+
+    def gap(request: Open) -> list[Commit | Closed]:
+        return [Commit(At(request.session, 0, 0, 4), [8])]
+
+    async def check(router: Router) -> None:
+        assert await tokens_of(router, "a") == [8, 9, 7]
+        await until(lambda: router.connected)
+        with pytest.raises(ServiceError, match="a commit at 4, the ledger holds 3 tokens"):
+            await tokens_of(router, "b")
+        assert not router.ledger.records
+
+    await with_router(Target(serve_with(twice), serve_with(gap)), check)
+
+
+async def collect(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext, into: list[Any]) -> None:
+    await say(context, Beat())
+    async for frame in frames:
+        into.append(convert.serve_request_from_pb(frame))
+        if isinstance(into[-1], Open):
+            await say(context, Commit(At(into[-1].session, 0, 0, 3), [8]))
+
+
+async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
+    received: list[Any] = []
+
+    async def check(router: Router) -> None:
+        early = router.stream(record("early"))
+        await anext(early)
+        with pytest.raises(InvalidArgument, match="in the ledger already"):
+            await anext(router.stream(record("early")))
+        await early.aclose()
+        aborted = router.stream(record("aborted"))
+        await anext(aborted)
+        assert router.abort("aborted") and not router.abort("early")
+        assert (await anext(aborted)).finish_reason is FinishReason.ABORT
+        await aborted.aclose()
+        await until(lambda: Abort("early") in received and Abort("aborted") in received)
+        assert not router.running and not router.ledger.records
+
+    await with_router(Target(lambda frames, context: collect(frames, context, received)), check)
+
+
+async def test_without_a_target_a_request_is_refused() -> None:
+    router = Router("127.0.0.1:1", PeerAccess(), 30)
+    with pytest.raises(Unavailable, match="not connected"):
+        await tokens_of(router, "a")
+
+
+async def test_what_waits_at_the_end_is_told() -> None:
+    waiting: list[asyncio.Task[list[int]]] = []
+
+    async def silent(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, Beat())
+        await asyncio.sleep(60)
+
+    async def check(router: Router) -> None:
+        waiting.append(asyncio.create_task(tokens_of(router, "a")))
+        await until(lambda: router.is_open("a"))
+
+    await with_router(Target(silent), check)
+    with pytest.raises(Unavailable, match="is stopping"):
+        await waiting[0]

@@ -35,6 +35,15 @@ class SlowRunner(FakeRunner):
 @contextlib.asynccontextmanager
 async def target(logits: Logits | None = None, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a target in this process; ends the target at the end."""
+    async with target_task(logits, **settings) as (channel, _):
+        yield channel
+
+
+@contextlib.asynccontextmanager
+async def target_task(
+    logits: Logits | None = None, **settings: Any
+) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[None]]]:
+    """The same, and the task that serves: it is cancelled as SIGTERM does it."""
     runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
@@ -42,7 +51,7 @@ async def target(logits: Logits | None = None, **settings: Any) -> AsyncIterator
     task = asyncio.create_task(service)
     try:
         async with asyncio.timeout(30), grpc.aio.insecure_channel(await address) as channel:
-            yield channel
+            yield channel, task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -244,6 +253,14 @@ async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> No
         good = await ours.outcome("good")
         assert isinstance(good, m.Commit)
         assert good.finish_reason is m.FinishReason.LENGTH
+        await ours.send(replace(opening("same prompt", 2), tokens=[30, *PROMPT[1:]]))
+        first = await anext(ours.events())
+        assert isinstance(first, m.Commit) and first.cached_tokens == 0, "its KV is met by nobody"
+        await ours.send(opening("good again", 2))
+        async for event in ours.events():
+            if isinstance(event, m.Commit) and event.at.session == "good again":
+                assert event.cached_tokens == 16
+                break
 
 
 async def test_a_peer_that_departs_in_the_middle_leaves_no_error_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,3 +295,103 @@ async def test_reads_are_asked_for_over_the_control_plane() -> None:
             await anext(rounds)
         reads = convert.reads_from_pb(await stub.Reads(asked))
         assert reads.at.base > len(PROMPT) and sum(reads.read) == reads.layers * reads.kv_heads * reads.blocks
+
+
+async def finish(ours: Orchestrator) -> None:
+    await ours.send(opening("a", 3))
+    assert isinstance(await ours.outcome("a"), m.Commit)
+
+
+async def be_refused(ours: Orchestrator) -> None:
+    """The name is closed while it is open on this stream: by logits that are no numbers."""
+    await ours.send(replace(opening("a", 40), tokens=[30, *PROMPT[1:]]))
+    assert isinstance(await ours.outcome("a"), m.Closed)
+
+
+async def take_back(ours: Orchestrator) -> None:
+    await ours.send(opening("a"))
+    await anext(ours.events())
+    await ours.send(m.Abort("a"))
+
+
+@pytest.mark.parametrize("end", [finish, be_refused, take_back])
+async def test_a_name_that_was_used_is_anothers_next(end: Callable[[Orchestrator], Any]) -> None:
+    """A stream that ends aborts what it has open, and not what another has opened under a name that it had."""
+
+    def logits(tokens: list[int]) -> Any:
+        return FakeModel().target(tokens) * (float("nan") if tokens[0] == 30 and len(tokens) > 25 else 1)
+
+    async with target(logits) as channel:
+        ours, other = Orchestrator(channel), Orchestrator(channel)
+        await end(ours)
+        status = control_pb2_grpc.TargetControlStub(channel).Status
+        while (await status(control_pb2.StatusRequest())).gauges["sessions"]:
+            await asyncio.sleep(0.01)
+        await other.send(opening("a"))
+        events = other.events()
+        await anext(events)
+        ours.call.cancel()
+        for _ in range(40):
+            event = await anext(events)
+            assert isinstance(event, m.Commit) and not event.finish_reason
+
+
+async def test_a_target_that_stops_tells_every_session_that_it_is_unavailable() -> None:
+    """Those that run and those that wait: the orchestrator then keeps them for the next target."""
+    async with target_task(max_sessions=1) as (channel, serving):
+        ours = Orchestrator(channel)
+        await ours.send(opening("runs"))
+        await ours.send(opening("waits"))
+        await anext(ours.events())
+        serving.cancel()
+        closed = {}
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for event in ours.events():
+                if isinstance(event, m.Closed):
+                    closed[event.session] = event.code
+        assert closed == dict.fromkeys(("runs", "waits"), grpc.StatusCode.UNAVAILABLE.value[0])
+
+
+async def test_a_draft_of_another_tokenizer_is_refused_and_the_status_says_why() -> None:
+    async with target() as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        hello = replace(HELLO, tokenizer_hash="another")
+        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(hello)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read_all(draft)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        status = control_pb2_grpc.TargetControlStub(channel).Status
+        assert "do not fit" in (await status(control_pb2.StatusRequest())).refusal
+        await Draft(channel).attach()
+        assert (await status(control_pb2.StatusRequest())).refusal == ""
+
+
+@pytest.mark.parametrize("first", [speculation_pb2.DraftFrame(), convert.draft_events_to_pb([m.Resync("a")])])
+async def test_a_draft_that_does_not_say_hello_is_refused(first: speculation_pb2.DraftFrame) -> None:
+    async with target() as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        await draft.write(first)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read_all(draft)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_frame_that_names_no_session_ends_its_stream_and_no_other() -> None:
+    async with target() as channel:
+        ours, other = Orchestrator(channel), Orchestrator(channel)
+        await ours.send(opening("a", 30))
+        await other.call.write(control_pb2.ServeFrame())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await read_all(other.call)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert isinstance(await ours.outcome("a"), m.Commit)
+
+
+async def test_a_peer_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For several times as long as one that is silent."""
+    monkeypatch.setattr("wire.streams.BEAT_SECONDS", 0.05)
+    async with target() as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("a", 150))
+        outcome = await ours.outcome("a")
+        assert isinstance(outcome, m.Commit) and outcome.finish_reason is m.FinishReason.LENGTH

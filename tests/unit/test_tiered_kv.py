@@ -604,7 +604,7 @@ def test_what_is_not_built_or_does_not_fit() -> None:
         StagedReads(kv.memory, {}, sequences, kv.counters)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="its copies have real events")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's copies have real events")
 def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is freed while it is copied, filled again and copied again: the first copy's end says nothing of it."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))

@@ -1,0 +1,202 @@
+"""Faults that tests must see: one line of the product each, and the tests that have to fail with it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """what: the fault in words. old: stands once in the file, and becomes `new`."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def applied_to(self, text: str) -> str:
+        """Return a file's text with the fault in it. Raises ValueError if `old` does not stand there just once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file}: {self.old!r} stands there {text.count(self.old)} times, not once")
+        return text.replace(self.old, self.new)
+
+
+def _of(file: str, tests: str, *faults: tuple[str, str, str]) -> list[Mutant]:
+    """Return the mutants of a file: (what, old, new) each. tests: files of tests/unit, separated by spaces."""
+    paths = tuple(f"tests/unit/{name}.py" for name in tests.split())
+    return [Mutant(what, file, old, new, paths) for what, old, new in faults]
+
+
+MUTANTS: list[Mutant] = [
+    *_of(
+        "orchestrator/generation.py",
+        "test_frontend",
+        ("text held for a stop string is lost at the end", "text + finder.finish()", "text"),
+        ("unfinished UTF-8 is lost at the end", "text += detokenizer.finish()", "pass"),
+        ("requests are accepted while the server drains", "self.accepting = False", "pass"),
+        ("draining does not wait", "while self.router.running and", "while False and"),
+        ("what outlasts the grace is told nothing", "        self.router.fail_all(", "        str("),
+        ("the token that ends the text is shown", "shown = shown[:-1]", "pass"),
+        ("text behind a stop string goes on", "if stopped or item.finish_reason", "if item.finish_reason"),
+        ("the error of a choice is swallowed", "                    raise item\n", "                    return\n"),
+        ("choices outlive their request", "                task.cancel()", "                pass"),
+        ("a request id is taken twice", "if self.router.is_open(record.session):", "if False:"),
+    ),
+    *_of(
+        "orchestrator/router.py",
+        "test_router",
+        ("a request that kills targets is resumed for ever", "record.resumptions += 1", "pass"),
+        ("resume_timeout never fires", "> self._resume_timeout", "> 1e9"),
+        ("resume_timeout fires at once", "> self._resume_timeout", "> -1"),
+        ("clients see that a target stops", "if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:", "if True:"),
+        ("a refusal is not passed on", "self._tell(event.session, error_from_code(event.code, event.message))", "pass"),
+        ("a repeated commit is told twice", "if self.ledger.apply(event) is not None:", "if self.ledger.apply(event) or 1:"),
+        ("a gap is told to nobody", "self._tell(event.at.session, ServiceError(str(error)))", "pass"),
+        ("who leaves early leaves the session running", "self._outbox.put(Abort(record.session))", "pass"),
+        ("a session stays in the ledger", "self.ledger.close(record.session)", "pass"),
+        ("the deadline is forgotten", "asyncio.timeout_at(deadline)", "asyncio.timeout_at(None)"),
+        ("a lost target counts as connected", "self.connected, lost_at = False,", "self.connected, lost_at = True,"),
+        ("sessions are not resumed", "            outbox.put(record.to_open())", "            pass"),
+        ("what waits at the end waits for ever", 'self.fail_all(Unavailable("the orchestrator is stopping"))', "pass"),
+        ("one bad event ends the router for good", "            except Exception:", "            except KeyError:"),
+    ),
+    *_of(
+        "orchestrator/ledger.py",
+        "test_router test_sessions test_paged_kv",
+        ("the count of resumptions is never reset", "        record.resumptions = 0\n", ""),
+        ("a gap is written down", "        if base > held:", "        if False:"),
+        ("a repeat is written down again", "        if base < held or not commit.tokens:", "        if not commit.tokens:"),
+        ("a repeat that differs goes unseen", "!= commit.tokens:", "== 0:"),
+        ("a resumed session lacks its new tokens", "tokens=list(self.tokens),", "tokens=self.tokens[: self.prompt_tokens],"),
+    ),
+    *_of(
+        "orchestrator/text.py",
+        "test_text",
+        ("a part of a stop string is shown", "cut = len(self._held) - keep", "cut = len(self._held)"),
+        ("half characters are shown", "or text.endswith(_INCOMPLETE)", ""),
+        ("the later of two stop strings counts", "end, begin = min(found)", "end, begin = max(found)"),
+    ),
+    *_of(
+        "target_service/servicer.py",
+        "test_target_streams",
+        ("sessions of a lost gateway are kept", "            for session in opened:\n                self._verifier.abort(session)", "            pass"),
+        ("a closed session's name is kept", "                    opened.discard(event.session)", "                    pass"),
+        ("a finished session's name is kept", "opened.discard(event.at.session)", "pass"),
+        ("an aborted session's name is kept", "opened.discard(request.session)", "pass"),
+        ("anybody may abort", "isinstance(request, Abort) and request.session in opened:", "isinstance(request, Abort):"),
+        ("one bad session ends the stream of all", "outbox.put(Closed(name, error.status.value[0], str(error)))", "raise"),
+        ("a bad event of a draft goes unpunished", "self._verifier.protocol.reject(peer, name, error)", "pass"),
+        ("a draft that does not fit is taken", "        if mismatch:", "        if False:"),
+        ("the reason of a refusal is forgotten", 'self.refusal = f"draft and target do not fit: {mismatch}"', 'self.refusal = ""'),
+        ("a lost draft stays attached", "            self._verifier.protocol.detach(peer)", "            pass"),
+        ("what a draft leaves unread has no limit", "Outbox(self._verifier.settings.most_unread_tokens)\n        peer", "Outbox()\n        peer"),
+    ),
+    *_of(
+        "target_service/service.py",
+        "test_target_streams",
+        ("a target that stops tells its sessions nothing", 'verifier.close_all(Unavailable("the target is stopping"))', "pass"),
+    ),
+    *_of(
+        "target_service/verifier.py",
+        "test_target_streams test_target_sessions",
+        ("tokens of NaN logits are committed", "        if not output.finite:", "        if False:"),
+        ("KV of NaN logits is left for others", "            self.runner.kv.scrub(session.kv)\n", ""),
+        ("sessions of a failed step hang", "            session.fail(ServiceError(f", "            str((f"),
+        ("a finished session keeps its pages", "            self._close(session)\n            return\n        # Verdicts", "            return\n        # Verdicts"),
+    ),
+    *_of(
+        "target_service/commit.py",
+        "test_target_sessions test_sessions",
+        ("a stop token is passed over", "        if token in stop_token_ids:", "        if False:"),
+        ("more tokens than were asked for", "return tokens[:room], FinishReason.LENGTH", "return tokens, FinishReason.LENGTH"),
+        ("KV of rejected tokens is kept", "kv.truncate(session.kv, len(session.tokens) - 1)", "pass"),
+        ("an accepted token is lost", "[*proposed[:accepted], following]", "[*proposed[: accepted - 1], following]"),
+    ),
+    *_of(
+        "target_service/planning.py",
+        "test_target_sessions test_sessions",
+        ("a silent draft is waited for forever", "    if now - session.stats.waiting_since < draft_timeout:", "    if True:"),
+        ("no draft is waited for", "    if now - session.stats.waiting_since < draft_timeout:", "    if False:"),
+    ),
+    *_of(
+        "target_service/protocol.py",
+        "test_target_sessions test_sessions",
+        ("a proposal of an old epoch is taken", "if at.epoch < session.epoch or at.round < session.round:", "if at.round < session.round:"),
+        ("a proposed token outside the vocabulary is taken", "if any(t >= vocab for t in event.tokens)", "if any(t < 0 for t in event.tokens)"),
+        ("longer proposals than γ are taken", "if len(event.tokens) > self._gamma:", "if False:"),
+        ("sessions of a lost draft wait for it", "            self._sessions[name].forget_draft()\n", ""),
+        ("another's session can be drafted", "        if session is None or session.draft is not peer:\n            self._counters", "        if session is None:\n            self._counters"),
+        ("a draft that asks for a verdict again gets none", "                peer.send(session.last_judged[1])", "                pass"),
+    ),
+    *_of(
+        "target_service/admission.py",
+        "test_target_sessions test_target_streams",
+        ("sessions run beyond the KV room", "            if self.reserved + self._need(session.max_length) > self._kv.pool.num_pages:\n                break\n", ""),
+        ("pages of ended sessions stay reserved", "            self.reserved -= self._need(session.max_length)\n", ""),
+        ("an aborted session goes on waiting", "if session.id != name)", ")"),
+        ("places go to whoever has most", "key=lambda waiting: running[waiting.emit]", "key=lambda waiting: -running[waiting.emit]"),
+        ("a name is opened twice", "if any(session.id == request.session for session in self.everyone()):", "if False:"),
+    ),
+    *_of(
+        "target_service/usefulness.py",
+        "test_usefulness",
+        ("a useless draft is never paused", "if average < LEAST:", "if False:"),
+        ("a pause never ends", "return committed < self.paused_until", "return bool(self.paused_until)"),
+    ),
+    *_of(
+        "draft_service/verdicts.py",
+        "test_draft_sessions test_sessions",
+        ("a verdict said twice is applied twice", "    if verdict.at.round <= session.round:", "    if False:"),
+        ("early verdicts gather without end", "    if len(session.early_verdicts) > _MOST_EARLY:", "    if False:"),
+    ),
+    *_of(
+        "draft_service/drafter.py",
+        "test_draft_sessions",
+        ("a failed step of the draft leaves its sessions waiting", "            self.admission.fail(session, reason)", "            pass"),
+        ("NaN proposals are sent", "if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):", "if True:"),
+    ),
+    *_of(
+        "wire/streams.py",
+        "test_router test_target_streams",
+        ("a hung peer is waited for forever", "        while self._missed < PATIENCE:", "        while True:"),
+        ("a peer that speaks counts as silent", "            listener.heard()\n", ""),
+    ),
+    *_of(
+        "wire/outbox.py",
+        "test_outbox test_target_streams",
+        ("what waits has no limit", "or self._tokens > self._most_tokens", ""),
+        ("a frame is too long for a message", "            if count and tokens > FRAME_TOKENS:\n                break\n", ""),
+        ("an event is lost between two frames", "self._events[:count], self._events[count:]", "self._events[:count], self._events[count + 1 :]"),
+    ),
+    *_of(
+        "wire/options.py",
+        "test_options",
+        ("no keepalive", '    ("grpc.keepalive_time_ms", 10_000),\n', ""),
+        ("no limit to a ping", '    ("grpc.http2.ping_timeout_ms", 10_000),', '    ("grpc.keepalive_timeout_ms", 10_000),'),
+    ),
+    *_of(
+        "wire/convert.py",
+        "test_convert",
+        ("a temperature near zero is taken", "np.float32(LEAST_TEMPERATURE) <= pb.temperature", "0 <= pb.temperature"),
+        ("a token without probability is taken", "    if not (probs[support.ids == token] > 0).any():", "    if False:"),
+        ("a distribution that sums to two is taken", "or abs(float(probs.sum()) - 1) > 1e-3", ""),
+        ("a name without end is taken", "if not session or len(session) > MOST_NAME:", "if not session:"),
+    ),
+    *_of(
+        "wire/selection_codec.py",
+        "test_selection_codec",
+        ("a wrong checksum is taken", "    if _checksum(words) != checksum:", "    if False:"),
+        ("bits beyond the last block are taken", "    if words.size and (words[:, -1] & ~last_word_mask(blocks)).any():", "    if False:"),
+        ("another shape is taken", "    if shape != [heads, blocks]:", "    if False:"),
+    ),
+    *_of(
+        "kernels/rejection/reference.py",
+        "test_sampling test_rejection",
+        ("the nucleus has a token too many", "before < top_p[:, None]", "before <= top_p[:, None]"),
+        ("the nucleus is not renormalized", "return probs / probs.sum(-1, keepdim=True)", "return probs"),
+    ),
+    *_of(
+        "engine/rounds/launches.py",
+        "test_draft_rounds",
+        ("the draft's nucleus has a token too many", '(before < given["top_p"][:, None])', '(before <= given["top_p"][:, None])'),
+    ),
+]  # fmt: skip

@@ -1,0 +1,141 @@
+"""From a prepared request to pieces of text: what was held back comes at the end, nothing after a stop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from orchestrator.generation import Chunk, Frontend
+from orchestrator.ledger import Record
+from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
+from orchestrator.requests import CompletionRequest, read_request
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from wire.errors import ResourceExhausted, ServiceError, Unavailable
+from wire.messages import Commit, FinishReason
+
+REPLACEMENT = "\ufffd"
+
+
+class Failing(ScriptedRouter):
+    """Keeps what all its requests are told at the end. stuck: nothing comes behind a session's first tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.told: list[ServiceError] = []
+        self.stuck = False
+
+    async def stream(self, record: Record) -> AsyncGenerator[Commit]:
+        async with aclosing(super().stream(record)) as commits:
+            async for commit in commits:
+                yield commit
+                if self.stuck:
+                    await asyncio.Event().wait()
+
+    def fail_all(self, error: ServiceError) -> None:
+        self.told.append(error)
+
+
+@pytest.fixture
+def router(tokenizer: Any) -> Failing:
+    return Failing(tokenizer)
+
+
+@pytest.fixture
+def frontend(router: Any) -> Frontend:
+    return Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")
+
+
+def start(frontend: Frontend, **fields: Any) -> AsyncIterator[Chunk]:
+    request = read_request(CompletionRequest, {"prompt": "The sea", "max_tokens": 50} | fields)
+    return frontend.generate(frontend.prepare(request, [[5, 6, 7]]), request)
+
+
+async def text_of(chunks: AsyncIterator[Chunk]) -> tuple[str, FinishReason]:
+    pieces = [chunk async for chunk in chunks]
+    assert all(chunk.finish_reason is FinishReason.NONE for chunk in pieces[:-1])
+    return "".join(chunk.text for chunk in pieces), pieces[-1].finish_reason
+
+
+async def test_text_held_back_for_a_stop_string_comes_at_the_end(frontend: Frontend, router: Failing) -> None:
+    router.answer = "The sea was calm"
+    assert await text_of(start(frontend, stop=[" calm, and"])) == ("The sea was calm", FinishReason.STOP)
+
+
+async def test_the_same_where_the_tokens_run_out(frontend: Frontend, router: Failing) -> None:
+    router.answer = "The sea was calm"
+    count = len(router.tokenizer.encode(router.answer, add_special_tokens=False))
+    got = await text_of(start(frontend, stop=[" calm, and"], max_tokens=count))
+    assert got == ("The sea was calm", FinishReason.LENGTH)
+
+
+async def test_a_character_that_stays_incomplete_is_replaced_and_not_lost(frontend: Frontend, router: Failing) -> None:
+    router.answer = "x🙂"
+    count = len(router.tokenizer.encode(router.answer, add_special_tokens=False)) - 1
+    assert await text_of(start(frontend, max_tokens=count)) == ("x" + REPLACEMENT, FinishReason.LENGTH)
+
+
+async def test_nothing_comes_behind_a_stop_string(frontend: Frontend, router: Failing) -> None:
+    assert await text_of(start(frontend, stop=[" calm"])) == ("The sea was", FinishReason.STOP)
+    assert router.running == 0
+
+
+async def test_the_token_that_ends_the_text_is_shown_if_that_is_asked_for(frontend: Frontend, router: Failing) -> None:
+    end = router.tokenizer.decode([LIMITS.stop_token_ids[0]])
+    shown = start(frontend, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert await text_of(shown) == (f"{router.answer}{end}", FinishReason.STOP)
+    assert await text_of(start(frontend, skip_special_tokens=False)) == (router.answer, FinishReason.STOP)
+
+
+async def test_an_error_of_one_choice_ends_the_others(frontend: Frontend, router: Failing) -> None:
+    router.refusal = ResourceExhausted("full")
+    with pytest.raises(ResourceExhausted, match="full"):
+        await text_of(start(frontend, n=3, seed=1))
+    assert router.running == 0
+
+
+async def test_leaving_early_ends_all_choices(frontend: Frontend, router: Failing) -> None:
+    router.stuck = True
+    chunks = start(frontend, n=3, seed=1)
+    await anext(chunks)
+    async with asyncio.timeout(5):
+        await chunks.aclose()  # type: ignore[attr-defined]
+    assert router.running == 0
+
+
+async def test_a_draining_server_takes_no_requests_and_ends_those_that_outlast_the_grace(
+    frontend: Frontend, router: Failing
+) -> None:
+    router.gate.clear()
+    reading = asyncio.create_task(text_of(start(frontend)))
+    await asyncio.sleep(0)
+    draining = asyncio.create_task(frontend.drain(0.3))
+    await asyncio.sleep(0.1)
+    assert router.running == 1 and not router.told, "it is given the grace"
+    with pytest.raises(Unavailable, match="shutting down"):
+        start(frontend)
+    await draining
+    assert [type(error) for error in router.told] == [Unavailable]
+    reading.cancel()
+
+
+async def test_a_server_that_drains_waits_no_longer_than_for_its_requests(frontend: Frontend, router: Failing) -> None:
+    reading = asyncio.create_task(text_of(start(frontend)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await frontend.drain(60)
+    assert (await reading)[0] == router.answer
+
+
+async def test_a_request_id_that_is_in_use_is_refused(frontend: Frontend, router: Failing) -> None:
+    router.gate.clear()
+    reading = asyncio.create_task(text_of(start(frontend, request_id="mine")))
+    while not router.running:
+        await asyncio.sleep(0)
+    with pytest.raises(ServiceError, match="'mine' is in use"):
+        start(frontend, request_id="mine")
+    router.gate.set()
+    await reading
+    await text_of(start(frontend, request_id="mine"))

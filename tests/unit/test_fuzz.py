@@ -1,0 +1,60 @@
+"""A few of the inputs that `make fuzz` gives in thousands, and that it would notice what it looks for."""
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import __main__ as main
+from tests.fuzz.targets import Target, all_targets
+
+TARGETS = {target.name: target for target in all_targets()}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_strangers_input_is_taken_or_refused(name: str) -> None:
+    target = TARGETS[name]
+    main.fuzz(target, max(10, round(500 * target.share)), seed=1)
+
+
+def test_the_corpus_is_of_these_targets() -> None:
+    files = {file.name for file in main.CORPUS.iterdir()}
+    assert files and files <= set(TARGETS)
+    assert all(main.read_corpus(TARGETS[name]) for name in files)
+
+
+def spin(data: bytes) -> str:
+    while data != b"seed":
+        pass
+    return ""
+
+
+def hoard(data: bytes) -> str:
+    return str(len(bytearray(4 if data == b"seed" else 1 << 30)))
+
+
+def stumble(data: bytes) -> str:
+    return str({b"seed": 1}[data])
+
+
+def look(take: Callable[[bytes], str], folder: str) -> type[BaseException] | None:
+    """Return the error that fuzzing ends with."""
+    tempfile.tempdir, main.MOST_SECONDS = folder, 0.2
+    main.limit_resources()
+    try:
+        main.fuzz(Target("bad", [b"seed"], take), 1, seed=0)
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize(("take", "error"), [(spin, main.TooLong), (hoard, MemoryError), (stumble, KeyError)])
+def test_what_must_not_be_is_noticed(take: Callable[[bytes], str], error: type[BaseException], tmp_path: Path) -> None:
+    """In a process of its own, since the limits hold for all that it does."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        assert pool.submit(look, take, str(tmp_path)).result(60) is error
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes() != b"seed"
