@@ -98,18 +98,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(None)
 
     def _run_next(self) -> None:
-        self._now, _, handle = heappop(self._queue)
+        if self.strokes and self.strokes[0][0] <= self.events:
+            heappop(self.strokes)[1]()
+        self._now, number, handle = heappop(self._queue)
         if handle.is_cancelled:
             return
         process = process_of(handle.context)
         if process is not None and process.stopped:
-            process.backlog.append(handle)
+            process.backlog.append((number, handle))
             return
         self.events += 1
-        if self.strokes and self.strokes[0][0] <= self.events:
-            self._push(self._now, handle)
-            heappop(self.strokes)[1]()
-            return
         try:
             handle.context.run(handle.callback, *handle.args)
         except Exited:
@@ -125,12 +123,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Continue a process that was stopped, with all that it has missed."""
         process.stopped = False
         backlog, process.backlog = process.backlog, []
-        for handle in backlog:
-            self._push(self._now, handle)
-
-    def _push(self, when: float, handle: Handle) -> None:
-        self._calls += 1
-        heappush(self._queue, (when, self._calls, handle))
+        for number, handle in backlog:
+            heappush(self._queue, (self._now, number, handle))
 
     def _close_generator(self, generator: Any) -> None:
         self.call_soon(self.create_task, generator.aclose())

@@ -50,7 +50,7 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
         actor.runner.kv.pool.check_integrity()
     tasks = process.running
     if len(tasks) != tasks_at_rest:
-        names = Counter(task.get_coro().__qualname__ for task in tasks)  # type: ignore[union-attr]
+        names = Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in tasks)
         yield f"{process.name} has {len(tasks)} tasks, {tasks_at_rest} at the beginning: {dict(names)}"
 
 
