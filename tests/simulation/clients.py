@@ -59,7 +59,7 @@ class Request:
 
 
 def make_requests(scenario: Scenario) -> list[Request]:
-    """Return what the clients of a run ask for; many prompts begin alike, and a name is used twice now and then."""
+    """Return what the clients of a run ask for; many prompts begin alike, and names are used again."""
     random = Random(scenario.seed + 1)
     common = [random.randrange(1, VOCAB) for _ in range(80)]
     requests = list[Request]()
@@ -67,10 +67,10 @@ def make_requests(scenario: Scenario) -> list[Request]:
         shared = random.choice((0, 0, 16, 33, 80))
         prompt = [*common[:shared], *(random.randrange(1, VOCAB) for _ in range(random.choice((1, 3, 20))))]
         exactness, sparsity = random.choice(_EXACTNESS)
-        again = requests and random.random() < 0.02
+        number = index if random.random() < 0.5 else random.randrange(scenario.names)
         requests.append(
             Request(
-                name=random.choice(requests).name if again else f"r{index}",
+                name=f"r{number}",
                 gateway=random.randrange(len(scenario.gateways)),
                 at=random.random() * scenario.seconds,
                 prompt=prompt,

@@ -8,7 +8,7 @@ from random import Random
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import VirtualLoop
-from tests.simulation.network import Line, Network
+from tests.simulation.network import BETWEEN_SERVICES, Line, Network
 from tests.simulation.process import Process, current_process
 from tests.simulation.scenario import Scenario
 
@@ -63,6 +63,7 @@ class Faults:
         verb, _, what = kind.partition(" ")
         acts: dict[str, Callable[[str], tuple[str, ...]]] = {
             "kill": self._kill,
+            "terminate": self._terminate,
             "stop": self._stop,
             "cut": self._cut,
             "stall": self._stall,
@@ -91,6 +92,12 @@ class Faults:
         process.end()
         return (process.name,)
 
+    def _terminate(self, side: str) -> tuple[str, ...]:
+        process = self._pick(side)
+        if process is None or not process.terminate():
+            return ()
+        return (process.name,)
+
     def _stop(self, side: str) -> tuple[str, ...]:
         process, seconds = self._pick(side), self._random.choice((0.5, 3.0, 12.0, 30.0))
         if process is None or process.stopped:
@@ -105,16 +112,17 @@ class Faults:
         self._last(seconds)
         return (process.name,)
 
-    def _line(self) -> Line | None:
+    def _line(self, of_service: bool = False) -> Line | None:
         lines = [line for line in self._network.lines.values() if line.server is not None]
+        lines = [line for line in lines if line.method in BETWEEN_SERVICES] if of_service else lines
         return self._random.choice(lines) if lines else None
 
     def _cut(self, what: str) -> tuple[str, ...]:
-        chosen, lost = self._line(), self._random.random() < 0.5
+        chosen, lost = self._line("service" in what), self._random.random() < 0.5
         if chosen is None:
             return ()
         lines = [line for line in self._network.lines.values() if line.ends == chosen.ends]
-        for line in [chosen] if what == "line" else lines:
+        for line in lines if what == "link" else [chosen]:
             line.cut(lost)
         return chosen.ends
 
@@ -159,7 +167,7 @@ class Faults:
             return None
         if is_step and _take_one(self._slow, name):
             return random.choice((0.3, 1.5, 4.0))
-        return 0.002 + 0.02 * random.random()
+        return 0.002 + (self._scenario.step_seconds if is_step else 0.02) * random.random()
 
     def before_step(self, name: str) -> None:
         """Raise InjectedError if the step of a process is to fail."""

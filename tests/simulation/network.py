@@ -118,7 +118,7 @@ class Line:
         self.server: Process | None = None
         self.on_departure: Callable[[], None] = lambda: None
         self.is_open = True
-        repeats = network.repeated if method in _REPEATING else 0.0
+        repeats = network.repeated if method in BETWEEN_SERVICES else 0.0
         self.to_server = Pipe(self, ">", repeats if method == _SPECULATE else 0.0)
         self.to_client = Pipe(self, "<", repeats)
 
@@ -243,4 +243,4 @@ class Pipe:
 
 
 _SPECULATE = "/specahead.v1.Speculation/Speculate"
-_REPEATING = (_SPECULATE, "/specahead.v1.TargetControl/Serve")
+BETWEEN_SERVICES = (_SPECULATE, "/specahead.v1.TargetControl/Serve")

@@ -6,6 +6,7 @@ from typing import Any
 
 from draft_service.drafter import Drafter
 from orchestrator.generation import Frontend
+from orchestrator.metrics import OURS
 from target_service.verifier import Verifier
 from tests.simulation.clients import Client
 from tests.simulation.faults import Faults
@@ -109,7 +110,7 @@ def _may_be_unavailable(
 def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: list[Verifier]) -> Iterator[str]:
     """Yield what does not add up: tokens that clients got, gateways counted and targets committed."""
     got = sum(len(tokens) for client in clients for tokens in client.got.values())
-    counted = sum(_metric(frontend, "generation_tokens_total") for frontend in frontends)
+    counted = sum(_metric(frontend, f"{OURS}generation_tokens_total") for frontend in frontends)
     committed = sum(verifier.counters["committed_tokens"] for verifier in verifiers)
     if not got <= counted <= committed:
         yield f"clients got {got} tokens, gateways counted {counted:g}, targets committed {committed}"
@@ -122,5 +123,5 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
 
 
 def _metric(frontend: Frontend, name: str) -> float:
-    samples = (sample for family in frontend.observer.metrics.registry.collect() for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name.endswith(name))
+    families = frontend.observer.metrics.registry.restricted_registry([name]).collect()
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)

@@ -25,13 +25,14 @@ class Process:
         self.backlog: list[tuple[int, Any]] = []
         self.at_end: list[Callable[[BaseException | None], None]] = []
         self._tasks: list[asyncio.Task[Any]] = []
+        self._main: asyncio.Task[Any] | None = None
         self.context: Context = copy_context()
         self.context.run(_PROCESS.set, self)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start the main task; the process ends with it."""
         loop = asyncio.get_running_loop()
-        task = loop.create_task(main(), name=self.name, context=self.context.copy())
+        task = self._main = loop.create_task(main(), name=self.name, context=self.context.copy())
         task.add_done_callback(self._main_ended, context=Context())
 
     def _main_ended(self, task: asyncio.Task[Any]) -> None:
@@ -61,6 +62,10 @@ class Process:
             tell(error)
         for task in self.running:
             task.cancel()
+
+    def terminate(self) -> bool:
+        """Ask the process to end itself, as SIGTERM does; returns whether it has begun and can be asked."""
+        return self.alive and self._main is not None and self._main.cancel()
 
     def stop(self) -> None:
         """Let nothing of the process run, as SIGSTOP does."""

@@ -8,7 +8,8 @@ from random import Random
 
 FAULTS = (
     *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
-    *("cut line", "cut link", "stall link", "lose ray"),
+    *("terminate target", "terminate draft"),
+    *("cut line", "cut service line", "cut link", "stall link", "lose ray"),
     *("slow steps", "failing target steps", "failing draft steps", "hanging step", "no numbers"),
 )
 
@@ -16,7 +17,8 @@ FAULTS = (
 @dataclass(frozen=True)
 class Scenario:
     """Of one run. gateways: by the index of each, the target that it serves. faults: kinds that may happen, as often as
-    `fault_count` in all, within `seconds`.
+    `fault_count` in all, within `seconds`. names: that clients have to choose from for their requests. step_seconds:
+    that a model's step takes at most, unless it is slow.
     """
 
     seed: int
@@ -24,7 +26,9 @@ class Scenario:
     drafts: int
     gateways: tuple[int, ...]
     sessions: int
+    names: int
     seconds: float
+    step_seconds: float
     gamma: int
     branches: int
     ahead: bool
@@ -48,7 +52,7 @@ class Scenario:
         """Return the scenario of a seed."""
         random = Random(seed)
         targets = random.choice((1, 1, 1, 2, 2, 3, 4))
-        gateways = [*range(targets), *random.choices(range(targets), k=random.random() < 0.3)]
+        gateways = [*range(targets), *random.choices(range(targets), k=random.random() < 0.4)]
         calm = random.random() < 0.1
         faults = () if calm else tuple(kind for kind in FAULTS if random.random() < 0.4)
         return Scenario(
@@ -56,8 +60,10 @@ class Scenario:
             targets=targets,
             drafts=random.choice((1, 1, 2, 3)),
             gateways=tuple(gateways),
-            sessions=random.choice((2, 4, 4, 8, 8, 8, 12, 12, 16, 24, 50)),
+            sessions=50 if random.random() < 0.03 else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
+            names=random.choice((2, 1000, 1000)),
             seconds=random.choice((0.3, 1.0, 3.0)),
+            step_seconds=random.choice((0.02, 0.02, 0.1, 0.4)),
             gamma=random.choice((1, 2, 4, 4, 6)),
             branches=random.choice((1, 1, 2, 4)),
             ahead=random.random() < 0.8,
@@ -74,7 +80,7 @@ class Scenario:
             resume_timeout=random.choice((4.0, 30.0)),
             request_timeout=random.choice((0.0, 0.0, 20.0)),
             faults=faults,
-            fault_count=random.choice((1, 2, 4, 8)),
+            fault_count=random.choice((2, 4, 8)),
         )
 
     def __str__(self) -> str:
