@@ -6,7 +6,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo tor
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo check test lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup demo check test lint format protos check-protos evaluate simulate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -24,7 +24,7 @@ demo: setup  ## Launch the bundled pair and continue a text
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
 	$(BIN)/python -m pytest tests/e2e
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/test_models.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
@@ -54,6 +54,11 @@ BOOKS ?= ../shared/corpus
 
 evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
 	$(BIN)/python -m evaluation.quality --books $(BOOKS)
+
+SEEDS ?= 1000
+
+simulate: setup  ## The control path on virtual time, under faults: SEEDS=…
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack

@@ -65,6 +65,7 @@ class Admission:
             stop_token_ids=frozenset(request.stop_token_ids),
             sampling=request.sampling,
             emit=emit,
+            opened_at=time.monotonic(),
             reader=self._reader(request),
         )
         session.kv.dense = session.reads_all

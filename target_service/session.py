@@ -1,6 +1,5 @@
 """One session as the target sees it. The target is the authority on committed tokens."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -57,6 +56,7 @@ class TargetSession:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
+    opened_at: float
     reader: Reader | None = None
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
@@ -70,7 +70,6 @@ class TargetSession:
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
-    opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def at(self) -> At:

@@ -18,7 +18,11 @@ class Cluster:
     """
 
     def __init__(
-        self, loop: VirtualLoop, network: Network, report: Callable[[str, BaseException], None], is_lost: Callable[[], bool]
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        report: Callable[[str, BaseException], None],
+        is_lost: Callable[[], bool],
     ) -> None:
         self._loop, self._network, self._report, self._is_lost = loop, network, report, is_lost
         self._mains: dict[str, Main] = {}

@@ -199,7 +199,8 @@ class Pipe:
         if not self._lost and self.status is None:
             self._inbox.append(data)
             self._network.counters["frames"] += 1
-            self._loop.log.note(f"{self._loop.time():.6f} {self._name} {len(data)} {data!r}")
+            content = len(data) if self._line.method.endswith("/Status") else data  # maps have no order as bytes
+            self._loop.log.note(f"{self._loop.time():.6f} {self._name} {content!r}")
             self._wake_reader()
 
     def finish(self, status: Status) -> None:

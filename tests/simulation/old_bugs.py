@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from draft_service.admission import Admission as DraftAdmission
 from orchestrator.ledger import Ledger, Record
 from orchestrator.router import Router
 from target_service.admission import Admission
@@ -58,11 +57,6 @@ def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
     return patch.object(Router, "_receive", receive)
 
 
-def rounds_go_to_the_next_of_a_name() -> AbstractContextManager[Any]:
-    """What a step gave goes to the session that has its name now, though it was opened while the step ran."""
-    return patch.object(Admission, "is_open", lambda self, session: session.id in self.running)
-
-
 def pages_are_freed_during_steps() -> AbstractContextManager[Any]:
     """A session that is aborted gives its pages back while the step that writes them is still running."""
     real = Admission.close
@@ -87,16 +81,6 @@ def repeats_are_written_down_again() -> AbstractContextManager[Any]:
     return patch.object(Ledger, "apply", apply)
 
 
-def waiting_sessions_of_a_lost_target_stay() -> AbstractContextManager[Any]:
-    """A draft keeps the place in its queue of sessions whose target is gone."""
-
-    def detach(self: Any, peer: Any) -> None:
-        for session in list(peer.sessions.values()):
-            self.drop(session)
-
-    return patch.object(DraftAdmission, "detach", detach)
-
-
 def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
     """Nothing is opened again when a target comes back."""
 
@@ -112,10 +96,8 @@ OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         anyone_aborts,
         sessions_of_a_lost_gateway_stay,
         stopping_targets_fail_requests,
-        rounds_go_to_the_next_of_a_name,
         pages_are_freed_during_steps,
         repeats_are_written_down_again,
-        waiting_sessions_of_a_lost_target_stay,
         lost_targets_are_not_resumed_on,
     )
 }

@@ -93,9 +93,7 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
     return False
 
 
-def _may_be_unavailable(
-    client: Client, faults: Faults, concerned: set[str], gateway: str, scenario: Scenario
-) -> bool:
+def _may_be_unavailable(client: Client, faults: Faults, concerned: set[str], gateway: str, scenario: Scenario) -> bool:
     """Return whether faults explain that a client was told so."""
     details, end = client.details, client.ended
     if "again and again" in details:
