@@ -1,4 +1,4 @@
-"""The client's end of simulated gRPC: what `grpc.aio.insecure_channel` returns, as far as stubs and the product use it."""
+"""The client's end of simulated gRPC: what `grpc.aio.insecure_channel` returns, as far as it is used."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator

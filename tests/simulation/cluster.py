@@ -1,4 +1,4 @@
-"""What Ray is to the services of a launch: it starts them, and starts anew those that die, as long as it lives itself."""
+"""What Ray is to the services of a launch: it starts them, and those that die again, as long as it lives itself."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,7 @@
 """The network between simulated processes: lines that carry the frames of a call in order, late, or no more.
 
-Within a direction of a call frames keep their order, as over HTTP/2; between calls there is none. A line that is cut may
-lose what is on its way. A line that stalls delivers later, as TCP does when a network heals.
+Within a direction of a call frames keep their order, as over HTTP/2; between calls there is none. A line that is cut
+may lose what is on its way. A line that stalls delivers later, as TCP does when a network heals.
 """
 
 import asyncio

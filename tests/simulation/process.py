@@ -15,8 +15,8 @@ class Exited(BaseException):
 class Process:
     """All tasks and callbacks that a process has started, known by the context that they inherit.
 
-    backlog: what would have run while the process was stopped, with its numbers in the loop's order. at_end: called once when the process ends, with what its
-    main task raised, None if it was killed or just returned.
+    backlog: what would have run while the process was stopped, with its numbers in the loop's order. at_end: called
+    once when the process ends, with what its main task raised, None if it was killed or just returned.
     """
 
     def __init__(self, name: str) -> None:

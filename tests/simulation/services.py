@@ -2,12 +2,10 @@
 
 import contextlib
 from collections.abc import Callable
-
 from typing import Any
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
-from draft_service.drafter import Drafter
 from engine.runner import Runner
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -19,7 +17,6 @@ from orchestrator.service_status import AskStatus, services_at
 from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from target_service import service as target_service
-from target_service.verifier import Verifier
 from tests.simulation.model import PLAN, STOP, VOCAB
 from tests.simulation.scenario import Scenario
 from wire.access import OPEN, PeerAccess
