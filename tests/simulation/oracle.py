@@ -120,6 +120,17 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
             yield f"a target ended more sessions than it opened: {dict(counters)}"
 
 
+def useless_drafts(verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
+    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it."""
+    is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
+    if scenario.faults or scenario.repeated or not is_fit:
+        return
+    drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
+    plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)
+    if 20 * plain > drafted:
+        yield f"{plain} rounds were plain and {drafted} drafted, though nothing went wrong"
+
+
 def _metric(frontend: Frontend, name: str) -> float:
     families = frontend.observer.metrics.registry.restricted_registry([name]).collect()
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)

@@ -53,7 +53,7 @@ class Scenario:
         random = Random(seed)
         targets = random.choice((1, 1, 1, 2, 2, 3, 4))
         gateways = [*range(targets), *random.choices(range(targets), k=random.random() < 0.4)]
-        calm = random.random() < 0.1
+        calm = random.random() < 0.15
         faults = () if calm else tuple(kind for kind in FAULTS if random.random() < 0.4)
         return Scenario(
             seed=seed,

@@ -54,7 +54,8 @@ def _exit(status: int) -> NoReturn:
 
 
 class _ErrorLog(logging.Handler):
-    """Keeps the errors that a living process has written down with their traceback: nobody expected them."""
+    """Keeps the errors that nobody expected of a living process: those that it has written down with their traceback,
+    and failures of steps that no fault has made."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(logging.ERROR)
@@ -62,5 +63,10 @@ class _ErrorLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         process = current_process()
-        if record.exc_info and process is not None and process.alive:
-            self._loop.errors.append(f"{process.name} logged {record.getMessage()}: {record.exc_info[1]!r}")
+        if process is None or not process.alive:
+            return
+        message = record.getMessage()
+        is_step = "step" in message and "failed" in message and "InjectedError" not in message
+        if record.exc_info or is_step:
+            error = record.exc_info[1] if record.exc_info else None
+            self._loop.errors.append(f"{process.name} logged {message}: {error!r}")

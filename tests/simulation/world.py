@@ -60,7 +60,7 @@ class World:
     def _report_end(self, name: str, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
-        if "failed in a row" not in str(error):
+        if not ("failed in a row" in str(error) and "InjectedError" in str(error)):
             self.report(f"{name} ended with {error!r}")
 
     @property
@@ -186,6 +186,7 @@ class World:
             *(violation for client in self.clients for violation in client.violations),
             *oracle.wrong_outcomes(self.clients, self.faults, self.scenario),
             *oracle.wrong_counters(self.clients, frontends, verifiers),
+            *oracle.useless_drafts(verifiers, self.scenario),
             *self.loop.errors,
         ):
             self.report(violation)
