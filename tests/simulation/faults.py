@@ -27,7 +27,8 @@ class Fault:
 
 
 class Faults:
-    """Lets the faults of a scenario happen. clusters: set once there are processes.
+    """Lets the faults of a scenario happen. clusters: set once there are processes. on_stop: told of a process that is
+    stopped.
 
     happened: in their order. slow, failing, hanging, sick: by process, how many of its next steps are so.
     """
@@ -36,6 +37,7 @@ class Faults:
         self._scenario, self._loop, self._network = scenario, loop, network
         self._random = Random(scenario.seed + 3)
         self.clusters: list[Cluster] = []
+        self.on_stop: Callable[[Process], None] = lambda process: None
         self.happened: list[Fault] = []
         self._slow, self._failing, self._hanging, self._sick = (Counter[str]() for _ in range(4))
         self._quiet_at = 0.0
@@ -99,7 +101,7 @@ class Faults:
         return (process.name,)
 
     def _stop(self, side: str) -> tuple[str, ...]:
-        process, seconds = self._pick(side), self._random.choice((0.5, 3.0, 12.0, 30.0))
+        process, seconds = self._pick(side), self._random.choice((0.5, 3.0, 12.0, 40.0, 40.0))
         if process is None or process.stopped:
             return ()
         process.stop()
@@ -110,6 +112,7 @@ class Faults:
 
         self._loop.call_outside(self._loop.time() + seconds, resume)
         self._last(seconds)
+        self.on_stop(process)
         return (process.name,)
 
     def _line(self, of_service: bool = False) -> Line | None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from orchestrator import supervision
 from orchestrator.ledger import Ledger, Record
 from orchestrator.router import Router
 from target_service.admission import Admission
@@ -18,6 +19,15 @@ from tests.simulation.runs import run_seed
 from wire import convert
 from wire.errors import error_from_code
 from wire.messages import Abort, At, Closed, Commit, Open
+
+
+def hung_services_stay() -> AbstractContextManager[Any]:
+    """Who dies is started again, but not who hangs (issue 18, item 1)."""
+
+    async def replace(side: str, placement: Any) -> bool:
+        return True
+
+    return patch.object(supervision, "_replace", replace)
 
 
 def anyone_aborts() -> AbstractContextManager[Any]:
@@ -93,6 +103,7 @@ def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
 OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     bug.__name__: bug
     for bug in (
+        hung_services_stay,
         anyone_aborts,
         sessions_of_a_lost_gateway_stay,
         stopping_targets_fail_requests,

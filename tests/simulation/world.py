@@ -22,6 +22,8 @@ from tests.simulation.services import run_draft, run_gateway, run_target
 
 _START = 30.0  # virtual seconds within which everything must have found each other
 _PATIENCE = 120.0  # within which every request must end, once nothing goes wrong any more
+_NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
+_UNDISTURBED = 5.0  # before that, in which it has begun to serve
 _SETTLING = 40.0  # within which nothing of any request may be left
 
 
@@ -46,6 +48,7 @@ class World:
         self.gateways = self._cluster()
         self.launches = [self._cluster() for _ in scenario.gateways]
         self.faults.clusters = [self.gateways, *self.launches]
+        self.faults.on_stop = self._watch_stopped
         self.loop.thread_seconds = self.faults.thread_seconds
 
     def _cluster(self) -> Cluster:
@@ -104,6 +107,36 @@ class World:
         process = current_process()
         assert process is not None
         self.made[process] = made
+
+    # Processes that hang.
+
+    def _watch_stopped(self, process: Process) -> None:
+        """See to it that a service which is stopped is noticed and replaced, by whatever nothing else happens to."""
+        side = process.name.partition("-")[0]
+        if side == "gateway":
+            return
+        at = self.loop.time()
+        keeper = next(index for index, launch in enumerate(self.launches) if process.name in launch.processes)
+        targets = [index for index, target in enumerate(self.scenario.gateways) if process.name == f"target-{target}"]
+
+        def is_undisturbed(gateway: int) -> bool:
+            names = {f"gateway-{gateway}", process.name}
+            return process.stopped and self.faults.count(names, at - _UNDISTURBED, self.loop.time()) == 1
+
+        def check_noticed() -> None:
+            for gateway in filter(is_undisturbed, targets):
+                frontend = self.made[self.gateways.processes[f"gateway-{gateway}"]]
+                if frontend.router.connected:
+                    self.report(
+                        f"gateway-{gateway} takes {process.name} for connected, which was stopped at {at:.3f} s"
+                    )
+
+        def check_replaced() -> None:
+            if is_undisturbed(keeper):
+                self.report(f"{process.name} was stopped at {at:.3f} s and is not replaced")
+
+        self.loop.call_outside(at + _NOTICED, check_noticed)
+        self.loop.call_outside(at + _REPLACED, check_replaced)
 
     # Running.
 
