@@ -12,12 +12,12 @@ from itertools import takewhile
 
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import DraftedTokens, MovedKV, RoundMemory
+from engine.rounds.requests import CodedBitmap, DraftedTokens, MovedKV, RoundMemory
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Verdict
-from wire.selection_codec import NamedSelection
+from wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
 _SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
@@ -51,11 +51,23 @@ class BranchAhead:
 
 
 @dataclass(frozen=True)
+class CodedSelection:
+    """What a selection is different in from the one that `reference` names; None: from an empty one."""
+
+    difference: CodedBitmap
+    reference: Reference | None
+
+
+@dataclass(frozen=True)
 class RoundAhead:
-    """The next round, drafted ahead. selection: what was announced for all its branches, of blocks before `base`."""
+    """The next round, drafted ahead. selection: what is announced for all its branches, of blocks before `base`.
+
+    coded: the same as bytes, if the runner made them.
+    """
 
     base: int
     selection: BlockSelection | None
+    coded: CodedSelection | None
     branches: list[BranchAhead]
     seconds: float
 
@@ -68,9 +80,9 @@ class DraftSession:
     ready_due: whether the target is still to be told that it may wait for this draft.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
-    blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
-    drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's tokens that is not in
-    its place yet, behind which all pages stay as they are.
+    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. waiting:
+    since which of the drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's
+    tokens that is not in its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
     were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
@@ -94,6 +106,7 @@ class DraftSession:
     seconds: float = 0.0
     selection: BlockSelection | None = None
     selection_base: int = 0
+    coded: CodedSelection | None = None
     ahead: RoundAhead | None = None
     moved: MovedKV | None = None
     waiting: int = 0
@@ -196,7 +209,7 @@ class DraftSession:
         count = self.tokens_to_propose(branch.base)
         self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
-        self.selection, self.selection_base = ahead.selection, ahead.base
+        self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
         self.kv.length = branch.base + count
         if branch.source != branch.base - 1:
             self.moved = MovedKV(branch.source, branch.base - 1, count + 1)

@@ -7,7 +7,7 @@ import numpy as np
 
 from config import DraftSettings
 from draft_service.outcomes import likely_outcomes
-from draft_service.sessions import BranchAhead, DraftSession, RoundAhead
+from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
 from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest
@@ -17,7 +17,7 @@ from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
 from sparsity.selection import BlockSelection
 from wire.messages import Announcement, At, Proposal, Ready
-from wire.selection_codec import encode_selection
+from wire.selection_codec import NamedSelection, encode_selection, with_header
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class PlannedRound:
     """A session's round in a step.
 
     ahead: whether it is the one behind the round under judgement. base: where it begins, if by branches the first one.
+    reference: what its announcement is coded against.
     """
 
     session: DraftSession
     request: RoundRequest
     ahead: bool
     base: int
+    reference: NamedSelection | None
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         tokens, base = [], 1 + min(branch.length for branch in branches)
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
+    last = session.newest_known
     if session.method is not None:
-        last = session.newest_known
         announce = announcement_request(session.method, plan, base, None if last is None else last[1])
     request = RoundRequest(
         kv=session.kv,
@@ -137,16 +139,19 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         branches=tuple(branches),
         moved=session.moved,
     )
-    return PlannedRound(session, request, drafted is not None, base)
+    return PlannedRound(session, request, drafted is not None, base, last)
 
 
-def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
-    """Take the round that was drafted for a session in so many seconds, and send it, unless it is one ahead."""
+def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:
+    """Take the round that was drafted for a session in so many seconds, which is sent later."""
     session, request = planned.session, planned.request
     session.moved, session.waiting = None, 0
     session.memory.cut(session.committed)  # what comes behind is a guess
     base = planned.base
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
+    coded = None
+    if output.coded is not None:
+        coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
     if planned.ahead:
         starts = [(branch.length, branch.token) for branch in request.branches]
         starts = starts or [(request.kv.length, request.tokens[0])]
@@ -155,45 +160,54 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
             BranchAhead(length + 1, token, drafted, request.kv.length + index * passes)
             for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
         ]
-        session.ahead = RoundAhead(base, selection, branches, seconds)
+        session.ahead = RoundAhead(base, selection, coded, branches, seconds)
         return
     (session.drafted,) = output.branches
     count = session.tokens_to_propose(base)
     session.tokens += session.drafted.tokens[:count]
     session.kv.length = base + count
     session.seconds = seconds
-    send_round(session, selection, base, counters)
+    session.selection, session.selection_base, session.coded = selection, base, coded
 
 
-def send_ahead(session: DraftSession, counters: Counter[str]) -> None:
+def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:
     """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
-    ahead = session.ahead
-    assert ahead is not None
     at = session.at._replace(round=session.round + 1)
-    _announce(session, at._replace(base=ahead.base), ahead.selection, counters)
+    _announce(session, at._replace(base=ahead.base), ahead.selection, ahead.coded, session.newest_known, counters)
     for branch in ahead.branches:
         _propose(session, at._replace(base=branch.base), branch.token, branch.drafted, ahead.seconds, counters)
 
 
-def send_round(session: DraftSession, selection: BlockSelection | None, base: int, counters: Counter[str]) -> None:
+def send_round(session: DraftSession, counters: Counter[str]) -> None:
     """Send what the session's round announces, if it does, and its proposal.
 
     Also a second time, for a round drafted ahead which still holds although the epoch has moved.
-    selection: of the blocks before `base`.
     """
     assert session.drafted is not None
-    session.selection = None  # of this round the target knows nothing yet
-    _announce(session, session.at._replace(base=base), selection, counters)
-    session.selection, session.selection_base = selection, base
+    at = session.at._replace(base=session.selection_base)
+    # Of this round the target knows nothing yet.
+    _announce(session, at, session.selection, session.coded, session.reference, counters)
     last = session.tokens[session.committed - 1]
     _propose(session, session.at, last, session.drafted, session.seconds, counters)
 
 
-def _announce(session: DraftSession, at: At, selection: BlockSelection | None, counters: Counter[str]) -> None:
+def _announce(
+    session: DraftSession,
+    at: At,
+    selection: BlockSelection | None,
+    coded: CodedSelection | None,
+    reference: NamedSelection | None,
+    counters: Counter[str],
+) -> None:
     """Announce a selection of blocks before at.base, coded against the newest one that the target holds."""
     if selection is None:
         return
-    data = encode_selection(selection, session.newest_known)
+    name = None if reference is None else reference[0]
+    if coded is not None and coded.reference == name:
+        difference, shape = coded.difference, (selection.num_heads, selection.num_blocks)
+        data = with_header(difference.body, difference.checksum, *shape, name)
+    else:
+        data = encode_selection(selection, reference)
     counters["announcements"] += 1
     counters["announced_bytes"] += len(data)
     session.peer.send(Announcement(at, data))

@@ -185,9 +185,7 @@ class ModelRunner(Runner):
             self._rounds.warm_up(sequences, methods)
 
     @torch.inference_mode()
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
         # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
@@ -199,4 +197,4 @@ class ModelRunner(Runner):
             requests = [
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
-        return self._rounds.draft(requests, launched)
+        return self._rounds.draft(requests)

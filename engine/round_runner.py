@@ -1,7 +1,7 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -57,24 +57,19 @@ class RoundRunner:
             if self._settings.refresh_every > 1 and of_each == self._settings.branches:
                 self._round_of(replace(shape, refreshes=False))
 
-    def draft(self, requests: list[RoundRequest], launched: Callable[[], None]) -> list[RoundOutput]:
-        """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
-
-        launched: called when rounds have been launched, before they are waited for.
-        """
+    def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages."""
         outputs: dict[int, RoundOutput] = {}
         refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
         methods = [item.announce.method if item.announce else "" for item in requests]
         kinds = list(zip(methods, refreshes, strict=True))
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
-            drafted = self._draft([requests[i] for i in chosen], *kind, launched)
+            drafted = self._draft([requests[i] for i in chosen], *kind)
             outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(
-        self, requests: list[RoundRequest], method: str, refreshes: bool, launched: Callable[[], None]
-    ) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, refreshes: bool) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
@@ -86,7 +81,6 @@ class RoundRunner:
             places = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
         lay_out_round(round_.buffers, shape, requests, places)
         round_.run()
-        launched()
         for item, memory in zip(requests, memories, strict=True):
             if refreshes:
                 memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])

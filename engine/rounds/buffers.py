@@ -8,7 +8,7 @@ import torch
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
 from engine.passes.layout import lay_out_rows, slots_of
-from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers, Layout, Staging
 from kernels.shared_top_k import WORD
 
@@ -43,7 +43,8 @@ class RoundShape:
 def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions.
 
-    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. places:
+    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each; words:
+    of a row of them; the difference is in flags, values, value_counts and checksums (`code_difference`). places:
     of the sequences' weights in `memory`. known: tokens that these are of.
 
     With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
@@ -74,7 +75,12 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         results["probs"] = (passes, rows, support), torch.float32
     if shape.method:
         rows = len(settings.announcers[shape.method].projection)
-        layout["announced"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
+        words = -(-shape.blocks(settings) // WORD)
+        layout["announced"] = results["bitmaps"] = (count, rows, words), torch.int64
+        layout["words"] = (count,), torch.int32
+        results["flags"] = (count, rows, words), torch.uint8
+        results["values"] = (count, rows * words * 8), torch.uint8
+        results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
@@ -111,7 +117,7 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            host["announced"][i] = 0
+            host["announced"][i], host["words"][i] = 0, item.announce.words
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
@@ -156,6 +162,11 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
             results["alternatives"][:, row].copy() if "alternatives" in results else None,
         )
 
+    def coded(sequence: int, words: int) -> CodedBitmap:
+        flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
+        values = results["values"][sequence, : results["value_counts"][sequence]]
+        return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
+
     outputs = []
     for i, item in enumerate(requests):
         first = i * shape.branches
@@ -164,6 +175,7 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
                 [drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
                 None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
+                None if item.announce is None else coded(i, item.announce.words),
             )
         )
     return outputs

@@ -19,6 +19,7 @@ from kernels.backends import Backend, default_backend
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
+from kernels.selection_difference import code_difference
 from kernels.top_few import top_few
 
 
@@ -101,7 +102,13 @@ def run_round(
         results["ids"].copy_(torch.stack(ids))
         results["probs"].copy_(torch.stack(probs))
     if shape.method:
-        results["bitmaps"].copy_(_announce(round_))
+        bitmaps = _announce(round_)
+        results["bitmaps"].copy_(bitmaps)
+        coded = code_difference(bitmaps, given["announced"], given["words"])
+        results["flags"].copy_(coded.flags)
+        results["values"].copy_(coded.values)
+        results["value_counts"].copy_(coded.counts)
+        results["checksums"].copy_(coded.checksums)
 
 
 def _announce(round_: _Round) -> Tensor:

@@ -76,7 +76,7 @@ class RoundMemory:
 class AnnouncementRequest:
     """Choose blocks by the announcer named `method`, from `first` up to `last` - 1, `count` of them (Announcer).
 
-    before: uint64 [rows, words], what was announced last round, if it is known.
+    before: uint64 [rows, words], what was announced last round, if it is known. words: of a row.
     """
 
     method: str
@@ -84,6 +84,7 @@ class AnnouncementRequest:
     last: int
     count: int
     before: np.ndarray | None
+    words: int
 
 
 @dataclass(frozen=True)
@@ -165,16 +166,29 @@ class DraftedTokens:
 
 
 @dataclass(frozen=True)
+class CodedBitmap:
+    """In what a bitmap is different from AnnouncementRequest.before, as `wire/selection_codec.py` sends it.
+
+    body: all that stands behind the header there. checksum: of the bitmap.
+    """
+
+    body: bytes
+    checksum: int
+
+
+@dataclass(frozen=True)
 class RoundOutput:
     """What a round gives. The KV then holds what was pending and γ tokens more; kv.length is left to the caller.
 
     branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
-    blocks to announce, if asked for. blocks_read: over passes, layers and KV heads; None where all passes are dense.
+    blocks to announce, if asked for. coded: the same in the form that is sent, if the runner made it. blocks_read: over
+    passes, layers and KV heads; None where all passes are dense.
     """
 
     branches: list[DraftedTokens]
     bitmap: np.ndarray | None
     blocks_read: int | None = None
+    coded: CodedBitmap | None = None
 
     @property
     def tokens(self) -> list[int]:
