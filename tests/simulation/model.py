@@ -102,11 +102,8 @@ class ScriptedRunner(Runner):
     def prepare_rounds(self, settings: RoundSettings) -> None:
         self._rounds = settings
 
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         self._fault()
-        launched()
         assert self._rounds is not None
         gamma = self._rounds.gamma
         for item in requests:
