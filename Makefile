@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test fuzz chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test simulate fuzz chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -41,7 +41,7 @@ demo: setup  ## Launch the bundled pair and continue a text
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
 	$(BIN)/python -m pytest tests/e2e
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/test_models.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
@@ -100,6 +100,11 @@ check-protos: setup  ## Fail if the committed stubs differ from what the .proto 
 evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
 	@test -n "$(BOOKS)" || { echo "make evaluate BOOKS=FOLDER, a folder of .txt files"; exit 2; }
 	$(BIN)/python -m evaluation.quality --books $(BOOKS)
+
+SEEDS ?= 1000
+
+simulate: setup  ## The control path on virtual time, under faults: SEEDS=…
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack

@@ -45,9 +45,9 @@ class DraftProtocol:
     def detach(self, peer: DraftPeer) -> None:
         """Let a draft's sessions go on plainly, or with another draft where there is one."""
         self.drafts.remove(peer)
-        for name in list(peer.sessions):
-            self._sessions[name].forget_draft()
-            self.assign(self._sessions[name])
+        for session in [session for session in self._sessions.values() if session.draft is peer]:
+            session.forget_draft()
+            self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
         """Have a session drafted by the draft with the fewest, unless it has a draft, is paused or there is none.

@@ -1,0 +1,168 @@
+"""Scripted models: the next token is a checksum of all tokens before it, as they are read out of the KV pages.
+
+So a page that is wrong, stale or another session's gives other tokens than the script, and is reported besides.
+"""
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.inputs import SequenceInput, SequenceOutput
+from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
+from engine.runner import Runner
+from evaluation.plans import uniform_plan
+from sparsity.selection import last_word_mask, row_words
+
+VOCAB = 64
+STOP = 0
+LAYERS, KV_HEADS = 1, 1
+PLAN = uniform_plan(LAYERS, KV_HEADS, LAYERS, KV_HEADS, budget=0.5, group_size=0, sink_blocks=1, window_blocks=1)
+_SUPPORT = np.array([0.75, 0.25], np.float32)
+
+
+def next_token(checksum: int) -> int:
+    """Return the token that follows tokens of this checksum."""
+    return (checksum * 2654435761 >> 13) % VOCAB
+
+
+def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
+    """Return what a session generates: up to a stop token, or `max_tokens` of them."""
+    checksum, tokens = zlib.crc32(bytes(prompt)), list[int]()
+    while len(tokens) < max_tokens and not (tokens and tokens[-1] in stop):
+        tokens.append(next_token(checksum))
+        checksum = zlib.crc32(bytes(tokens[-1:]), checksum)
+    return tokens
+
+
+class ScriptedRunner(Runner):
+    """Cells of pages hold (position, token). Samples as it decodes greedily: its distributions are for show.
+
+    errs: how many of 16 of its tokens are wrong, as a draft's are. report: told what must not be. fault: called before
+    each step; it may raise. is_sick: asked for each output whether its logits are no numbers.
+    """
+
+    def __init__(self, pages: int, errs: int, report: Callable[[str], None], fault: Callable[[], None]) -> None:
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
+        self.vocab_size = VOCAB
+        self.is_sick: Callable[[], bool] = lambda: False
+        self._errs, self._report, self._fault = errs, report, fault
+        self._cells = [[-1] * PAGE_SIZE for _ in range(pages)]
+        self._rounds: RoundSettings | None = None
+
+    # KV.
+
+    def _write(self, kv: SequenceKV, start: int, tokens: list[int], at: int | None = None) -> None:
+        """Write tokens from `start` on, whose positions begin with `at` if that is another one."""
+        position = start if at is None else at
+        for index, token in enumerate(tokens):
+            page, row = divmod(start + index, PAGE_SIZE)
+            self._cells[kv.pages[page]][row] = (position + index) << 8 | token
+
+    def _read(self, kv: SequenceKV, length: int) -> int:
+        """Return the checksum of the first `length` tokens."""
+        cells = [cell for page in kv.pages[: -(-length // PAGE_SIZE)] for cell in self._cells[page]][:length]
+        if [cell >> 8 for cell in cells] != list(range(length)):
+            self._report(f"KV of {length} tokens holds positions {[cell >> 8 for cell in cells]}")
+        return zlib.crc32(bytes(cell & 255 for cell in cells))
+
+    # Passes.
+
+    def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        self._fault()
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        for item in inputs:
+            self._write(item.kv, item.kv.length, item.tokens)
+        outputs = [self._run(item) for item in inputs]
+        for item in inputs:
+            item.kv.length += len(item.tokens)
+        return outputs
+
+    def _run(self, item: SequenceInput) -> SequenceOutput:
+        output = SequenceOutput()
+        checksum = self._read(item.kv, item.kv.length + 1)
+        if item.drafted is not None:
+            output.finite = not self.is_sick()
+            output.verdict = self._judge(checksum, item.drafted.tokens)
+        if item.read is not None and item.read.budget is not None:
+            output.blocks_read = 1
+        return output
+
+    def _judge(self, checksum: int, drafted: list[int]) -> tuple[int, int]:
+        for accepted, token in enumerate(drafted):
+            if token != next_token(checksum):
+                return accepted, next_token(checksum)
+            checksum = zlib.crc32(bytes([token]), checksum)
+        return len(drafted), next_token(checksum)
+
+    # Rounds.
+
+    def prepare_rounds(self, settings: RoundSettings) -> None:
+        self._rounds = settings
+
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        self._fault()
+        assert self._rounds is not None
+        gamma = self._rounds.gamma
+        for item in requests:
+            own = len(item.branches) * (gamma + 1)
+            self.kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + gamma))
+            if item.moved is not None:
+                for step in range(item.moved.count):
+                    self._copy(item.kv, item.moved.source + step, item.moved.target + step)
+        return [self._draft(item, self._rounds) for item in requests]
+
+    def _copy(self, kv: SequenceKV, source: int, target: int) -> None:
+        (from_page, from_row), (page, row) = divmod(source, PAGE_SIZE), divmod(target, PAGE_SIZE)
+        self._cells[kv.pages[page]][row] = self._cells[kv.pages[from_page]][from_row]
+
+    def _draft(self, item: RoundRequest, settings: RoundSettings) -> RoundOutput:
+        branches, length = item.branches, item.kv.length
+        if not branches:
+            self._write(item.kv, length, item.tokens[:-1])
+            length += len(item.tokens) - 1
+            branches = (Branch(length, item.tokens[-1], item.uniforms),)
+        sampled = item.temperature > 0
+        drafted = [
+            self._draft_branch(item.kv, branch, length + index * (settings.gamma + 1), settings, sampled)
+            for index, branch in enumerate(branches)
+        ]
+        base = min(branch.length for branch in branches) + 1
+        bitmap = None if item.announce is None else _selection(item.announce, settings, base, drafted[0].tokens[0])
+        return RoundOutput(drafted, bitmap)
+
+    def _draft_branch(
+        self, kv: SequenceKV, branch: Branch, own: int, settings: RoundSettings, sampled: bool
+    ) -> DraftedTokens:
+        checksum, token = self._read(kv, branch.length), branch.token
+        tokens: list[int] = []
+        right: list[int] = []
+        for index in range(settings.gamma + 1):
+            self._write(kv, own + index, [token], at=branch.length + index)
+            checksum = zlib.crc32(bytes([token]), checksum)
+            right.append(next_token(checksum))
+            errs = (checksum >> 7) % 16 < self._errs
+            token = (right[-1] + 1) % VOCAB if errs else right[-1]
+            tokens.append(token)
+        likeliest = None
+        if settings.alternatives:
+            others = range(2, 2 + settings.alternatives)
+            rows = [(a, b, *((b + i) % VOCAB for i in others)) for a, b in zip(tokens, right, strict=True)]
+            likeliest = np.array([row[: settings.alternatives] for row in rows])
+        if not sampled:
+            return DraftedTokens(tokens, alternatives=likeliest)
+        ids = np.array([(token, (token + 5) % VOCAB) for token in tokens])
+        probs = np.tile(_SUPPORT, (len(tokens), 1))
+        if self.is_sick():
+            probs[:] = np.nan
+        return DraftedTokens(tokens, ids, probs, likeliest)
+
+
+def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:
+    """Return any blocks of `base` tokens, others from round to round: uint64 [rows, words]."""
+    rows, blocks = len(settings.announcers[request.method].projection), -(-base // PAGE_SIZE)
+    bitmap = np.full((rows, row_words(blocks)), token * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
+    bitmap[:, -1] &= last_word_mask(blocks)
+    return bitmap

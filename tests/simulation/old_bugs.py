@@ -1,0 +1,137 @@
+"""Bugs that specahead has had or that its tests stand guard against, put back one at a time: the simulator finds each.
+
+`python -m tests.simulation.old_bugs` says which seed finds which, and by what.
+"""
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from orchestrator import supervision
+from orchestrator.ledger import Ledger, Record
+from orchestrator.router import Router
+from target_service.admission import Admission
+from target_service.servicer import ControlServicer
+from target_service.session import TargetSession
+from tests.simulation.runs import run_seed
+from wire import convert
+from wire.errors import error_from_code
+from wire.messages import Abort, At, Closed, Commit, Open
+
+
+def hung_services_stay() -> AbstractContextManager[Any]:
+    """Who dies is started again, but not who hangs (issue 18, item 1)."""
+
+    async def replace(side: str, placement: Any) -> bool:
+        return True
+
+    return patch.object(supervision, "_replace", replace)
+
+
+def anyone_aborts() -> AbstractContextManager[Any]:
+    """An Abort from another stream ends a session whose client then waits for ever (issue 18, item 3)."""
+
+    def receive(self: Any, frame: Any, opened: set[str], outbox: Any) -> None:
+        request = convert.serve_request_from_pb(frame)
+        if isinstance(request, Open):
+            self._verifier.admission.open(request, outbox.put)
+            opened.add(request.session)
+        elif isinstance(request, Abort):
+            self._verifier.abort(request.session)
+            opened.discard(request.session)
+
+    return patch.object(ControlServicer, "_receive", receive)
+
+
+def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
+    """A Serve stream breaks, and its sessions run on for nobody."""
+    real = ControlServicer._receive
+
+    def receive(self: Any, frame: Any, opened: set[str], outbox: Any) -> None:
+        real(self, frame, set(opened), outbox)
+
+    return patch.object(ControlServicer, "_receive", receive)
+
+
+def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
+    """A target that stops says so of each session, and the router tells the clients instead of waiting for it."""
+    real = Router._receive
+
+    def receive(self: Any, event: Any) -> None:
+        real(self, event)
+        if isinstance(event, Closed):
+            self._tell(event.session, error_from_code(event.code, event.message))
+
+    return patch.object(Router, "_receive", receive)
+
+
+def pages_are_freed_during_steps() -> AbstractContextManager[Any]:
+    """A session that is aborted gives its pages back while the step that writes them is still running."""
+    real = Admission.close
+
+    def close(self: Any, session: TargetSession) -> None:
+        real(self, session)
+        self.release_closed()
+
+    return patch.object(Admission, "close", close)
+
+
+def repeats_are_written_down_again() -> AbstractContextManager[Any]:
+    """The ledger takes a commit that it has already."""
+    real = Ledger.apply
+
+    def apply(self: Ledger, commit: Commit) -> Record | None:
+        record = self.records.get(commit.at.session)
+        if record is not None and commit.at.base < len(record.tokens):
+            commit = Commit(At(record.session, *commit.at[1:3], len(record.tokens)), commit.tokens)
+        return real(self, commit)
+
+    return patch.object(Ledger, "apply", apply)
+
+
+def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
+    """Nothing is opened again when a target comes back."""
+
+    def resume(self: Any, outbox: Any) -> None:
+        self._outbox, self.connected = outbox, True
+
+    return patch.object(Router, "_resume", resume)
+
+
+OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    bug.__name__: bug
+    for bug in (
+        hung_services_stay,
+        anyone_aborts,
+        sessions_of_a_lost_gateway_stay,
+        stopping_targets_fail_requests,
+        pages_are_freed_during_steps,
+        repeats_are_written_down_again,
+        lost_targets_are_not_resumed_on,
+    )
+}
+
+
+def find(bug: str, seeds: range) -> tuple[int, str] | None:
+    """Return the first of some seeds that finds a bug, and by what; None if none does."""
+    for seed in seeds:
+        with OLD_BUGS[bug]():
+            world = run_seed(seed)
+        if world.violations:
+            return seed, world.violations[0]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.old_bugs", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to try for each")
+    flags = parser.parse_args()
+    for bug in OLD_BUGS:
+        found = find(bug, range(flags.seeds))
+        print(f"{bug}: {'NOT FOUND' if found is None else f'seed {found[0]}, {found[1]}'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What must hold of a run: who may get which error, that nothing is left of any request, and that counters add up."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from draft_service.drafter import Drafter
+from orchestrator.generation import Frontend
+from orchestrator.metrics import OURS
+from target_service.verifier import Verifier
+from tests.simulation.clients import Client
+from tests.simulation.faults import Faults
+from tests.simulation.process import Process
+from tests.simulation.scenario import Scenario
+
+# A session is given up at the third loss of its target without a token in between (Router).
+_LOSSES = 3
+
+
+def is_connected(processes: Iterable[Process], made: Mapping[Process, Any], scenario: Scenario) -> bool:
+    """Return whether all processes run, every router has its target, and every target all drafts."""
+    for process in processes:
+        actor = made.get(process)
+        if not process.alive or actor is None:
+            return False
+        if isinstance(actor, Frontend) and not actor.router.connected:
+            return False
+        if isinstance(actor, Verifier) and len(actor.protocol.drafts) != scenario.drafts:
+            return False
+        if isinstance(actor, Drafter) and len(actor._peers) != scenario.targets:
+            return False
+    return True
+
+
+def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]:
+    """Yield what a process still holds of requests, none of which is open any more."""
+    held: dict[str, int] = {}
+    if isinstance(actor, Verifier):
+        admission = actor.admission
+        held = _sizes(admission) | {"pages": actor.runner.kv.pool.held}
+        held |= {f"sessions of {draft.name}": len(draft.sessions) for draft in actor.protocol.drafts}
+    elif isinstance(actor, Drafter):
+        held = _sizes(actor.admission) | {"pages": actor.runner.kv.pool.held, "sessions": actor.session_count}
+    elif isinstance(actor, Frontend):
+        held = {"records": len(actor.router.ledger.records), "readers": actor.router.running}
+    for name, count in held.items():
+        if count:
+            yield f"{process.name} is left with {count} {name}"
+    if isinstance(actor, Verifier | Drafter):
+        actor.runner.kv.pool.check_integrity()
+    tasks = process.running
+    if len(tasks) != tasks_at_rest:
+        names = Counter(getattr(task.get_coro(), "__qualname__", "generator") for task in tasks)
+        yield f"{process.name} has {len(tasks)} tasks, {tasks_at_rest} at the beginning: {dict(names)}"
+
+
+def _sizes(owner: Any) -> dict[str, int]:
+    """Return how much is in each collection that an object owns."""
+    collections = {name: value for name, value in vars(owner).items() if hasattr(value, "__len__")}
+    return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
+
+
+def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
+    """Yield which clients got an error that nothing explains."""
+    names = Counter(client.request.name for client in clients)
+    for client in clients:
+        if not _may_end_so(client, faults, scenario, is_only=names[client.request.name] == 1):
+            yield (
+                f"client {client.request.name} of gateway-{client.request.gateway} got {client.outcome} "
+                f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
+            )
+
+
+def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool) -> bool:
+    request, took = client.request, client.ended - client.started
+    gateway, target = f"gateway-{request.gateway}", f"target-{scenario.gateways[request.gateway]}"
+    match client.outcome:
+        case "stop" | "length" | "abort" | "left":
+            return True
+        case "DEADLINE_EXCEEDED":
+            limits = [limit for limit in (request.timeout, scenario.request_timeout or None) if limit is not None]
+            return any(took > limit - 1e-6 for limit in limits)
+        case "RESOURCE_EXHAUSTED":
+            return scenario.max_queued < scenario.sessions
+        case "INVALID_ARGUMENT":
+            return not is_only
+        case "INTERNAL":
+            kinds = ("failing target steps", "no numbers")
+            return any(faults.count({target}, 0, client.ended, kind) for kind in kinds)
+        case "UNAVAILABLE":
+            return _may_be_unavailable(client, faults, {gateway, target}, gateway, scenario)
+    return False
+
+
+def _may_be_unavailable(client: Client, faults: Faults, concerned: set[str], gateway: str, scenario: Scenario) -> bool:
+    """Return whether faults explain that a client was told so."""
+    details, end = client.details, client.ended
+    if "again and again" in details:
+        return faults.count(concerned, client.started - 10, end) >= _LOSSES
+    if "did not come back" in details:
+        return faults.count(concerned, 0, end - scenario.resume_timeout) > 0
+    if "is not connected" in details:
+        return not any(client.got.values()) and faults.count(concerned, 0, end) > 0
+    return faults.count({gateway}, 0, end) > 0
+
+
+def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: list[Verifier]) -> Iterator[str]:
+    """Yield what does not add up: tokens that clients got, gateways counted and targets committed."""
+    got = sum(len(tokens) for client in clients for tokens in client.got.values())
+    counted = sum(_metric(frontend, f"{OURS}generation_tokens_total") for frontend in frontends)
+    committed = sum(verifier.counters["committed_tokens"] for verifier in verifiers)
+    if not got <= counted <= committed:
+        yield f"clients got {got} tokens, gateways counted {counted:g}, targets committed {committed}"
+    if all(client.outcome in ("stop", "length") for client in clients) and got != counted:
+        yield f"all clients came to their end with {got} tokens, gateways counted {counted:g}"
+    for verifier in verifiers:
+        counters = verifier.counters
+        if counters["aborted_sessions"] + counters["failed_sessions"] > counters["opened_sessions"]:
+            yield f"a target ended more sessions than it opened: {dict(counters)}"
+
+
+def useless_drafts(verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
+    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it."""
+    is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
+    if scenario.faults or scenario.repeated or not is_fit:
+        return
+    drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
+    plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)
+    if 20 * plain > drafted:
+        yield f"{plain} rounds were plain and {drafted} drafted, though nothing went wrong"
+
+
+def _metric(frontend: Frontend, name: str) -> float:
+    families = frontend.observer.metrics.registry.restricted_registry([name]).collect()
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)

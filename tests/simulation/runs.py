@@ -1,0 +1,86 @@
+"""Runs of many seeds, and what is told of them."""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.simulation.scenario import Scenario
+from tests.simulation.world import World
+
+_CHUNK = 25  # seeds that a worker runs at a time
+
+
+@dataclass
+class Result:
+    """What came of seeds. callbacks: of the loop; seconds: of CPU. violations: by seed, the first of each."""
+
+    seeds: int = 0
+    callbacks: int = 0
+    virtual_seconds: float = 0.0
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, str] = field(default_factory=dict)
+
+    def add(self, other: "Result") -> None:
+        """Add what came of other seeds."""
+        self.seeds += other.seeds
+        self.callbacks += other.callbacks
+        self.virtual_seconds += other.virtual_seconds
+        self.seconds += other.seconds
+        self.faults += other.faults
+        self.coverage += other.coverage
+        self.violations |= other.violations
+
+    def table(self) -> Iterator[str]:
+        """Yield the lines of a report."""
+        rate = 2 * 3600 * self.seeds / max(self.seconds, 1e-9)
+        yield f"seeds {self.seeds}, callbacks {self.callbacks}, virtual seconds {self.virtual_seconds:.0f}"
+        yield f"CPU {1000 * self.seconds / max(1, self.seeds):.0f} ms a seed: {rate:.0f} seeds an hour on two cores"
+        for title, counts in ("faults", self.faults), ("situations", self.coverage):
+            yield f"{title}:"
+            yield from (f"  {count:9d}  {name}" for name, count in sorted(counts.items()))
+        for seed, violation in sorted(self.violations.items()):
+            yield f"VIOLATION by seed {seed}, {violation}"
+            yield f"  again: python -m tests.simulation --seed {seed}"
+
+
+def run_seed(seed: int, keep_log: bool = False) -> World:
+    """Run a seed and return its world."""
+    world = World(Scenario.of(seed), keep_log)
+    world.run()
+    return world
+
+
+def run_seeds(seeds: Iterable[int]) -> Result:
+    """Run seeds one after the other."""
+    result = Result()
+    for seed in seeds:
+        started = time.process_time()
+        world = run_seed(seed)
+        result.seeds += 1
+        result.callbacks += world.loop.events
+        result.virtual_seconds += world.loop.time()
+        result.faults.update(fault.kind for fault in world.faults.happened)
+        result.coverage.update(world.coverage)
+        if world.violations:
+            result.violations[seed] = world.violations[0]
+        result.seconds += time.process_time() - started
+    return result
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported is never garbage, and there is much of it
+
+
+def run_in_processes(seeds: range, jobs: int) -> Iterator[Result]:
+    """Run seeds in several processes; yields what came of each chunk, in order."""
+    chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
+    with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
+        yield from pool.map(run_seeds, chunks)

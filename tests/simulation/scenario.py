@@ -1,0 +1,89 @@
+"""What a seed says of a run: how many processes, of which sizes, and which kinds of faults there are.
+
+Every kind of fault is in some of the runs (swarm testing), so that each meets others, is absent often, and is alone at
+times.
+"""
+
+from dataclasses import dataclass, fields
+from random import Random
+
+FAULTS = (
+    *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
+    *("terminate target", "terminate draft"),
+    *("cut line", "cut service line", "cut link", "stall link", "lose ray"),
+    *("slow steps", "failing target steps", "failing draft steps", "hanging step", "no numbers"),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Of one run. gateways: by the index of each, the target that it serves. faults: kinds that may happen, as often as
+    `fault_count` in all, within `seconds`. names: that clients have to choose from for their requests. step_seconds:
+    that a model's step takes at most, unless it is slow.
+    """
+
+    seed: int
+    targets: int
+    drafts: int
+    gateways: tuple[int, ...]
+    sessions: int
+    names: int
+    seconds: float
+    step_seconds: float
+    gamma: int
+    branches: int
+    ahead: bool
+    micro_batches: int
+    target_pages: int
+    draft_pages: int
+    max_sessions: int
+    max_queued: int
+    prefill_chunk: int
+    draft_errs: int
+    spread: float
+    window: int
+    repeated: float
+    resume_timeout: float
+    request_timeout: float
+    faults: tuple[str, ...]
+    fault_count: int
+
+    @staticmethod
+    def of(seed: int) -> "Scenario":
+        """Return the scenario of a seed."""
+        random = Random(seed)
+        targets = random.choice((1, 1, 1, 2, 2, 3, 4))
+        gateways = [*range(targets), *random.choices(range(targets), k=random.random() < 0.4)]
+        calm = random.random() < 0.15
+        some = tuple(kind for kind in FAULTS if random.random() < 0.4)
+        faults = () if calm else some if random.random() < 0.7 else (random.choice(FAULTS),)
+        return Scenario(
+            seed=seed,
+            targets=targets,
+            drafts=random.choice((1, 1, 2, 3)),
+            gateways=tuple(gateways),
+            sessions=50 if random.random() < 0.03 else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
+            names=random.choice((2, 1000, 1000)),
+            seconds=random.choice((0.3, 1.0, 3.0)),
+            step_seconds=random.choice((0.02, 0.02, 0.1, 0.4)),
+            gamma=random.choice((1, 2, 4, 4, 6)),
+            branches=random.choice((1, 1, 2, 4)),
+            ahead=random.random() < 0.8,
+            micro_batches=random.choice((1, 2, 2)),
+            target_pages=random.choice((12, 40, 400)),
+            draft_pages=random.choice((12, 40, 400)),
+            max_sessions=random.choice((3, 16, 64)),
+            max_queued=random.choice((2, 1000, 1000)),
+            prefill_chunk=random.choice((8, 64, 512)),
+            draft_errs=random.choice((0, 2, 4, 12, 16)),
+            spread=random.choice((0.001, 0.01, 0.1)),
+            window=random.choice((4, 64, 64)),
+            repeated=0.0 if calm else random.choice((0.0, 0.0, 0.05)),
+            resume_timeout=random.choice((4.0, 30.0)),
+            request_timeout=random.choice((0.0, 0.0, 20.0)),
+            faults=faults,
+            fault_count=random.choice((2, 4, 8)) if len(faults) > 1 else 1,
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))

@@ -1,0 +1,103 @@
+"""The processes of a run: each is the product's own main, on scripted models and without HTTP and Ray."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from config import DraftSettings, TargetSettings
+from draft_service import service as draft_service
+from engine.runner import Runner
+from orchestrator.generation import Frontend
+from orchestrator.grpc_gateway import InferenceServicer
+from orchestrator.metrics import Metrics
+from orchestrator.observing import Observer
+from orchestrator.records import Limits, max_message
+from orchestrator.router import Router
+from orchestrator.service_status import AskStatus, services_at
+from orchestrator.supervision import Placement, supervise
+from protos import inference_pb2_grpc
+from target_service import service as target_service
+from tests.simulation.model import PLAN, STOP, VOCAB
+from tests.simulation.scenario import Scenario
+from wire.access import OPEN, PeerAccess
+from wire.messages import Hello
+from wire.server import start_server
+
+CONTEXT = 160  # tokens
+MODEL = "scripted"
+PORT = 7000
+
+
+def address_of(name: str) -> str:
+    """Return where a process listens."""
+    return f"{name}:{PORT}"
+
+
+class Tokenizer:
+    """Token ids as text, a character each."""
+
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(character) - 65 for character in text]
+
+
+def _hello(side: str, scenario: Scenario, name: str) -> Hello:
+    return Hello(name, MODEL, VOCAB, "scripted", PLAN.hash, scenario.gamma, PLAN.block_size)
+
+
+async def run_target(name: str, scenario: Scenario, runner: Runner) -> None:
+    settings = TargetSettings(
+        host=name,
+        port=PORT,
+        gamma=scenario.gamma,
+        max_sessions=scenario.max_sessions,
+        max_queued=scenario.max_queued,
+        max_context=CONTEXT,
+        prefill_chunk=scenario.prefill_chunk,
+        step_timeout=10.0,
+    )
+    await target_service.serve(settings, runner, PLAN, _hello("target", scenario, name), lambda server: None)
+
+
+async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
+    settings = DraftSettings(
+        host=name,
+        port=PORT,
+        targets=tuple(address_of(f"target-{index}") for index in range(scenario.targets)),
+        gamma=scenario.gamma,
+        branches=scenario.branches,
+        ahead=scenario.ahead,
+        micro_batches=scenario.micro_batches,
+        max_sessions=scenario.max_sessions,
+        max_context=CONTEXT,
+        prefill_chunk=scenario.prefill_chunk,
+        step_timeout=10.0,
+    )
+    await draft_service.serve(settings, runner, PLAN, _hello("draft", scenario, name), lambda server: None)
+
+
+async def run_gateway(
+    name: str, target: str, scenario: Scenario, services: list[str], placement: Placement, keep: Callable[[Any], None]
+) -> None:
+    """Serve clients over a target, and watch services."""
+    router = Router(address_of(target), PeerAccess(), scenario.resume_timeout, scenario.request_timeout)
+    limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "sts", "streaming"))
+    observer = Observer(Metrics(MODEL), Tokenizer())
+    frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
+    keep(frontend)
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
+    asks: dict[str, AskStatus] = {}
+    async with router.connected_to_target():
+        server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
+        await server.set_serving(True)
+        async with contextlib.AsyncExitStack() as stack:
+            for service in services:
+                side = service.partition("-")[0]
+                ask = await stack.enter_async_context(services_at({side: address_of(service)}, PeerAccess()))
+                asks[service] = ask[side]
+            await supervise(asks, placement)

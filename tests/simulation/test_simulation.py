@@ -1,0 +1,70 @@
+"""The simulator itself: seeds that hold, runs that repeat, faults and situations that come up."""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.old_bugs import OLD_BUGS, find
+from tests.simulation.runs import Result, run_seed, run_seeds
+from tests.simulation.scenario import FAULTS
+
+SEEDS = 300
+# Each comes up in these seeds, on one side or another.
+SITUATIONS = {
+    *("client: stop", "client: length", "client: abort", "client: left", "client: INTERNAL", "client: UNAVAILABLE"),
+    *("client: DEADLINE_EXCEEDED", "client: RESOURCE_EXHAUSTED", "client: INVALID_ARGUMENT"),
+    *("gateway: repeated_commits", "gateway: unknown_session_commits"),
+    *("target: foreseen_rounds", "target: plain_rounds", "target: draft_timeouts", "target: drafting_pauses"),
+    *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
+    *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps"),
+    *("draft: declined_sessions", "draft: failed_steps", "draft: repeated_verdicts", "draft: stale_frames"),
+    *("draft: verdicts_met", "draft: announcements", "full windows", "repeated frames"),
+}
+
+
+@pytest.fixture(scope="module")
+def result() -> Iterator[Result]:
+    gc.freeze()
+    yield run_seeds(range(SEEDS))
+    gc.unfreeze()
+
+
+def test_seeds_hold(result: Result) -> None:
+    assert result.seeds == SEEDS
+    assert not result.violations
+
+
+def test_every_fault_happens(result: Result) -> None:
+    assert set(result.faults) == set(FAULTS)
+
+
+def test_the_situations_of_the_protocol_come_up(result: Result) -> None:
+    assert not SITUATIONS - set(+result.coverage)
+
+
+@pytest.mark.parametrize("seed", [3, 34])
+def test_a_seed_repeats_in_another_process(seed: int) -> None:
+    """Neither hashes, addresses, clocks nor what ran before has a say in it."""
+    program = (
+        "import sys; from tests.simulation.runs import run_seed; world = run_seed(int(sys.argv[1]))\n"
+        "print(world.loop.events, world.log.length, world.log.checksum)"
+    )
+    command = [sys.executable, "-c", program, str(seed)]
+    outputs = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": hashes}, stdout=subprocess.PIPE, check=True).stdout
+        for hashes in ("1", "2")
+    ]
+    world = run_seed(seed)
+    assert [output.split() for output in outputs] == 2 * [
+        [b"%d" % number for number in (world.loop.events, world.log.length, world.log.checksum)]
+    ]
+
+
+@pytest.mark.parametrize("bug", OLD_BUGS)
+def test_an_old_bug_is_found(bug: str) -> None:
+    """By one of the first seeds; which one changes with the protocol."""
+    assert find(bug, range(SEEDS)) is not None

@@ -1,0 +1,237 @@
+"""One run: its processes, clients and faults, from the start to the point where nothing may be left of any request."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+from draft_service.drafter import Drafter
+from orchestrator.generation import Frontend
+from target_service.verifier import Verifier
+from tests.simulation import oracle
+from tests.simulation.clients import Client, make_requests
+from tests.simulation.cluster import Cluster, wait_for
+from tests.simulation.faults import Faults
+from tests.simulation.loop import Log, VirtualLoop
+from tests.simulation.model import ScriptedRunner
+from tests.simulation.network import Network
+from tests.simulation.process import Process, current_process
+from tests.simulation.scenario import Scenario
+from tests.simulation.seams import replaced
+from tests.simulation.services import run_draft, run_gateway, run_target
+
+_START = 30.0  # virtual seconds within which everything must have found each other
+_PATIENCE = 120.0  # within which every request must end, once nothing goes wrong any more
+_NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
+_UNDISTURBED = 5.0  # before that, in which it has begun to serve
+_SETTLING = 40.0  # within which nothing of any request may be left
+
+
+class World:
+    """Owns all that a run is made of. violations: what must not be, in the order in which it was seen.
+
+    made: by process, the Verifier, Drafter or Frontend that it has made. tallies: counters of those that are gone.
+    """
+
+    def __init__(self, scenario: Scenario, keep_log: bool = False) -> None:
+        self.scenario = scenario
+        self.log = Log(keep_log)
+        self.loop = VirtualLoop(scenario.seed + 2, self.log)
+        self.network = Network(self.loop)
+        self.network.spread, self.network.window = scenario.spread, scenario.window
+        self.network.repeated = scenario.repeated
+        self.violations: list[str] = []
+        self.made: dict[Process, Any] = {}
+        aborted: set[str] = set()
+        self.clients = [Client(request, aborted) for request in make_requests(scenario)]
+        self.faults = Faults(scenario, self.loop, self.network)
+        self.gateways = self._cluster()
+        self.launches = [self._cluster() for _ in scenario.gateways]
+        self.faults.clusters = [self.gateways, *self.launches]
+        self.faults.on_stop = self._watch_stopped
+        self.loop.thread_seconds = self.faults.thread_seconds
+
+    def _cluster(self) -> Cluster:
+        return Cluster(self.loop, self.network, self._report_end, lambda: self.loop.random.random() < 0.5)
+
+    def report(self, violation: str) -> None:
+        """Note what must not be."""
+        if not self.violations:
+            self.log.note(f"{self.loop.time():.6f} violation: {violation}")
+        self.violations.append(f"event {self.log.length}, at {self.loop.time():.3f} s: {violation}")
+
+    def _report_end(self, name: str, error: BaseException) -> None:
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if not ("failed in a row" in str(error) and "InjectedError" in str(error)):
+            self.report(f"{name} ended with {error!r}")
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        """All that run or are to run again, by name."""
+        clusters = (self.gateways, *self.launches)
+        return {name: process for cluster in clusters for name, process in cluster.processes.items()}
+
+    def cluster_of(self, name: str) -> Cluster:
+        """Return what keeps a process."""
+        return next(cluster for cluster in (self.gateways, *self.launches) if name in cluster.processes)
+
+    # Starting.
+
+    def _place(self) -> None:
+        scenario = self.scenario
+        services: list[list[str]] = [[] for _ in scenario.gateways]
+        for index in range(scenario.targets):
+            services[index].append(f"target-{index}")
+        for index in range(scenario.drafts):
+            services[index % scenario.targets].append(f"draft-{index}")
+        for launch, names in zip(self.launches, services, strict=True):
+            for name in names:
+                launch.place(name, lambda name=name: self._run_service(name))
+        for index, names in enumerate(services):
+            self.gateways.place(f"gateway-{index}", lambda index=index, names=names: self._run_gateway(index, names))
+
+    async def _run_service(self, name: str) -> None:
+        is_target = name.startswith("target")
+        pages = self.scenario.target_pages if is_target else self.scenario.draft_pages
+        errs = 0 if is_target else self.scenario.draft_errs
+        runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
+        runner.is_sick = lambda: self.faults.is_sick(name)
+        await (run_target if is_target else run_draft)(name, self.scenario, runner)
+
+    async def _run_gateway(self, index: int, services: list[str]) -> None:
+        name, target = f"gateway-{index}", f"target-{self.scenario.gateways[index]}"
+        await run_gateway(name, target, self.scenario, services, self.launches[index], self._keep)
+
+    def _keep(self, made: Any) -> None:
+        process = current_process()
+        assert process is not None
+        self.made[process] = made
+
+    # Processes that hang.
+
+    def _watch_stopped(self, process: Process) -> None:
+        """See to it that a service which is stopped is noticed and replaced, by whatever nothing else happens to."""
+        side = process.name.partition("-")[0]
+        if side == "gateway":
+            return
+        at = self.loop.time()
+        keeper = next(index for index, launch in enumerate(self.launches) if process.name in launch.processes)
+        targets = [index for index, target in enumerate(self.scenario.gateways) if process.name == f"target-{target}"]
+
+        def is_undisturbed(gateway: int) -> bool:
+            names = {f"gateway-{gateway}", process.name}
+            return process.stopped and self.faults.count(names, at - _UNDISTURBED, self.loop.time()) == 1
+
+        def check_noticed() -> None:
+            for gateway in filter(is_undisturbed, targets):
+                frontend = self.made[self.gateways.processes[f"gateway-{gateway}"]]
+                if frontend.router.connected:
+                    self.report(
+                        f"gateway-{gateway} takes {process.name} for connected, which was stopped at {at:.3f} s"
+                    )
+
+        def check_replaced() -> None:
+            if is_undisturbed(keeper):
+                self.report(f"{process.name} was stopped at {at:.3f} s and is not replaced")
+
+        self.loop.call_outside(at + _NOTICED, check_noticed)
+        self.loop.call_outside(at + _REPLACED, check_replaced)
+
+    # Running.
+
+    def run(self) -> None:
+        """Run to the end. Afterwards `violations` says what was wrong."""
+
+        def keep(kind: Any) -> Any:
+            def make(*args: Any, **options: Any) -> Any:
+                made = kind(*args, **options)
+                self._keep(made)
+                return made
+
+            return make
+
+        with (
+            replaced(self.loop, self.network),
+            patch("target_service.service.Verifier", keep(Verifier)),
+            patch("draft_service.service.Drafter", keep(Drafter)),
+        ):
+            try:
+                self.loop.run(self._run())
+            finally:
+                self._end()
+        self._check()
+
+    def _end(self) -> None:
+        """End all processes, and let Python let go of their tasks."""
+
+        async def end() -> None:
+            for cluster in (self.gateways, *self.launches):
+                cluster.is_up = False
+                for process in cluster.processes.values():
+                    process.end()
+            await asyncio.sleep(3)
+
+        self.loop.run(end())
+
+    async def _run(self) -> None:
+        self._place()
+        if not await wait_for(self._is_connected, _START):
+            self.report("the processes do not find each other")
+            return
+        at_rest = await self._count_tasks()
+        clients = [asyncio.create_task(client.run()) for client in self.clients]
+        await self.faults.happen()
+        await asyncio.wait(clients, timeout=_PATIENCE)
+        for client, task in zip(self.clients, clients, strict=True):
+            if not task.done():
+                self.report(f"client {client.request.name} has no end after {_PATIENCE} s: {client.got}")
+                task.cancel()
+            elif (error := task.exception()) is not None:
+                self.report(f"client {client.request.name}: {error!r}")
+        if not await wait_for(lambda: self._is_connected() and not self._left_over(at_rest), _SETTLING):
+            for left in self._left_over(at_rest) or ["the processes do not find each other again"]:
+                self.report(left)
+
+    def _is_connected(self) -> bool:
+        return oracle.is_connected(self.processes.values(), self.made, self.scenario)
+
+    async def _count_tasks(self) -> dict[str, int]:
+        """Return how many tasks each process has while there are no requests; some come and go."""
+        counts: list[dict[str, int]] = []
+        for _ in range(6):
+            counts.append({name: len(process.running) for name, process in self.processes.items()})
+            await asyncio.sleep(0.07)
+        return {name: min(count[name] for count in counts) for name in counts[0]}
+
+    def _left_over(self, at_rest: dict[str, int]) -> list[str]:
+        return [
+            left
+            for name, process in self.processes.items()
+            for left in oracle.left_over(process, self.made.get(process), at_rest[name])
+        ]
+
+    def _check(self) -> None:
+        """Report what is wrong with what the run has come to."""
+        verifiers = [made for made in self.made.values() if isinstance(made, Verifier)]
+        frontends = [made for made in self.made.values() if isinstance(made, Frontend)]
+        for violation in (
+            *(violation for client in self.clients for violation in client.violations),
+            *oracle.wrong_outcomes(self.clients, self.faults, self.scenario),
+            *oracle.wrong_counters(self.clients, frontends, verifiers),
+            *oracle.useless_drafts(verifiers, self.scenario),
+            *self.loop.errors,
+        ):
+            self.report(violation)
+
+    # What is told of it.
+
+    @property
+    def coverage(self) -> Counter[str]:
+        """How often each situation of the protocol has come up, by its name."""
+        found = Counter(self.network.counters)
+        for process, made in self.made.items():
+            counters = made.router.ledger.counters if isinstance(made, Frontend) else made.counters
+            found.update({f"{process.name.partition('-')[0]}: {name}": count for name, count in counters.items()})
+        found.update(f"client: {client.outcome}" for client in self.clients)
+        return found
