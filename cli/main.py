@@ -15,6 +15,7 @@ from config.version import running_version
 
 COMMANDS = {
     "generate": ("cli.generate", "continue a prompt on a running server"),
+    "health": ("cli.health", "ask a port for its health, as probes of containers do"),
     "key": ("cli.key", "make an API key for a client"),
     "calibrate": ("evaluation.calibration.command", "make a plan for a pair of models"),
     "evaluate": ("evaluation.command", "measure what the sparsity methods cost in quality"),
