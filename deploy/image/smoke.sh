@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Builds the CPU image and continues a text through it: target, draft and orchestrator, each from the image, without Ray.
+# `deploy/image/smoke.sh [FOLDER]` keeps images and layers in FOLDER. Where Debian's image cannot be pulled the base is
+# made by mmdebstrap. What pip of this machine needs to reach packages (PIP_CERT, PIP_FIND_LINKS) is lent to the build.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+store=$(realpath -m "${1:-.deploy/images}")
+base=docker.io/library/debian:bookworm-slim
+own_base=localhost/debian:bookworm-slim
+
+skip() { echo "image-smoke: skipped: $1"; exit 0; }
+command -v buildah > /dev/null || skip "buildah is not installed"
+[ "$(id -u)" = 0 ] || skip "buildah --isolation chroot needs root here"
+work=$(mktemp -d)
+buildah() { command buildah --root "$store" --runroot "$work/run" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
+container=
+stop() {
+    for pid in $(jobs -p); do kill "$pid" 2> /dev/null || true; done
+    wait
+    [ -z "$container" ] || buildah rm "$container" > /dev/null
+    umount "$store/overlay" 2> /dev/null || true
+    rm -rf "$work"
+}
+trap stop EXIT
+
+if ! buildah inspect --type image "$own_base" > /dev/null 2>&1; then
+    if ! timeout 120 command buildah --root "$store" --runroot "$work/run" pull --quiet "$base" > /dev/null 2>&1; then
+        command -v mmdebstrap > /dev/null || skip "neither is $base to be had, nor is mmdebstrap installed"
+        mmdebstrap --quiet --variant=minbase bookworm "$work/root.tar"
+        fresh=$(buildah from scratch)
+        buildah add --quiet "$fresh" "$work/root.tar" / > /dev/null
+        buildah commit --quiet --rm "$fresh" "$own_base" > /dev/null
+        base=$own_base
+    fi
+else
+    base=$own_base
+fi
+
+pip_args=()
+lent=()
+if [ -n "${PIP_CERT:-}" ]; then
+    lent+=(--volume "$PIP_CERT:/run/pip/ca.crt:ro")
+    pip_args+=(--cert /run/pip/ca.crt)
+fi
+if [ -n "${PIP_FIND_LINKS:-}" ]; then
+    lent+=(--volume "$PIP_FIND_LINKS:/run/pip/wheels:ro")
+    pip_args+=(--find-links /run/pip/wheels)
+fi
+[ ${#pip_args[@]} = 0 ] || lent+=(--build-arg "PIP_ARGS=${pip_args[*]}")
+buildah bud --quiet --layers --isolation chroot --format docker --build-arg "BASE=$base" "${lent[@]}" \
+    --build-arg "REVISION=$(git rev-parse HEAD 2> /dev/null || echo unknown)" \
+    --file deploy/image/Dockerfile --tag specahead:cpu . > /dev/null
+echo "image-smoke: built specahead:cpu"
+
+container=$(buildah from specahead:cpu)
+inside() { buildah run --isolation chroot --user 10001:10001 "$container" -- "$@"; }
+writable=$(inside find / -xdev -writable -not -type l -not -path '/proc/*' -not -path '/dev/*' -not -path '/sys/*')
+echo "image-smoke: its user may write to: $(echo $writable)"
+for path in $writable; do
+    case $path in
+        /cache | /tmp | /var/tmp | /run/lock | /run/lock/* | /tmp/* | /proc | /dev) ;;
+        *) echo "image-smoke: $path is writable, and the root was to be read-only" >&2; exit 1 ;;
+    esac
+done
+inside env SPECAHEAD_THREADS=1 python -m target_service --port 50152 &
+inside env SPECAHEAD_THREADS=1 python -m draft_service --port 50153 --target 127.0.0.1:50152 &
+inside python -m orchestrator.launch --target-address 127.0.0.1:50152 --draft-address 127.0.0.1:50153 \
+    --connect-timeout 120 --grpc-port 50151 --http-port 50180 &
+for port in 50152 50153 50151; do
+    for _ in $(seq 120); do
+        if answer=$(inside specahead health "127.0.0.1:$port" 2>&1); then break; fi
+        sleep 1
+    done
+    [ -z "$answer" ] || { echo "image-smoke: $answer" >&2; exit 1; }
+done
+echo "image-smoke: $(inside specahead generate --address 127.0.0.1:50151 --prompt "The old man looked at the sea and" \
+    --max-tokens 32 --temperature 0 --exactness approximate --json)" | tee "$work/answer"
+grep -q '"completion_tokens": 32' "$work/answer"
