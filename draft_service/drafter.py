@@ -21,6 +21,8 @@ from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
 
 log = logging.getLogger(__name__)
 
+# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
+_COUNTED = ("failed_steps", "resyncs", "declined_sessions")
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 
 
@@ -32,7 +34,7 @@ class Drafter:
 
     def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
         self.runner = runner
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings = plan, settings
         self.admission = Admission(runner.kv, settings, self.counters)
         self._peers: list[TargetPeer] = []
