@@ -57,17 +57,28 @@ for path in $writable; do
     esac
 done
 [ -n "$writable" ] && echo "image-smoke: its user may write nowhere but to $(echo "$writable" | paste -sd ' ')"
-inside env SPECAHEAD_THREADS=1 python -m target_service --port 50152 &
-inside env SPECAHEAD_THREADS=1 python -m draft_service --port 50153 --target 127.0.0.1:50152 &
-inside python -m orchestrator.launch --target-address 127.0.0.1:50152 --draft-address 127.0.0.1:50153 \
-    --connect-timeout 120 --grpc-port 50151 --http-port 50180 &
+{
+    inside env SPECAHEAD_THREADS=1 python -m target_service --port 50152 &
+    inside env SPECAHEAD_THREADS=1 python -m draft_service --port 50153 --target 127.0.0.1:50152 &
+    inside python -m orchestrator.launch --target-address 127.0.0.1:50152 --draft-address 127.0.0.1:50153 \
+        --connect-timeout 120 --grpc-port 50151 --http-port 50180 &
+} > "$work/services.log" 2>&1
 for port in 50152 50153 50151; do
     for _ in $(seq 120); do
         if answer=$(inside specahead health "127.0.0.1:$port" 2>&1); then break; fi
         sleep 1
     done
-    [ -z "$answer" ] || { echo "image-smoke: $answer" >&2; exit 1; }
+    [ -z "$answer" ] || { cat "$work/services.log"; echo "image-smoke: $answer" >&2; exit 1; }
 done
 echo "image-smoke: $(inside specahead generate --address 127.0.0.1:50151 --prompt "The old man looked at the sea and" \
     --max-tokens 32 --temperature 0 --exactness approximate --json)" | tee "$work/answer"
 grep -q '"completion_tokens": 32' "$work/answer"
+
+# What is in it, Debian's packages and Python's.
+syft=$(PATH="$PWD/.deploy/tools/bin:$PATH" command -v syft) || { echo "image-smoke: no SBOM, syft is not installed"; exit 0; }
+SYFT_CHECK_FOR_APP_UPDATE=false "$syft" scan --quiet "dir:$(buildah mount "$container")" --source-name specahead \
+    --output "cyclonedx-json=$store/sbom.cdx.json"
+for name in libc6 python3.11-minimal torch ray specahead; do
+    grep -q "\"name\": *\"$name\"" "$store/sbom.cdx.json" || { echo "image-smoke: no $name in the SBOM" >&2; exit 1; }
+done
+echo "image-smoke: wrote $store/sbom.cdx.json"
