@@ -60,3 +60,23 @@ bench-stack: setup  ## What a round costs without the models
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Deployments: deploy/README.md. Tools and images are kept in .deploy, outside of the product's environment.
+DEPLOY_TOOLS := .deploy/tools
+
+.deploy/tools/.ready: deploy/tools.txt
+	test -x $(DEPLOY_TOOLS)/bin/python || $(PYTHON) -m venv $(DEPLOY_TOOLS)
+	$(DEPLOY_TOOLS)/bin/python -m pip install -q $(PIP_ARGS) -r deploy/tools.txt
+	PATH="$(DEPLOY_TOOLS)/bin:$$PATH" command -v promtool || deploy/get_promtool.sh $(DEPLOY_TOOLS)/bin
+	touch $@
+
+check-deploy: setup .deploy/tools/.ready  ## Image, Compose, Kubernetes, Helm, dashboards: all that can be checked without a cluster
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/deploy
+
+deploy-files: setup .deploy/tools/.ready  ## Make what lies in deploy/ by code: chart's schema, Kustomize base, dashboard
+	$(BIN)/python deploy/chart_schema.py
+	$(BIN)/python deploy/monitoring/dashboard.py
+	$(DEPLOY_TOOLS)/bin/python deploy/render_chart.py --base deploy/kubernetes/base
+
+image-smoke: .deploy/tools/.ready  ## Build the CPU image and send a request through it (buildah)
+	deploy/image/smoke.sh .deploy/images

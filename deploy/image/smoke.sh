@@ -12,19 +12,19 @@ skip() { echo "image-smoke: skipped: $1"; exit 0; }
 command -v buildah > /dev/null || skip "buildah is not installed"
 [ "$(id -u)" = 0 ] || skip "buildah --isolation chroot needs root here"
 work=$(mktemp -d)
-buildah() { command buildah --root "$store" --runroot "$work/run" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
+buildah() { command buildah --root "$store" --runroot "$store.run" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
 container=
 stop() {
-    for pid in $(jobs -p); do kill "$pid" 2> /dev/null || true; done
+    for pid in $(jobs -p); do kill -- "-$pid" 2> /dev/null || true; done  # a job's whole group: buildah passes nothing on
     wait
     [ -z "$container" ] || buildah rm "$container" > /dev/null
-    umount "$store/overlay" 2> /dev/null || true
+    findmnt --raw --noheadings --output TARGET | grep "^$store" | sort --reverse | xargs --no-run-if-empty umount
     rm -rf "$work"
 }
 trap stop EXIT
 
 if ! buildah inspect --type image "$own_base" > /dev/null 2>&1; then
-    if ! timeout 120 command buildah --root "$store" --runroot "$work/run" pull --quiet "$base" > /dev/null 2>&1; then
+    if ! timeout 120 command buildah --root "$store" --runroot "$store.run" pull --quiet "$base" > /dev/null 2>&1; then
         command -v mmdebstrap > /dev/null || skip "neither is $base to be had, nor is mmdebstrap installed"
         mmdebstrap --quiet --variant=minbase bookworm "$work/root.tar"
         fresh=$(buildah from scratch)
@@ -57,6 +57,7 @@ for path in $writable; do
     esac
 done
 [ -n "$writable" ] && echo "image-smoke: its user may write nowhere but to $(echo "$writable" | paste -sd ' ')"
+set -m  # each job gets a group of its own
 {
     inside env SPECAHEAD_THREADS=1 python -m target_service --port 50152 &
     inside env SPECAHEAD_THREADS=1 python -m draft_service --port 50153 --target 127.0.0.1:50152 &
