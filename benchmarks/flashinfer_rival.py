@@ -10,8 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import graph_milliseconds
-from kernels.flashinfer_attention import (
+from benchmarks.flashinfer_attention import (
     HEAD_DIMS,
     Planned,
     Requests,
@@ -21,6 +20,7 @@ from kernels.flashinfer_attention import (
     plan,
     starts_of,
 )
+from benchmarks.gpu_timing import graph_milliseconds
 from kernels.paged_attention import BlockLists
 
 

@@ -1,9 +1,7 @@
 """What may attend, by name. Without torch, so that command lines open at once."""
 
-ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "torch")
-ATTENTION_HELP = (
-    "what attends; auto: triton on a GPU, torch on a CPU. flashinfer: FlashInfer in prompts, triton in everything else"
-)
+ATTENTION_BACKENDS = ("auto", "triton", "torch")
+ATTENTION_HELP = "what attends; auto: torch on a CPU; on a GPU triton, and in prompts cuDNN where it can"
 
 
 def check_attention_backend(chosen: str, device: str, deterministic: bool, enforce_eager: bool) -> None:
@@ -13,12 +11,12 @@ def check_attention_backend(chosen: str, device: str, deterministic: bool, enfor
     """
     if chosen not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend is {chosen!r}, expected {', '.join(ATTENTION_BACKENDS)}")
-    if device == "cpu" and chosen in ("triton", "flashinfer"):
+    if device == "cpu" and chosen == "triton":
         raise ValueError(
             f"attention_backend {chosen!r} runs on CUDA devices and the device is 'cpu': choose torch or auto, or use "
             "a GPU"
         )
-    if deterministic and chosen in ("flashinfer", "torch"):
+    if deterministic and chosen == "torch":
         raise ValueError(
             f"attention_backend {chosen!r} rounds by what else is in the batch, which deterministic rules out: choose "
             "triton or auto, or leave deterministic out"

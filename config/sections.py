@@ -159,6 +159,14 @@ class DraftSettings(ServiceSettings):
         above=0,
         most=1,
     )
+    refresh_every: int = _rounds(
+        1,
+        "rounds of a session from one whose first pass reads everything to the next; in between, and with a "
+        "--draft-read-share below 1, it reads that share as well",
+        name="draft_refresh_every",
+        flag="refresh-every",
+        least=1,
+    )
     support: int = 64
 
 

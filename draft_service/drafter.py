@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
-from draft_service.sessions import TargetPeer
+from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
 from draft_service.verdicts import receive_verdict
 from engine.runner import Runner
@@ -29,20 +30,31 @@ _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 class Drafter:
     """What the draft service drives: targets attach and send events, and the step loop plans, executes and finishes.
 
-    Events may come at any time and are applied between steps. `execute` alone runs in another thread.
+    Events may come at any time and are applied between steps. `execute` alone runs in another thread. call_soon: has a
+    function called by the loop's thread; rounds ahead, which no target waits for as long as it verifies, are then sent
+    while the next step runs. None: they are sent between steps.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: DraftSettings,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings = plan, settings
         self.admission = Admission(runner.kv, settings, self.counters)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
+        self._call_soon = call_soon
+        self._unsent: list[tuple[DraftSession, RoundAhead]] = []
         self._steps = 0
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share)
+        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
-        runner.prepare_rounds(replace(rounds, branches=settings.branches, alternatives=alternatives))
+        memories = settings.max_sessions + 1  # a session may end in the step that runs
+        runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))
 
     @property
     def session_count(self) -> int:
@@ -96,31 +108,45 @@ class Drafter:
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
         step = plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
         self._steps += step is not None
+        if step is None or not step.rounds:  # nobody would send what is left in time
+            self._send_ahead()
         return step
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model. Runs in the model thread; touches no session but through its KV."""
         started = time.perf_counter()
-        rounds = self.runner.draft_rounds([item.request for item in step.rounds]) if step.rounds else []
+        rounds = (
+            self.runner.draft_rounds([item.request for item in step.rounds], self._on_launch) if step.rounds else []
+        )
         if step.inputs:
             self.runner.forward(step.inputs)
         return DraftStepResult(rounds, time.perf_counter() - started)
 
+    def _on_launch(self) -> None:
+        if self._call_soon is not None:
+            self._call_soon(self._send_ahead)
+
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
-        """Take what a step gave and send it."""
+        """Take what a step gave, and send the rounds that targets wait for."""
+        self._send_ahead()
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
                 take_round(planned, output, self._plan, result.seconds, self.counters)
             else:
                 self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
-        # Of a round whose verdict has come meanwhile one branch is said at most.
-        ahead = [(item.session, item.session.ahead) for item in step.rounds if item.ahead]
-        self._apply_inbox()
-        for session, drafted in ahead:
-            if session.ahead is drafted and session.peer.sessions.get(session.id) is session:
-                send_ahead(session, self.counters)
+        self._unsent = [(item.session, item.session.ahead) for item in step.rounds if item.session.ahead is not None]
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
+        if self._call_soon is None:
+            self._apply_inbox()
+            self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        """Send the rounds ahead that are left, but of a round whose verdict has come meanwhile one branch at most."""
+        unsent, self._unsent = self._unsent, []
+        for session, drafted in unsent:
+            if session.ahead is drafted and session.peer.sessions.get(session.id) is session:
+                send_ahead(session, self.counters)
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

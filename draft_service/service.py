@@ -59,7 +59,7 @@ async def serve(
     settings: DraftSettings, runner: Runner, plan: Plan, hello: Hello, on_ready: Callable[[RunningServer], None]
 ) -> None:
     """Serve until cancelled. Raises what `run_step_loop` raises."""
-    drafter = Drafter(runner, plan, settings)
+    drafter = Drafter(runner, plan, settings, asyncio.get_running_loop().call_soon_threadsafe)
     announcing = METHODS[plan.method].announcing is not None
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])

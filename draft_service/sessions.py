@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import DraftedTokens, MovedKV
+from engine.rounds.requests import DraftedTokens, MovedKV, RoundMemory
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
@@ -20,6 +20,7 @@ from wire.messages import At, Begin, DraftEvent, Verdict
 from wire.selection_codec import NamedSelection
 
 _RETRY = 16  # rounds
+_SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
 _NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
 
 
@@ -73,7 +74,8 @@ class DraftSession:
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
     were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
-    that came before the ones they follow, by the round that they judge.
+    that came before the ones they follow, by the round that they judge. begun_at: the round that it began with. memory:
+    what its last dense first pass weighed.
     """
 
     peer: TargetPeer
@@ -99,6 +101,8 @@ class DraftSession:
     acceptance: float = 0.7
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
+    begun_at: int = 0
+    memory: RoundMemory = field(default_factory=RoundMemory)
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int) -> "DraftSession":
@@ -114,6 +118,7 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
+            begun_at=begin.at.round,
         )
 
     @property
@@ -135,6 +140,10 @@ class DraftSession:
     def may_go_ahead(self) -> bool:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
         return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
+
+    def refresh_due(self, every: int) -> bool:
+        """Whether the next round's first pass should read everything, as it does at least in every so manieth round."""
+        return self.round - self.begun_at < _SETTLED or self.memory.refresh_due(every)
 
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""

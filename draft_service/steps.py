@@ -1,7 +1,7 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def plan_draft_step(
         if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving
             session.cut_kv(kv, session.moved.target)
     return DraftStep(
-        [_plan_round(session, plan, settings) for session in due],
+        _refresh_together([_plan_round(session, plan, settings) for session in due], settings),
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
@@ -92,6 +92,17 @@ def plan_draft_step(
 
 def _goes_ahead(session: DraftSession, foresight: float, settings: DraftSettings) -> bool:
     return settings.ahead and session.may_go_ahead and session.foresees(foresight)
+
+
+def _refresh_together(rounds: list[PlannedRound], settings: DraftSettings) -> list[PlannedRound]:
+    """Let all rounds of a step begin with a dense pass or none: one graph drafts them.
+
+    Where branches are drafted, there is a graph without the dense pass for steps with branches only.
+    """
+    branched = settings.branches == 1 or any(len(item.request.branches) > 1 for item in rounds)
+    if not branched or any(item.session.refresh_due(settings.refresh_every) for item in rounds):
+        return rounds
+    return [replace(item, request=replace(item.request, refresh=False)) for item in rounds]
 
 
 def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> PlannedRound:
@@ -122,6 +133,7 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         top_p=sampling.top_p,
         uniforms=draws(base),
         announce=announce,
+        memory=session.memory,
         branches=tuple(branches),
         moved=session.moved,
     )
@@ -132,6 +144,7 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     """Take the round that was drafted for a session in so many seconds, and send it, unless it is one ahead."""
     session, request = planned.session, planned.request
     session.moved, session.waiting = None, 0
+    session.memory.cut(session.committed)  # what comes behind is a guess
     base = planned.base
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
     if planned.ahead:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE
 from kernels.backends import Backend
-from kernels.flashinfer_attention import Planned, run
 from kernels.paged_attention import (
     Batch,
     BlockLists,
@@ -24,6 +23,7 @@ from kernels.paged_attention import (
     paged_attention_with_read_weights,
     plan_work,
 )
+from kernels.prompt_attention import PromptPart, attend_to_prompts
 
 # The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
@@ -95,7 +95,7 @@ class LayerAttention:
 
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
     weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
-    each listed block, [listed layers, sequences, kv_heads, width]. prompt: FlashInfer's plan, where it attends.
+    each listed block, [listed layers, sequences, kv_heads, width]. prompts: what sequences read by cuDNN, if they do.
     """
 
     heads: Heads
@@ -105,7 +105,7 @@ class LayerAttention:
     listed: ListedReads | None = None
     weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
-    prompt: Planned | None = None
+    prompts: list[PromptPart] | None = None
     dense_work: Work | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class LayerAttention:
             out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
             weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
-        if self.prompt is not None:
-            return run(self.prompt, batch.queries, batch.k_pages, batch.v_pages)
+        if self.prompts is not None:
+            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale)
         return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from engine.sampling import Sampling
-from kernels.backends import AttentionBackend, default_backend, power_of_two
+from kernels.backends import Backend, default_backend, power_of_two
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
@@ -41,10 +41,10 @@ class ModelRunner(Runner):
     max_context: tokens of a sequence, at most. step_queries: tokens of a sequence that most steps have, γ + 1 in a
     target. deterministic: what a sequence gives depends on its own tokens only, not on what runs beside it nor on how
     its rounds fell: every step has one shape, prompts are read PINNED_ROWS tokens at a time, and splits of attention
-    are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's.
-    "flashinfer": FlashInfer attends in prompts, Triton in steps and rounds. "torch" on a GPU needs enforce_eager.
+    are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's,
+    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager.
 
-    Raises ValueError, NotImplementedError or RuntimeError for an attention backend that cannot attend here.
+    Raises ValueError for an attention backend that cannot attend here.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ModelRunner(Runner):
         enforce_eager: bool = False,
         step_queries: int = 5,
         deterministic: bool = False,
-        attention_backend: AttentionBackend | None = None,
+        attention_backend: Backend | None = None,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
@@ -185,7 +185,9 @@ class ModelRunner(Runner):
             self._rounds.warm_up(sequences, methods)
 
     @torch.inference_mode()
-    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+    def draft_rounds(
+        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
+    ) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
         # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
@@ -197,4 +199,4 @@ class ModelRunner(Runner):
             requests = [
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
-        return self._rounds.draft(requests)
+        return self._rounds.draft(requests, launched)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
@@ -15,22 +13,21 @@ from engine.layer_attention import LayerPages
 from engine.modules import ModulesDecoder
 from engine.passes.buffers import make_buffers
 from engine.passes.grouping import StepLimits
-from engine.passes.launches import heads_of, run_pass
+from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
 from engine.passes.outputs import read_outputs
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
-from kernels.backends import AttentionBackend, Backend, default_backend
-from kernels.flashinfer_attention import Planned, check_flashinfer, dense_requests, make_planned, make_workspace, plan
+from kernels.backends import Backend, default_backend
+from kernels.prompt_attention import PromptPart, cudnn_attends, plan_prompts
 
 
 class PassRunner:
     """Runs the inputs of one kind in a pass of a given shape: copies them into its buffers and replays its launches.
 
-    memories: what is remembered of sequences that share budgets out. attention: None for the device's.
-
-    Raises ValueError, NotImplementedError or RuntimeError for FlashInfer where it cannot attend.
+    memories: what is remembered of sequences that share budgets out. attention: None: the device's, and cuDNN in
+    prompts where it can.
     """
 
     def __init__(
@@ -40,17 +37,14 @@ class PassRunner:
         limits: StepLimits,
         memories: ReadMemories,
         captures: bool,
-        attention: AttentionBackend | None,
+        attention: Backend | None,
     ) -> None:
         self._decoder, self._kv, self._limits = decoder, kv, limits
         self.memories = memories
         self.graphs = Graphs(captures)
-        self.prompt_plan: Planned | None = None  # FlashInfer's, if it attends in prompts
-        self._attention: Backend = default_backend(kv.device)
-        if attention == "flashinfer":
-            self.prompt_plan = self._open_flashinfer()
-        elif attention is not None:
-            self._attention = attention
+        self._attention = attention or default_backend(kv.device)
+        dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
+        self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
 
     def step_of(self, shape: PassShape) -> Captured:
         """Return the captured step of a shape; without graphs, one for this time."""
@@ -86,12 +80,8 @@ class PassRunner:
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        is_dense_prompt = shape.queries > self._limits.queries and not shape.width
-        prompt = self.prompt_plan if is_dense_prompt else None
-        if prompt is not None:
-            names = "block_tables", "lengths", "query_starts"
-            self._plan_prompt(prompt, *(torch.from_numpy(buffers.inputs.host[name]) for name in names))
-        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompt)
+        prompts = self._plan_prompts(buffers) if self._is_read_by_cudnn(shape) else None
+        run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts)
         return read_outputs(buffers, shape, inputs, self._kv, buffers.results.fetch())
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
@@ -111,19 +101,14 @@ class PassRunner:
         indices = [self.memories.index_of(budget.memory) for budget in budgets]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)
 
-    # FlashInfer.
+    # Prompts.
 
-    def _open_flashinfer(self) -> Planned:
-        heads = heads_of(self._decoder, self._kv)
-        check_flashinfer(heads.dim, self._kv.k_pages[0].dtype, self._kv.device)
-        planned = make_planned(make_workspace(self._kv.device))
-        # A prompt of one token: what FlashInfer compiles for this model, and what it lacks for that, shows now.
-        self._plan_prompt(planned, torch.zeros(1, 1).int(), torch.ones(1).int(), torch.arange(2).int())
-        return planned
+    def _is_read_by_cudnn(self, shape: PassShape) -> bool:
+        return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
 
-    def _plan_prompt(self, planned: Planned, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
-        """Plan dense attention over whole sequences; tensors on the CPU, as `dense_requests` takes them."""
-        heads = heads_of(self._decoder, self._kv)
-        requests = dense_requests(tables, lengths, starts, PAGE_SIZE)
-        sizes = heads.kv * heads.group, heads.kv, heads.dim, PAGE_SIZE
-        plan(planned, requests, *sizes, heads.scale, self._kv.k_pages[0].dtype)
+    def _plan_prompts(self, buffers: Buffers) -> list[PromptPart]:
+        host = buffers.inputs.host
+        sizes = self._kv.kv_heads, PAGE_SIZE
+        return plan_prompts(
+            host["query_starts"].tolist(), host["lengths"].tolist(), buffers.tensors["block_tables"], *sizes
+        )

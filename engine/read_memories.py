@@ -1,4 +1,4 @@
-"""The remembered weights of many sequences in one tensor, so that a captured pass finds each by its index."""
+"""The remembered weights of many sequences in one tensor, so that captured launches find each by its index."""
 
 import weakref
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.inputs import ReadMemory
+from engine.rounds.requests import RoundMemory
 
 
 class ReadMemories:
@@ -29,14 +30,14 @@ class ReadMemories:
             self._weights[rows, blocks] = torch.zeros(self._sequences, rows, blocks, device=device)
         return self._weights[rows, blocks]
 
-    def index_of(self, memory: ReadMemory) -> int:
+    def index_of(self, memory: ReadMemory | RoundMemory) -> int:
         """Return the index of a sequence's memory: given with its first pass, free again when `memory` is dropped.
 
         Raises RuntimeError if there is no room for one more.
         """
         if memory.index is None:
             if not self._free:
-                raise RuntimeError(f"{self._sequences} sequences share budgets out: keep more memories")
+                raise RuntimeError(f"the reads of {self._sequences} sequences are remembered: keep more memories")
             memory.index = self._free.pop()
             for weights in self._weights.values():
                 weights[memory.index].zero_()

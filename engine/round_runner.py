@@ -1,19 +1,21 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
-from engine.rounds.buffers import RoundShape, bring_kept, lay_out_round, make_round_buffers, read_round, take_kept
+from engine.read_memories import ReadMemories
+from engine.rounds.buffers import RoundShape, lay_out_round, make_round_buffers, read_round
 from engine.rounds.launches import run_round
-from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
 
@@ -38,7 +40,8 @@ class RoundRunner:
         self._decoder, self._kv, self._attention = decoder, kv, attention
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
-        self._kept: Tensor | None = None  # of all shapes, which never run at the same time
+        self._memories = ReadMemories(settings.memories + 1)
+        self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
 
     def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
         """Capture rounds of up to `sequences` sessions, greedy and sampled, that announce nothing or by `methods`."""
@@ -49,30 +52,48 @@ class RoundRunner:
         branches = sorted({1, self._settings.branches}, reverse=True)
         kinds = list(itertools.product((False, True), ("", *methods), sizes, branches))
         for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
-            self._round_of(RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each))
+            shape = RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each)
+            self._round_of(shape)
+            if self._settings.refresh_every > 1 and of_each == self._settings.branches:
+                self._round_of(replace(shape, refreshes=False))
 
-    def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, those of one method together, in request order. Raises OutOfPages."""
+    def draft(self, requests: list[RoundRequest], launched: Callable[[], None]) -> list[RoundOutput]:
+        """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
+
+        launched: called when rounds have been launched, before they are waited for.
+        """
         outputs: dict[int, RoundOutput] = {}
+        refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
         methods = [item.announce.method if item.announce else "" for item in requests]
-        for method in sorted(set(methods)):
-            chosen = [i for i, of_request in enumerate(methods) if of_request == method]
-            outputs.update(zip(chosen, self._draft([requests[i] for i in chosen], method), strict=True))
+        kinds = list(zip(methods, refreshes, strict=True))
+        for kind in sorted(set(kinds)):
+            chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
+            drafted = self._draft([requests[i] for i in chosen], *kind, launched)
+            outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str) -> list[RoundOutput]:
+    def _draft(
+        self, requests: list[RoundRequest], method: str, refreshes: bool, launched: Callable[[], None]
+    ) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
-        shape = self._shape_of(requests, method)
+        shape = self._shape_of(requests, method, refreshes)
         round_ = self._round_of(shape)
-        lay_out_round(round_.buffers, shape, requests)
-        bring_kept(round_.buffers, requests)
+        memories = [self._nobody if item.memory is None else item.memory for item in requests]
+        places = []
+        if self._settings.refresh_every > 1:
+            places = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
+        lay_out_round(round_.buffers, shape, requests, places)
         round_.run()
-        take_kept(round_.buffers, self._settings, requests)
+        launched()
+        for item, memory in zip(requests, memories, strict=True):
+            if refreshes:
+                memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
+            memory.rounds = 0 if refreshes else memory.rounds + 1
         return read_round(round_.buffers, shape, requests)
 
-    def _shape_of(self, requests: list[RoundRequest], method: str) -> RoundShape:
+    def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
         sampled = any(item.temperature > 0 for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
@@ -80,15 +101,16 @@ class RoundRunner:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes)
         branches = self._settings.branches if branched else 1
-        return RoundShape(power_of_two(len(requests)), ROUND_QUERIES, self._max_pages, sampled, method, branches)
+        sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
+        return RoundShape(*sizes, sampled, method, branches, refreshes)
 
     def _round_of(self, shape: RoundShape) -> Captured:
         def make_buffers() -> Buffers:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if self._settings.refresh_every > 1:
-                buffers.tensors["kept"] = self._kept_of(shape)
+                buffers.tensors["memory"] = self._weights()
             return buffers
 
         def launch(buffers: Buffers) -> None:
@@ -96,10 +118,7 @@ class RoundRunner:
 
         return self._graphs.of(shape, make_buffers, launch)
 
-    def _kept_of(self, shape: RoundShape) -> Tensor:
-        sizes = shape.sequences, self._decoder.num_layers, self._decoder.heads, shape.blocks(self._settings)
-        if not self._graphs.captures:
-            return torch.zeros(sizes, device=self._kv.device)
-        if self._kept is None or len(self._kept) < shape.sequences:
-            self._kept = torch.zeros(sizes, device=self._kv.device)
-        return self._kept[: shape.sequences]
+    def _weights(self) -> Tensor:
+        """Return what is remembered of all sessions, [places, layers * heads, blocks] float32."""
+        blocks = -(-self._max_pages * PAGE_SIZE // self._settings.block_size)
+        return self._memories.weights(self._decoder.num_layers * self._decoder.heads, blocks, self._kv.device)

@@ -22,7 +22,6 @@ else:
         triton, tl = None, SimpleNamespace(constexpr=None)
 
 Backend = Literal["torch", "triton"]
-AttentionBackend = Literal["torch", "triton", "flashinfer"]
 
 
 def jit(function: Callable[..., Any]) -> Any:

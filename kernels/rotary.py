@@ -11,6 +11,9 @@ from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.kv_write import write_kv
 from kernels.rms_norm import add_rms_norm
 
+MANY_TOKENS = 256  # from here on a program takes several heads: what a token's heads share is loaded once
+HEADS_OF_PROGRAM = 8
+
 
 def rotate_and_write_kv(
     qkv: Tensor,
@@ -52,7 +55,8 @@ def rotate_and_write_kv(
         return _rotate(queries, cos, sin)
     tokens = len(qkv)
     queries = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    _rotate_and_write_kv_kernel[(tokens, heads + 2 * kv_heads)](
+    of_program = 1 if tokens < MANY_TOKENS else HEADS_OF_PROGRAM
+    _rotate_and_write_kv_kernel[(tokens, -(-(heads + 2 * kv_heads) // of_program))](
         *(qkv, cosines, sines, positions, slots, head_norms),
         *(k_pages, v_pages, queries, epsilon),
         HEADS=heads,
@@ -60,6 +64,7 @@ def rotate_and_write_kv(
         PAGE=page_size,
         DIM=dim,
         HALF=cosines.shape[1],
+        OF_PROGRAM=of_program,
         num_warps=1,
         **overlapping_launch(qkv.device),
     )
@@ -95,37 +100,40 @@ def _rotate_and_write_kv_kernel(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
+    OF_PROGRAM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
-    head = tl.program_id(1)
     at = tl.arange(0, DIM)
     partner = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
-    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * DIM
     follow(PDL)
-    own = tl.load(source + at)
     slot = tl.load(slots_ptr + token)
-    if head < HEADS + KV_HEADS:
-        other = tl.load(source + partner)
-        if norms_ptr is not None:
-            wide = own.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
-            norm_ptr = norms_ptr + (head >= HEADS).to(tl.int32) * DIM
-            own = _multiply((wide * scale).to(own.dtype), tl.load(norm_ptr + at))
-            other = _multiply((other.to(tl.float32) * scale).to(own.dtype), tl.load(norm_ptr + partner))
-        if HALF > 0:
-            turned = at < 2 * HALF
-            row = tl.load(positions_ptr + token) * HALF + at % HALF
-            cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(own.dtype)
-            sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(own.dtype)
-            across = _multiply(other, sin).to(tl.float32)
-            own = (_multiply(own, cos).to(tl.float32) + tl.where(at < HALF, -across, across)).to(own.dtype)
-    if head < HEADS:
-        tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
-    elif slot >= 0:
-        kv_head = (head - HEADS) % KV_HEADS
-        offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM
-        if head < HEADS + KV_HEADS:
-            tl.store(k_ptr + offset + at, own)
-        else:
-            tl.store(v_ptr + offset + at, own)
+    for index in tl.static_range(OF_PROGRAM):
+        head = tl.program_id(1) * OF_PROGRAM + index
+        if head < HEADS + 2 * KV_HEADS:
+            source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head).to(tl.int64) * DIM
+            own = tl.load(source + at)
+            if head < HEADS + KV_HEADS:
+                other = tl.load(source + partner)
+                if norms_ptr is not None:
+                    wide = own.to(tl.float32)
+                    scale = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + epsilon)
+                    norm_ptr = norms_ptr + (head >= HEADS).to(tl.int32) * DIM
+                    own = _multiply((wide * scale).to(own.dtype), tl.load(norm_ptr + at))
+                    other = _multiply((other.to(tl.float32) * scale).to(own.dtype), tl.load(norm_ptr + partner))
+                if HALF > 0:
+                    turned = at < 2 * HALF
+                    row = tl.load(positions_ptr + token) * HALF + at % HALF
+                    cos = tl.load(cosines_ptr + row, mask=turned, other=1.0).to(own.dtype)
+                    sin = tl.load(sines_ptr + row, mask=turned, other=0.0).to(own.dtype)
+                    across = _multiply(other, sin).to(tl.float32)
+                    own = (_multiply(own, cos).to(tl.float32) + tl.where(at < HALF, -across, across)).to(own.dtype)
+            if head < HEADS:
+                tl.store(queries_ptr + (token * HEADS + head).to(tl.int64) * DIM + at, own)
+            elif slot >= 0:
+                kv_head = (head - HEADS) % KV_HEADS
+                offset = ((slot // PAGE * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM
+                if head < HEADS + KV_HEADS:
+                    tl.store(k_ptr + offset + at, own)
+                else:
+                    tl.store(v_ptr + offset + at, own)

@@ -14,7 +14,6 @@ from engine.loading.runner import make_runner
 from engine.loading.shape import ModelShape, load_config, read_shape
 from engine.loading.tokenizer import count_token_ids, load_tokenizer, tokenizer_hash
 from engine.runner import Runner
-from kernels.flashinfer_attention import check_flashinfer
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
     dtype = resolve_dtype(settings.dtype, device)
-    _check_settings(settings, device, dtype)
+    _check_settings(settings, device)
     loaded = load_model(settings.model, dtype, device, load_format=settings.load_format)
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config
@@ -69,20 +68,12 @@ def _open_runner(
     )
 
 
-def _check_settings(settings: ModelSettings, device: str, dtype: torch.dtype) -> None:
+def _check_settings(settings: ModelSettings, device: str) -> None:
     """Raise ValueError or NotImplementedError for what can be refused before gigabytes are read."""
     if settings.deterministic and device == "cpu":
         raise NotImplementedError("deterministic is built for the GPU engine: leave it out, or use a CUDA device")
     check_attention_backend(settings.attention_backend, device, settings.deterministic, settings.enforce_eager)
     config = load_config(settings.model)
-    shape = read_shape(config)
-    if settings.attention_backend == "flashinfer":
-        check_flashinfer(shape.head_dim, dtype, torch.device(device))
-        if settings.host_kv_memory:
-            raise NotImplementedError(
-                "attention_backend flashinfer reads KV that lies on the GPU: choose triton or auto, or leave "
-                "host_kv_memory out"
-            )
     feature = unbuilt_feature(config, on_gpu=device != "cpu")
     if feature is not None and device != "cpu" and not settings.enforce_eager:
         raise NotImplementedError(

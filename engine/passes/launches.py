@@ -12,8 +12,8 @@ from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.flashinfer_attention import Planned
 from kernels.paged_attention import BlockLists, GroupMeans, Tuning, pinned_tuning
+from kernels.prompt_attention import PromptPart
 from kernels.shared_budget import remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
@@ -30,12 +30,12 @@ def run_pass(
     buffers: Buffers,
     attention: Backend,
     layer_pages: LayerPages | None = None,
-    prompt: Planned | None = None,
+    prompts: list[PromptPart] | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
-    layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompt: FlashInfer's plan of the
-    dense layers.
+    layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a dense
+    pass read by cuDNN, if they do.
     """
     given = buffers.tensors
     if shape.decay is not None:
@@ -45,7 +45,7 @@ def run_pass(
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
         fetched = kv.fetch_plan(*listed, given["round"])
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
-    attend.prompt, attend.pages = prompt, layer_pages or kv.layer_pages
+    attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
     slots: Tensor | list[Tensor] = given["slots"]
     if shape.kept:
         slots = [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]

@@ -5,5 +5,5 @@ what the first one weighed most. The evidence is the mean over the passes of eac
 
 A session's rounds need not all begin with a dense pass. In a round without `refresh` the first pass, too, reads lists:
 those that the weights of the session's last dense first pass give. What it does not read keeps these weights, by which
-later passes may still list it. One graph serves both: a session that refreshes has lists of everything.
+later passes may still list it. Sessions that refresh and sessions that do not are drafted by graphs of their own.
 """

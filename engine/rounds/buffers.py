@@ -19,7 +19,7 @@ class RoundShape:
 
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
-    announces nothing. branches: of a sequence; 1: it runs pending tokens.
+    announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
     """
 
     sequences: int
@@ -28,6 +28,7 @@ class RoundShape:
     sampled: bool
     method: str
     branches: int = 1
+    refreshes: bool = True
 
     @property
     def rows(self) -> int:
@@ -42,16 +43,16 @@ class RoundShape:
 def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions.
 
-    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. known:
-    tokens that `kept` is of; 0: this round refreshes.
+    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. places:
+    of the sequences' weights in `memory`. known: tokens that these are of.
 
     With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
     own: where the KV of its own tokens begins; kept_own: whether these are written (a sequence with fewer branches
     repeats its first one). totals: tokens of a sequence once the round has run. source, target: where KV is moved from
     and to before anything is read, as places in the pages, -1 for none.
 
-    The caller adds to the tensors, where settings.refresh_every > 1, kept [sequences, layers, heads, blocks] float32:
-    RoundMemory's weights, then this round's.
+    The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
+    what RoundMemory says.
     """
     count, rows, passes = shape.sequences, shape.rows, settings.gamma + 1
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
@@ -77,6 +78,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
+        layout["places"] = (count,), torch.int64
+    if not shape.refreshes:
         layout["known"] = (count,), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
     lay_out_rows(buffers.inputs.host, [])
@@ -84,8 +87,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     return buffers
 
 
-def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]) -> None:
-    """Bring the inputs of a round to the device."""
+def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest], places: list[int]) -> None:
+    """Bring the inputs of a round to the device. places: of the requests' memories, then one that nobody has."""
     buffers.inputs.begin()
     host = buffers.inputs.host
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
@@ -93,6 +96,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
         _lay_out_branches(host, shape, requests)
     else:
         lay_out_rows(host, [(item.kv, item.tokens) for item in requests])
+    if "places" in host:
+        host["places"][:] = places[-1]
+        host["places"][: len(requests)] = places[:-1]
     if "known" in host:
         host["known"][:] = 0
     for i, item in enumerate(requests):
@@ -100,7 +106,7 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
         host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p
         if shape.branches == 1:
             host["uniforms"][:, i] = item.uniforms
-        if "known" in host and not item.refresh:
+        if "known" in host:
             assert item.memory is not None
             host["known"][i] = item.memory.length
         if item.announce is not None:
@@ -161,29 +167,3 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
             )
         )
     return outputs
-
-
-def bring_kept(buffers: Buffers, requests: list[RoundRequest]) -> None:
-    """Before a round: bring what sessions that do not refresh remember."""
-    if "kept" not in buffers.tensors:
-        return
-    for i, item in enumerate(requests):
-        if not item.refresh:
-            assert item.memory is not None and item.memory.weights is not None
-            weights, kept = item.memory.weights, buffers.tensors["kept"]
-            blocks = min(weights.shape[2], kept.shape[3])
-            kept[i, :, :, :blocks].copy_(weights[:, :, :blocks])
-
-
-def take_kept(buffers: Buffers, settings: RoundSettings, requests: list[RoundRequest]) -> None:
-    """After it, before the lengths of their KV move: take what sessions that refreshed remember from now on."""
-    if "kept" not in buffers.tensors:
-        return
-    for i, item in enumerate(requests):
-        memory = item.memory
-        if memory is not None and item.refresh:
-            memory.length, memory.rounds = item.kv.length + len(item.tokens), 0
-            blocks = -(-memory.length // settings.block_size)
-            memory.weights = buffers.tensors["kept"][i, :, :, :blocks].clone()
-        elif memory is not None:
-            memory.rounds += 1

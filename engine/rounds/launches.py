@@ -19,6 +19,7 @@ from kernels.backends import Backend, default_backend
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
+from kernels.top_few import top_few
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ def run_round(
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
             move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
-    first = _lists_of_first_pass(round_) if settings.refresh_every > 1 else None
+    first = None if shape.refreshes else _lists_of_first_pass(round_)
     logits = _run_first_pass(round_, first)
-    if "kept" in given and evidence is not None:
-        given["kept"].copy_(evidence)
+    if "memory" in given and evidence is not None and shape.refreshes:
+        weights = evidence.flatten(1, 2)
+        given["memory"][..., : weights.shape[2]].index_copy_(0, given["places"], weights)
     later = None
     if settings.read_share < 1:
         assert evidence is not None
@@ -83,17 +85,17 @@ def run_round(
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
     tokens, ids, probs, alternatives = [], [], [], []
     for index in range(settings.gamma + 1):
-        token, support = _sample(logits, round_, index)
+        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(kv.device))
+        token, support = _sample(logits, likeliest[:, 0].long(), round_, index)
         tokens.append(token)
-        if settings.alternatives:
-            alternatives.append(logits.topk(settings.alternatives).indices)
+        alternatives.append(likeliest)
         if support is not None:
             ids.append(support[0])
             probs.append(support[1])
         if index < settings.gamma:
             logits = _run_later_pass(round_, token, index, later)
     results["tokens"].copy_(torch.stack(tokens))
-    if alternatives:
+    if settings.alternatives:
         results["alternatives"].copy_(torch.stack(alternatives))
     if ids:
         results["ids"].copy_(torch.stack(ids))
@@ -179,13 +181,14 @@ def _run_pass(
 
 
 def _lists_of_first_pass(round_: _Round) -> ListedReads:
-    """Return what the first pass reads; the evidence takes the kept weights of the blocks that it does not read."""
+    """Return what the first pass reads; the evidence takes the remembered weights of what it does not read."""
     given, evidence, kv_heads = round_.given, round_.evidence, round_.kv.kv_heads
     assert evidence is not None
     known = given["known"] // round_.settings.block_size
     column = torch.arange(evidence.shape[3], device=evidence.device)
+    kept = given["memory"].index_select(0, given["places"])[..., : evidence.shape[3]].view_as(evidence)
     # What lies beyond may be of tokens that were taken back, or of another session.
-    kept = given["kept"].masked_fill((column >= known[:, None])[:, None, None], 0)
+    kept = kept.masked_fill((column >= known[:, None])[:, None, None], 0)
     lists = _own_lists(round_, kept, known, max(round_.shape.queries, round_.shape.branches))
     unread = ~_listed(lists.blocks).transpose(0, 1)[:, :, :, None]  # [sequences, layers, kv_heads, 1, blocks]
     evidence.unflatten(2, (kv_heads, -1)).copy_(kept.unflatten(2, (kv_heads, -1)) * unread)
@@ -245,10 +248,12 @@ def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, ma
 # Sampling.
 
 
-def _sample(logits: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Draw tokens [sequences], and return ids and probabilities [sequences, support] of what they were drawn from."""
+def _sample(logits: Tensor, best: Tensor, round_: _Round, index: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Draw tokens [rows], and return ids and probabilities [rows, support] of what they were drawn from.
+
+    best: [rows] int64, the likeliest token of each.
+    """
     given, settings = round_.given, round_.settings
-    best = logits.argmax(-1)
     if not round_.shape.sampled:
         return best, None
     greedy = given["temperature"] == 0

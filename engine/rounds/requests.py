@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
@@ -18,8 +17,9 @@ class RoundSettings:
     gamma: tokens of a round. support: entries of a sampled token's distribution that are kept. block_size: tokens of a
     block. read_share: share of the blocks that later passes read; 1: they are dense. sink_blocks, window_blocks: always
     read by them. announcers: by the name of a method, how it announces. refresh_every: rounds from one dense first
-    pass of a session to its next, at most; 1: every round has one. branches: that a round drafts at once, at most.
-    alternatives: how many of the likeliest tokens are told at each position.
+    pass of a session to its next, at most; 1: every round has one. memories: sessions that are remembered where that is
+    more than 1. branches: that a round drafts at once, at most. alternatives: how many of the likeliest tokens are told
+    at each position.
     """
 
     gamma: int
@@ -30,6 +30,7 @@ class RoundSettings:
     window_blocks: int = 4
     announcers: Mapping[str, Announcer] = field(default_factory=dict)
     refresh_every: int = 1
+    memories: int = 64
     branches: int = 1
     alternatives: int = 0
 
@@ -49,21 +50,22 @@ class RoundSettings:
         return replace(self, announcers={name: each.to(device) for name, each in self.announcers.items()})
 
 
-@dataclass
+@dataclass(eq=False)
 class RoundMemory:
-    """What the last dense first pass of one session weighed, where not every round refreshes. The runner fills it.
+    """What the last dense first pass of one session weighed, where not every round refreshes. The runner keeps it.
 
-    weights: [layers, heads, blocks] float32 where the model lives, over γ + 1 as they count in evidence. length: tokens
-    that they are of and that still stand. rounds: drafted since that one.
+    index: of the weights among those that the runner keeps ([layers * heads, blocks] float32, over γ + 1 as they count
+    in evidence), None before the first such pass. length: tokens that they are of and that still stand. rounds: drafted
+    since that one.
     """
 
-    weights: Tensor | None = None
+    index: int | None = None
     length: int = 0
     rounds: int = 0
 
     def refresh_due(self, every: int) -> bool:
         """Whether the next round is one of those, `every` rounds apart, that refresh."""
-        return self.weights is None or self.rounds + 1 >= every
+        return self.index is None or self.rounds + 1 >= every
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on: what comes in their place was never weighed."""
@@ -114,8 +116,8 @@ class RoundRequest:
     """A round of one session.
 
     tokens: pending ones, the last of them committed or guessed. temperature 0: greedy. uniforms: [γ + 1] float64.
-    refresh: let the first pass be dense, and `memory` hold what it weighed; otherwise the pass reads by what `memory`
-    holds. Both only count where settings.refresh_every > 1; without a memory nothing is held.
+    refresh: let the first pass be dense, and `memory` stand for what it weighed; otherwise the pass reads by what
+    `memory` stands for. Both only count where settings.refresh_every > 1; without a memory nothing is remembered.
 
     branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
@@ -143,7 +145,7 @@ class RoundRequest:
                 f"the first branch leaves after {self.branches[0].length} tokens, expected {self.kv.length}: it goes "
                 "on behind all tokens with KV, so that no KV is moved onto what another branch has left"
             )
-        if not self.refresh and (self.memory is None or self.memory.weights is None):
+        if not self.refresh and (self.memory is None or self.memory.index is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
 
 

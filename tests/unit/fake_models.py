@@ -261,7 +261,10 @@ class FakeRunner(Runner):
     def prepare_rounds(self, settings: RoundSettings) -> None:
         self._rounds = settings
 
-    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+    def draft_rounds(
+        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
+    ) -> list[RoundOutput]:
+        launched()
         self._fail()
         assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)

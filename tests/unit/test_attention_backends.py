@@ -1,13 +1,8 @@
-"""Choosing what attends: flags, refusals, and the engine with FlashInfer in prompts against the engine without.
-
-Without a GPU and FlashInfer a stand-in computes in torch what FlashInfer is told.
-"""
+"""Choosing what attends: flags, refusals, and the engine with prompts read in pieces against the engine without."""
 
 import argparse
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +13,7 @@ from torch import Tensor
 import models
 from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
 from config.attention_backends import check_attention_backend
+from engine import layer_attention
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
@@ -26,15 +22,10 @@ from engine.loading.opening import open_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampling
-from kernels import flashinfer_attention
-from kernels.backends import AttentionBackend
-from kernels.flashinfer_attention import make_planned
+from kernels.backends import Backend
+from kernels.prompt_attention import attend_to_prompts
 from kernels.selection import compact
 
-LAUNCHES = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
-needs_flashinfer = pytest.mark.skipif(
-    not LAUNCHES, reason="needs a CUDA device and FlashInfer (pip install flashinfer-python)"
-)
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -54,10 +45,9 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("chosen", "device", "deterministic", "enforce_eager", "message"),
     [
-        ("xformers", "cuda", False, False, "'xformers', expected auto, triton, flashinfer, torch"),
-        ("flashinfer", "cpu", False, False, "'flashinfer' runs on CUDA devices and the device is 'cpu'"),
+        ("xformers", "cuda", False, False, "'xformers', expected auto, triton, torch"),
         ("triton", "cpu", False, False, "'triton' runs on CUDA devices and the device is 'cpu'"),
-        ("flashinfer", "cuda", True, False, "deterministic rules out: choose triton or auto"),
+        ("torch", "cuda", True, False, "deterministic rules out: choose triton or auto"),
         ("torch", "cuda:1", False, False, "pass --enforce-eager, or choose triton"),
     ],
 )
@@ -74,8 +64,6 @@ def test_what_fits() -> None:
         ("torch", "cpu", False, False),
         ("auto", "cuda", True, False),
         ("triton", "cuda", True, False),
-        ("flashinfer", "cuda", False, False),
-        ("flashinfer", "auto", False, True),
         ("torch", "cuda", False, True),
     ]:
         check_attention_backend(chosen, device, deterministic, enforce_eager)
@@ -86,8 +74,8 @@ def test_services_take_the_flag() -> None:
         return resolve_service(argparse.ArgumentParser(), default, flags, {})[0].attention_backend
 
     assert resolve(TargetSettings()) == "auto"
-    assert resolve(DraftSettings(), "--attention-backend", "flashinfer") == "flashinfer"
-    with pytest.raises(SettingsError, match="auto, triton, flashinfer, torch"):
+    assert resolve(DraftSettings(), "--attention-backend", "triton") == "triton"
+    with pytest.raises(SettingsError, match="auto, triton, torch"):
         resolve(TargetSettings(), "--attention-backend", "xformers")
 
 
@@ -96,29 +84,21 @@ def test_a_launch_takes_the_flag() -> None:
         return resolve_launch(flags, {}).target
 
     assert resolve().attention_backend == "auto"
-    assert resolve("--attention-backend", "flashinfer").attention_backend == "flashinfer"
+    assert resolve("--attention-backend", "triton").attention_backend == "triton"
     for flags, message in [
         (("--attention-backend", "xformers"), "'xformers', expected auto"),
-        (("--attention-backend", "flashinfer", "--device", "cpu"), "runs on CUDA devices"),
-        (("--attention-backend", "flashinfer", "--deterministic"), "deterministic rules out"),
+        (("--attention-backend", "triton", "--device", "cpu"), "runs on CUDA devices"),
+        (("--attention-backend", "torch", "--deterministic"), "deterministic rules out"),
     ]:
         with pytest.raises(SettingsError, match=message):
             resolve(*flags)
 
 
-def test_a_cpu_refuses_flashinfer_at_start_and_takes_torch() -> None:
+def test_a_cpu_refuses_triton_at_start_and_takes_torch() -> None:
     settings = ModelSettings(model=str(models.DRAFT), device="cpu", kv_tokens=64)
     with pytest.raises(ValueError, match="runs on CUDA devices"):
-        open_model(replace(settings, attention_backend="flashinfer"))
+        open_model(replace(settings, attention_backend="triton"))
     assert open_model(replace(settings, attention_backend="torch")).runner.kv.kv_heads == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_refuses_what_flashinfer_cannot_run() -> None:
-    settings = ModelSettings(model=str(models.DRAFT), device="cuda", dtype="float32", kv_tokens=64)
-    with pytest.raises(NotImplementedError, match="float32; it takes bfloat16 and float16"):
-        open_model(replace(settings, attention_backend="flashinfer"))
 
 
 # The engine.
@@ -133,43 +113,6 @@ def folder(tmp_path: Path) -> str:
             parameter += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path)
     return str(tmp_path)
-
-
-class StandIn:
-    """FlashInfer's wrapper as far as it is used, by torch: pages laid end to end, the mask aligned to the last key."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.plans = self.runs = 0
-
-    def plan(self, *arguments: Any, **keywords: Any) -> None:
-        self.plans += 1
-        self.starts, self.page_starts, self.pages, self.last = (each.tolist() for each in arguments[:4])
-        self.heads, self.kv_heads, _, self.page_size = arguments[4:]
-        self.scale, self.causal = keywords["sm_scale"], keywords["causal"]
-
-    def run(self, queries: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
-        self.runs += 1
-        assert self.causal and queries.shape[:2] == (self.starts[-1], self.heads)
-        assert pages[0].shape[1:3] == (self.kv_heads, self.page_size)
-        out = torch.zeros_like(queries) if out is None else out
-        for i, last in enumerate(self.last):
-            rows = slice(self.starts[i], self.starts[i + 1])
-            read = self.pages[self.page_starts[i] : self.page_starts[i + 1]]
-            if rows.start == rows.stop:
-                continue
-            length, count = (len(read) - 1) * self.page_size + last, rows.stop - rows.start
-            mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
-            keys, values = (each[read].transpose(0, 1).flatten(1, 2)[:, :length] for each in pages)
-            out[rows] = torch.nn.functional.scaled_dot_product_attention(
-                queries[rows].transpose(0, 1)[None], keys[None], values[None], mask, scale=self.scale, enable_gqa=True
-            )[0].transpose(0, 1)
-        return out
-
-
-class NoEvent:
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -234,36 +177,35 @@ def compare(ours: list[SequenceOutput], wanted: list[SequenceOutput], tolerance:
 
 
 def runner_of(
-    folder: str, dtype: torch.dtype, device: str, backend: AttentionBackend | None, eager: bool = False
+    folder: str, dtype: torch.dtype, device: str, backend: Backend | None, eager: bool = False
 ) -> ModelRunner:
     model = load_model(folder, dtype, device)
     return make_runner(model, 4096, max_context=400, enforce_eager=eager, attention_backend=backend)
 
 
-def test_prompts_are_planned_and_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in, on a CPU: the pages and rows of prompts reach FlashInfer as they should, and no step does."""
-    there = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandIn)
-    monkeypatch.setattr(flashinfer_attention, "_flashinfer", lambda: there)
-    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, torch in cuDNN's place: what prompts read reaches the pieces as it should, and no step does."""
+    calls = []
+
+    def attend(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return attend_to_prompts(*arguments, cudnn=False)
+
+    monkeypatch.setattr(layer_attention, "attend_to_prompts", attend)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
-    runner = runner_of(folder, torch.float32, "cpu", "torch")
-    runner._passes.prompt_plan = planned = make_planned(torch.empty(0))
+    assert not calls
+    runner = runner_of(folder, torch.float32, "cpu", None)
+    runner._passes._cudnn = True
     compare(drive(runner), wanted, 1e-4)
-    wrapper = planned.wrapper
-    assert wrapper.kv_heads == KV_HEADS and wrapper.heads == 8
-    assert (wrapper.plans, wrapper.runs) == (2, 2 * LAYERS)  # the prompts, and the rest of two of them
+    assert [len(arguments[0]) for arguments in calls] == [5] * LAYERS + [2] * LAYERS  # the prompts, the rest of two
 
 
-def test_the_engine_refuses_flashinfer_on_a_cpu(folder: str) -> None:
-    with pytest.raises(ValueError, match="runs on CUDA devices"):
-        runner_of(folder, torch.float32, "cpu", "flashinfer")
-
-
-@needs_flashinfer
 @pytest.mark.gpu
-def test_the_engine_gives_what_triton_gives(folder: str) -> None:
-    wanted = drive(runner_of(folder, torch.bfloat16, "cuda", None))
-    runner = runner_of(folder, torch.bfloat16, "cuda", "flashinfer")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudnn_reads_prompts_as_triton_does(folder: str) -> None:
+    wanted = drive(runner_of(folder, torch.bfloat16, "cuda", "triton"))
+    runner = runner_of(folder, torch.bfloat16, "cuda", None)
+    assert runner._passes._cudnn
     compare(drive(runner), wanted, 0.1)
     assert all(captured.graph is not None for captured in runner._passes.graphs.by_shape.values())
 

@@ -1,6 +1,7 @@
 """Rounds of the draft without a dense first pass: what they read, what they keep, and who decides."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,28 @@ from torch import Tensor
 import engine.rounds.launches
 import models
 from config import DraftSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
-from engine.round_runner import RoundRunner
 from engine.rounds.buffers import RoundShape, make_round_buffers
 from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
+from engine.sampling import Sampling
 from evaluation.rounds import prefill
 from sparsity.methods import method_named
 from sparsity.plan import load_plan
 from sparsity.rounds import announcement_request, round_settings
 from tests.unit.test_draft_rounds import tokens
+from wire.messages import At, Begin, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = load_plan(models.PLAN)
 ALL_LISTED = 1 - 1e-9  # a share below 1 that leaves nothing out
 GAMMA = DraftSettings.gamma
 LENGTH = 500
-KEPT_OF = RoundRunner._kept_of
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_a_round_that_always_refreshes_is_dense_first_and_keeps_nothing(
     runner.prepare_rounds(settings(0.1, 1))
     session = Drafting(runner)
     first = session.round(True)
-    assert session.memory == RoundMemory()
+    assert session.memory.index is None
     blocks = PLAN.num_blocks(LENGTH)
     heads = PLAN.draft_layers * runner.kv.kv_heads
     assert first.blocks_read is not None
@@ -133,9 +136,9 @@ def test_rounds_between_read_less(runner: ModelRunner) -> None:
     read = [session.round(refresh).blocks_read for refresh in (True, False, True, False)]
     heads = PLAN.draft_layers * runner.kv.kv_heads
     for i, count in enumerate(read):
-        blocks = PLAN.num_blocks(LENGTH + i * (GAMMA + 1) + GAMMA)
-        listed = int(0.2 * blocks)
-        assert count == heads * ((blocks if i % 2 == 0 else listed) + GAMMA * listed)
+        length = LENGTH + i * (GAMMA + 1)
+        listed = int(0.2 * PLAN.num_blocks(length + GAMMA))
+        assert count == heads * ((PLAN.num_blocks(length) if i % 2 == 0 else listed) + GAMMA * listed)
     session.release()
 
 
@@ -154,10 +157,8 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
     runner.prepare_rounds(settings(0.2, 4))
     session = Drafting(runner)
     session.round(True)
-    kept = session.memory.weights
-    assert kept is not None
-    assert kept.shape[-1] == PLAN.num_blocks(LENGTH)
-    before = kept.clone()
+    assert session.memory.length == LENGTH
+    before = weights_of(runner, session.memory)[..., : PLAN.num_blocks(LENGTH)].clone()
     for round_ in (1, 2):
         session.round(False)
         first, later = made[-2:]
@@ -169,29 +170,26 @@ def test_what_is_not_read_keeps_the_weights_of_the_last_refresh(
         assert torch.equal(fresh[..., :n][unread], before[unread])
         assert not torch.equal(fresh[..., :n][~unread], before[~unread])
         assert session.memory.rounds == round_
-        assert torch.equal(session.memory.weights, before)  # type: ignore[arg-type]
+        assert torch.equal(weights_of(runner, session.memory)[..., :n], before)
     session.release()
 
 
-def leave_behind(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """Fill the buffers that hold what sessions remember, as if another session had left it there."""
-    monkeypatch.setattr(RoundRunner, "_kept_of", lambda self, shape: KEPT_OF(self, shape).fill_(value))
+def weights_of(runner: ModelRunner, memory: RoundMemory) -> Tensor:
+    """What is remembered of a session: [layers, heads, blocks]."""
+    assert runner._rounds is not None and memory.index is not None
+    return runner._rounds._weights()[memory.index].unflatten(0, (PLAN.draft_layers, -1))
 
 
 @torch.inference_mode()
-def test_weights_of_what_was_taken_back_do_not_matter(
-    runner: ModelRunner, evidence: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither those behind the tokens that still stand, nor what another session left in the buffers."""
+def test_weights_of_what_was_taken_back_do_not_matter(runner: ModelRunner, evidence: list[Tensor]) -> None:
+    """Nor what another session left behind them."""
     runner.prepare_rounds(settings(0.2, 4))
     outputs = []
     for stale in (0.0, torch.nan, 1e9):
         session = Drafting(runner)
         session.round(True)
-        assert session.memory.weights is not None
         session.memory.cut(LENGTH - 100)
-        session.memory.weights[..., (LENGTH - 100) // PLAN.block_size :] = stale
-        leave_behind(monkeypatch, stale)
+        weights_of(runner, session.memory)[..., (LENGTH - 100) // PLAN.block_size :] = stale
         outputs.append(session.round(False))
         session.release()
     for evidence_of, output in zip(evidence[3::2], outputs[1:], strict=True):
@@ -233,8 +231,10 @@ def test_a_mixed_batch_is_each_session_alone(runner: ModelRunner) -> None:
         assert alone.bitmap is not None and mixed.bitmap is not None
         assert np.array_equal(alone.bitmap, mixed.bitmap)
     for alone_memory, mixed_memory in zip(*memories, strict=True):
+        blocks = -(-alone_memory.length // PLAN.block_size)
         assert (alone_memory.length, alone_memory.rounds) == (mixed_memory.length, mixed_memory.rounds)
-        torch.testing.assert_close(alone_memory.weights, mixed_memory.weights, rtol=1e-4, atol=1e-6)
+        ours, theirs = (weights_of(runner, memory)[..., :blocks] for memory in (alone_memory, mixed_memory))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert [memory.rounds for memory in memories[0]] == [1, 0, 1]
 
 
@@ -253,6 +253,58 @@ def test_a_round_without_anything_kept_is_refused() -> None:
 
 def test_buffers_hold_what_is_kept_only_where_it_is_used() -> None:
     shape = RoundShape(1, 2, 4, False, "")
-    for every in (1, 2):
-        buffers = make_round_buffers(shape, settings(0.5, every), 4096, torch.device("cpu"))
-        assert ("known" in buffers.tensors) == (every > 1)
+    for every, refreshes in ((1, True), (2, True), (2, False)):
+        of_shape = replace(shape, refreshes=refreshes)
+        buffers = make_round_buffers(of_shape, settings(0.5, every), 4096, torch.device("cpu"))
+        assert ("places" in buffers.tensors) == (every > 1)
+        assert ("known" in buffers.tensors) == (not refreshes)
+
+
+class Sessions:
+    """A draft with sessions in micro-batches of all, whose verdicts accept everything that was drafted."""
+
+    def __init__(self, runner: ModelRunner, count: int, **settings: Any) -> None:
+        self.requests: list[list[RoundRequest]] = []
+        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=1, read_share=0.1, **settings))
+        self.peer = TargetPeer(lambda event: None)
+        self.drafter.attach(self.peer)
+        for i in range(count):
+            self.begin(str(i))
+
+    def begin(self, name: str) -> None:
+        self.drafter.receive(self.peer, Begin(At(name, 0, 0, 200), tokens(200, 3), Sampling(0.0), 600, "ahead"))
+
+    def step(self) -> list[bool]:
+        """Take one step; returns which of its rounds refresh."""
+        planned = self.drafter.plan_step()
+        assert planned is not None
+        self.drafter.finish_step(planned, self.drafter.execute(planned))
+        return [item.request.refresh for item in planned.rounds]
+
+    def accept(self) -> None:
+        for session in self.peer.sessions.values():
+            assert session.drafted is not None
+            at = At(session.id, session.epoch, session.round + 1, session.committed)
+            self.drafter.receive(self.peer, Verdict(at, GAMMA, session.drafted.tokens, plain=False))
+
+
+@pytest.mark.parametrize("branches", [1, 4])
+def test_the_drafter_refreshes_all_sessions_of_a_step_or_none(runner: ModelRunner, branches: int) -> None:
+    """In a session's first rounds always, then once in so many; a session that begins takes the others with it."""
+    crowd = Sessions(runner, 2, refresh_every=4, branches=branches)
+    while not (refreshed := crowd.step()):
+        pass  # prompts
+    assert refreshed == [True, True] and crowd.step() == [True, True]
+    steps = []
+    for turn in range(20):
+        crowd.accept()
+        if turn == 17:
+            crowd.begin("late")
+        steps.append(crowd.step())
+        assert len(set(steps[-1])) <= 1
+    flags = [step[0] for step in steps if step]
+    assert flags[:7] == [True] * 7
+    between = flags[7:16]
+    assert [i for i, flag in enumerate(between) if flag] in ([0, 4, 8], [1, 5], [2, 6], [3, 7])
+    for session in list(crowd.peer.sessions.values()):
+        crowd.drafter.admission.drop(session)

@@ -3,26 +3,16 @@
 Without a GPU or FlashInfer its launches are skipped; the arithmetic of the plans and what is refused are tested here.
 """
 
-import builtins
 import importlib.util
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.flashinfer_attention import Requests, dense_requests, make_planned, make_workspace, plan, run
 from benchmarks.flashinfer_rival import listed_requests
-from kernels.flashinfer_attention import (
-    Requests,
-    check_flashinfer,
-    dense_requests,
-    make_planned,
-    make_workspace,
-    plan,
-    run,
-)
 from tests.unit.test_paged_attention import SCALE, Case, shuffled_case
 
 LAUNCHES = torch.cuda.is_available() and importlib.util.find_spec("flashinfer") is not None
@@ -114,37 +104,6 @@ def test_a_plan_shares_no_memory_with_what_it_was_made_from() -> None:
 def test_nothing_to_run() -> None:
     case = ragged([20, 0], [0, 0], 1)
     assert requests_of(case).rows == 0
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("dim", "dtype", "error", "message"),
-    [
-        (80, torch.bfloat16, NotImplementedError, "heads of 80 dimensions; it takes 64, 128, 256"),
-        (64, torch.float32, NotImplementedError, "float32; it takes bfloat16 and float16"),
-        (64, torch.bfloat16, ValueError, "runs on CUDA devices, this is 'cpu'"),
-    ],
-)
-def test_what_flashinfer_cannot_run_is_refused(
-    dim: int, dtype: torch.dtype, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        check_flashinfer(dim, dtype, torch.device("cpu"))
-
-
-def test_without_flashinfer_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = builtins.__import__
-
-    def absent(name: str, *rest: Any) -> Any:
-        if name == "flashinfer":
-            raise ImportError(name)
-        return there(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(RuntimeError, match="pip install flashinfer-python"):
-        check_flashinfer(64, torch.bfloat16, torch.device("cuda"))
 
 
 # What it computes, on a GPU.

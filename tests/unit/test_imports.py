@@ -51,7 +51,7 @@ PROTO_FILES = {
 # Only the orchestrator knows Ray, in one place.
 RAY_FILES = {"orchestrator/cluster.py"}
 # Its only user; installed or not, all else runs.
-FLASHINFER = {"kernels/flashinfer_attention.py": {"flashinfer"}}
+FLASHINFER = {"benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
 WITHOUT_GRPC = {
     "draft_service/admission.py",

@@ -130,14 +130,6 @@ def test_a_backing_store_that_does_not_hold_a_context_or_the_device_is_refused(
         open_model(tiered(tokens, **changes))
 
 
-def test_flashinfer_over_tiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU would have taken it."""
-    monkeypatch.setattr(opening, "check_attention_backend", lambda *_: None)
-    monkeypatch.setattr(opening, "check_flashinfer", lambda *_: None)
-    with pytest.raises(NotImplementedError, match="flashinfer reads KV that lies on the GPU: choose triton"):
-        open_model(tiered(800, attention_backend="flashinfer"))
-
-
 def test_a_feature_that_is_not_built_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded; on a CPU, and with enforce_eager, transformers' own modules run it."""
     monkeypatch.setattr(opening, "unbuilt_feature", lambda *_, **__: "hats")

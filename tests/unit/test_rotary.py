@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import rotary
 from kernels.rotary import rotate_and_write_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,13 +35,21 @@ def run(arguments: tuple[Any, ...], heads: int, kv_heads: int, backend: str) -> 
     return queries, keys, values
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "turned"), [(2, 2, 32), (3, 1, 24), (8, 2, 8), (7, 1, 0), (1, 1, 32)])
 def test_triton_gives_what_torch_gives(
-    heads: int, kv_heads: int, turned: int, dtype: torch.dtype, normed: bool
+    heads: int,
+    kv_heads: int,
+    turned: int,
+    dtype: torch.dtype,
+    normed: bool,
+    many: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
+    monkeypatch.setattr(rotary, "MANY_TOKENS", TOKENS if many else TOKENS + 1)
     arguments = given(heads, kv_heads, turned, dtype, normed)
     # The interpreter rounds to bfloat16 otherwise, and a GPU fuses float32 into multiply-adds.
     exact = DEVICE == "cuda" and dtype == torch.bfloat16 and not normed

