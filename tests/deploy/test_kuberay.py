@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.deploy.tools import DEPLOY, Object, container_of, kustomize, of_kind, run_tool, settings_of, validate
+from wire.tls import read_tls
 
 SCHEMA = Path(__file__).with_name("ray_cluster.schema.json")
 
@@ -82,9 +83,36 @@ def test_every_process_of_ray_has_the_token_and_tls(objects: list[Object], clust
     environments = {item["metadata"]["name"]: item["data"] for item in of_kind(objects, "ConfigMap")}
     pods = [group["template"]["spec"] for group in groups(cluster).values()]
     for pod in [*pods, launch["spec"]["template"]["spec"]]:
-        (container,) = pod["containers"]
+        (container,), (maker,) = pod["containers"], pod["initContainers"]
         environment = environments[container["envFrom"][0]["configMapRef"]["name"]]
         assert environment["RAY_USE_TLS"] == "1"
-        mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert Path(environment["RAY_TLS_SERVER_CERT"]).parent.as_posix() in mounted
+        for mounts in (container["volumeMounts"], maker["volumeMounts"]):
+            assert Path(environment["RAY_TLS_SERVER_CERT"]).parent.as_posix() in {item["mountPath"] for item in mounts}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["make-certificate"]["configMap"]["name"] in environments
+        assert container["image"] == maker["image"] == "specahead:0.1.0-cpu"
         assert pod["enableServiceLinks"] is False and container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_a_pod_makes_a_certificate_that_its_authority_signed(tmp_path: Path) -> None:
+    ca, own = tmp_path / "ca", tmp_path / "tls"
+    own.mkdir()
+    ca.mkdir()
+    authority = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-subj",
+        "/CN=ca",
+    ]
+    run_tool("openssl", *authority, "-keyout", ca / "tls.key", "-out", ca / "tls.crt")
+    script = (DEPLOY / "kuberay" / "make_certificate.sh").read_text().replace("cd /etc/ray/tls", f"cd {own}")
+    environment = {"POD_IP": "10.1.2.3", "POD_NAMESPACE": "here", "RAY_CA": str(ca)}
+    run_tool("env", *(f"{name}={value}" for name, value in environment.items()), "bash", "-c", script)
+    read_tls(*(str(own / name) for name in ("tls.crt", "tls.key", "ca.crt")))
+    said = run_tool("openssl", "x509", "-in", own / "tls.crt", "-noout", "-ext", "subjectAltName")
+    assert "IP Address:10.1.2.3" in said and "DNS:specahead-head-svc.here.svc.cluster.local" in said
