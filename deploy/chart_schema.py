@@ -41,7 +41,7 @@ def _whole(least: int) -> dict[str, Any]:
 
 def _setting(item: Setting) -> dict[str, Any]:
     """Return the schema of one setting."""
-    schema: dict[str, Any] = {"description": item.help, "type": _TYPES[item.kind]}
+    schema: dict[str, Any] = {"type": _TYPES[item.kind]}
     limits = {"minimum": item.least, "maximum": item.most, "exclusiveMinimum": item.above}
     schema |= {name: limit for name, limit in limits.items() if limit is not None}
     if item.choices:
