@@ -73,7 +73,9 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     plan: str = _models(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
     budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
-    prefill_chunk: int = _limits(512, "prompt tokens that one step may run, over all sessions", least=2)
+    prefill_chunk: int = _limits(
+        0, "prompt tokens that one step may run, over all sessions; 0: 8192 on a GPU, 512 on a CPU", least=0
+    )
     host: str = _services("127.0.0.1", "address that draft and target services bind", name="service_host")
     step_timeout: float = _limits(
         120.0, "seconds that one step of a model may take before its service ends itself as hung", above=0

@@ -12,10 +12,11 @@ from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, take_round
+from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, send_round, take_round
 from draft_service.verdicts import receive_verdict
+from engine.rounds.requests import DraftedTokens
 from engine.runner import Runner
-from engine.step_loop import describe
+from engine.step_loop import describe, prefill_chunk
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
 from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
@@ -31,8 +32,8 @@ class Drafter:
     """What the draft service drives: targets attach and send events, and the step loop plans, executes and finishes.
 
     Events may come at any time and are applied between steps. `execute` alone runs in another thread. call_soon: has a
-    function called by the loop's thread; rounds ahead, which no target waits for as long as it verifies, are then sent
-    while the next step runs. None: they are sent between steps.
+    function called by the loop's thread; what a step with rounds ahead gave is then sent while the next step runs, else
+    between steps.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Drafter:
         settings: DraftSettings,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
+        settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings = plan, settings
@@ -49,7 +51,7 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._call_soon = call_soon
-        self._unsent: list[tuple[DraftSession, RoundAhead]] = []
+        self._unsent: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         self._steps = 0
         rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
@@ -109,7 +111,7 @@ class Drafter:
         step = plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
         self._steps += step is not None
         if step is None or not step.rounds:  # nobody would send what is left in time
-            self._send_ahead()
+            self._send()
         return step
 
     def execute(self, step: DraftStep) -> DraftStepResult:
@@ -124,29 +126,35 @@ class Drafter:
 
     def _on_launch(self) -> None:
         if self._call_soon is not None:
-            self._call_soon(self._send_ahead)
+            self._call_soon(self._send)
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
-        """Take what a step gave, and send the rounds that targets wait for."""
-        self._send_ahead()
+        """Take what a step gave."""
+        self._send()
         for planned, output in zip(step.rounds, result.rounds, strict=True):
             if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
-                take_round(planned, output, self._plan, result.seconds, self.counters)
+                take_round(planned, output, self._plan, result.seconds)
+                session = planned.session
+                self._unsent.append((session, session.ahead if planned.ahead else session.drafted))
             else:
                 self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
-        self._unsent = [(item.session, item.session.ahead) for item in step.rounds if item.session.ahead is not None]
         for session in step.reading:
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
-        if self._call_soon is None:
+        # A target that verifies has use for rounds ahead only when it is done; in one frame with them others can wait.
+        if self._call_soon is None or not any(item.ahead for item in step.rounds):
             self._apply_inbox()
-            self._send_ahead()
+            self._send()
 
-    def _send_ahead(self) -> None:
-        """Send the rounds ahead that are left, but of a round whose verdict has come meanwhile one branch at most."""
+    def _send(self) -> None:
+        """Send the rounds that are left, but of a round whose verdict has come meanwhile one branch at most."""
         unsent, self._unsent = self._unsent, []
         for session, drafted in unsent:
-            if session.ahead is drafted and session.peer.sessions.get(session.id) is session:
-                send_ahead(session, self.counters)
+            if session.peer.sessions.get(session.id) is not session:
+                continue
+            if isinstance(drafted, RoundAhead) and session.ahead is drafted:
+                send_ahead(session, drafted, self.counters)
+            elif drafted is not None and session.drafted is drafted:
+                send_round(session, self.counters)
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

@@ -17,7 +17,7 @@ from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
 from sparsity.selection import BlockSelection
 from wire.messages import Announcement, At, Proposal, Ready
-from wire.selection_codec import encode_selection
+from wire.selection_codec import NamedSelection, encode_selection
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
     return PlannedRound(session, request, drafted is not None, base)
 
 
-def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float, counters: Counter[str]) -> None:
-    """Take the round that was drafted for a session in so many seconds, and send it, unless it is one ahead."""
+def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:
+    """Take the round that was drafted for a session in so many seconds, which is sent later."""
     session, request = planned.session, planned.request
     session.moved, session.waiting = None, 0
     session.memory.cut(session.committed)  # what comes behind is a guess
@@ -162,38 +162,40 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     session.tokens += session.drafted.tokens[:count]
     session.kv.length = base + count
     session.seconds = seconds
-    send_round(session, selection, base, counters)
+    session.selection, session.selection_base = selection, base
 
 
-def send_ahead(session: DraftSession, counters: Counter[str]) -> None:
+def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:
     """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
-    ahead = session.ahead
-    assert ahead is not None
     at = session.at._replace(round=session.round + 1)
-    _announce(session, at._replace(base=ahead.base), ahead.selection, counters)
+    _announce(session, at._replace(base=ahead.base), ahead.selection, session.newest_known, counters)
     for branch in ahead.branches:
         _propose(session, at._replace(base=branch.base), branch.token, branch.drafted, ahead.seconds, counters)
 
 
-def send_round(session: DraftSession, selection: BlockSelection | None, base: int, counters: Counter[str]) -> None:
+def send_round(session: DraftSession, counters: Counter[str]) -> None:
     """Send what the session's round announces, if it does, and its proposal.
 
     Also a second time, for a round drafted ahead which still holds although the epoch has moved.
-    selection: of the blocks before `base`.
     """
     assert session.drafted is not None
-    session.selection = None  # of this round the target knows nothing yet
-    _announce(session, session.at._replace(base=base), selection, counters)
-    session.selection, session.selection_base = selection, base
+    at = session.at._replace(base=session.selection_base)
+    _announce(session, at, session.selection, session.reference, counters)  # of this round the target knows nothing yet
     last = session.tokens[session.committed - 1]
     _propose(session, session.at, last, session.drafted, session.seconds, counters)
 
 
-def _announce(session: DraftSession, at: At, selection: BlockSelection | None, counters: Counter[str]) -> None:
+def _announce(
+    session: DraftSession,
+    at: At,
+    selection: BlockSelection | None,
+    reference: NamedSelection | None,
+    counters: Counter[str],
+) -> None:
     """Announce a selection of blocks before at.base, coded against the newest one that the target holds."""
     if selection is None:
         return
-    data = encode_selection(selection, session.newest_known)
+    data = encode_selection(selection, reference)
     counters["announcements"] += 1
     counters["announced_bytes"] += len(data)
     session.peer.send(Announcement(at, data))

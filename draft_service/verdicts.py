@@ -38,5 +38,5 @@ def _apply(session: DraftSession, verdict: Verdict, kv: KVCache, counters: Count
         counters["verdicts_ahead"] += 1
         counters["verdicts_met"] += met
     if met and session.epoch != epoch:
-        send_round(session, session.selection, session.selection_base, counters)
+        send_round(session, counters)
     kv.index_prefix(session.kv, session.tokens, session.tokens_in_place)

@@ -23,7 +23,7 @@ from kernels.paged_attention import (
     paged_attention_with_read_weights,
     plan_work,
 )
-from kernels.prompt_attention import PromptPart, attend_to_prompts
+from kernels.prompt_attention import PromptReads, attend_to_prompts
 
 # The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
@@ -105,7 +105,7 @@ class LayerAttention:
     listed: ListedReads | None = None
     weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
-    prompts: list[PromptPart] | None = None
+    prompts: PromptReads | None = None
     dense_work: Work | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:

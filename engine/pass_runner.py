@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
@@ -20,7 +22,7 @@ from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.prompt_attention import PromptPart, cudnn_attends, plan_prompts
+from kernels.prompt_attention import PromptReads, cudnn_attends, make_room, plan_prompts
 
 
 class PassRunner:
@@ -45,6 +47,8 @@ class PassRunner:
         self._attention = attention or default_backend(kv.device)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
         self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
+        self._room: Tensor | None = None  # for the pieces that prompts are read in
+        self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
 
     def step_of(self, shape: PassShape) -> Captured:
         """Return the captured step of a shape; without graphs, one for this time."""
@@ -82,6 +86,10 @@ class PassRunner:
         self._lay_out(buffers, shape, inputs, tables)
         prompts = self._plan_prompts(buffers) if self._is_read_by_cudnn(shape) else None
         run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts)
+        gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
+        if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
+            self._wait_for_the_one_before()
+            return read_outputs(buffers, shape, inputs, self._kv, {})
         return read_outputs(buffers, shape, inputs, self._kv, buffers.results.fetch())
 
     def _make_buffers(self, shape: PassShape, logits_rows: int | None) -> Buffers:
@@ -106,9 +114,20 @@ class PassRunner:
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
 
-    def _plan_prompts(self, buffers: Buffers) -> list[PromptPart]:
-        host = buffers.inputs.host
-        sizes = self._kv.kv_heads, PAGE_SIZE
-        return plan_prompts(
-            host["query_starts"].tolist(), host["lengths"].tolist(), buffers.tensors["block_tables"], *sizes
-        )
+    def _plan_prompts(self, buffers: Buffers) -> PromptReads:
+        pages, host = self._kv.k_pages[0], buffers.inputs.host
+        if self._room is None:
+            sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
+            self._room = make_room(*sizes, pages.dtype, pages.device)
+        starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
+        return plan_prompts(starts, lengths, buffers.tensors["block_tables"], self._kv.kv_heads, PAGE_SIZE, self._room)
+
+    def _wait_for_the_one_before(self) -> None:
+        """Wait for the last pass that gave nothing, and leave the present one, which gives nothing either, to run.
+
+        So the host lays out the next part of a prompt meanwhile, and is never more than one part ahead.
+        """
+        before, self._unfinished = self._unfinished, torch.cuda.Event()
+        self._unfinished.record()
+        if before is not None:
+            before.synchronize()

@@ -86,6 +86,11 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def prefill_chunk(asked: int, device: torch.device) -> int:
+    """Return how many prompt tokens a step may run: what was asked for, or what suits the device if that is 0."""
+    return asked or (8192 if device.type == "cuda" else 512)
+
+
 def share_prefill(remaining: list[int], budget: int) -> list[int]:
     """Return how many prompt tokens each sequence may run in this step; `remaining` is in order of arrival.
 

@@ -34,6 +34,14 @@ class PromptPart:
     own: Tensor
 
 
+@dataclass(frozen=True)
+class PromptReads:
+    """What a pass over prompts reads. room: [2, elements], where keys and values are copied to, of every layer."""
+
+    parts: list[PromptPart]
+    room: Tensor
+
+
 def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether cuDNN attends with heads of `dim` dimensions of `dtype` on a device."""
     if device.type != "cuda" or not torch.backends.cudnn.is_available():
@@ -42,13 +50,22 @@ def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def make_room(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return room for the pieces of sequences of up to so many tokens.
+
+    It is made once: rooms of many sizes would have to be allocated one by one as prompts grow.
+    """
+    return torch.empty(2, min(PIECE, size_of_own(tokens)) * kv_heads * dim, dtype=dtype, device=device)
+
+
 def plan_prompts(
-    starts: Sequence[int], lengths: Sequence[int], tables: Tensor, kv_heads: int, page_size: int
-) -> list[PromptPart]:
+    starts: Sequence[int], lengths: Sequence[int], tables: Tensor, kv_heads: int, page_size: int, room: Tensor
+) -> PromptReads:
     """Return what each sequence with queries reads; made once for all layers of a pass.
 
     starts: the first query row of each sequence, and where the last one ends. lengths: tokens of each with KV, the
-    queries' own included. tables: [sequences, max_pages] int32, on the device.
+    queries' own included. tables: [sequences, max_pages] int32, on the device. room: of `make_room`, for the longest.
+    Raises ValueError for more queries of a sequence than a piece may have.
     """
     heads = torch.arange(kv_heads, device=tables.device)[:, None]
 
@@ -64,11 +81,13 @@ def plan_prompts(
         skipped = base % UNIT
         first, size = base - skipped, size_of_own(length - base + skipped)
         pieces = [places(tables[i, a // page_size : b // page_size]) for a, b in pieces_before(first)]
+        if size > PIECE:
+            raise ValueError(f"{length - base} tokens of a prompt in one pass, at most {PIECE}: lower prefill_chunk")
         # What fills the piece up comes after every query: no weight is given to it, whatever page it is.
         held = torch.arange(first // page_size, (first + size) // page_size, device=tables.device)
         own = tables[i].index_select(0, held.clamp(max=(length - 1) // page_size))
         parts.append(PromptPart(rows, skipped, size, pieces, places(own)))
-    return parts
+    return PromptReads(parts, room)
 
 
 def pieces_before(length: int) -> Iterator[tuple[int, int]]:
@@ -92,37 +111,40 @@ def size_of_own(tokens: int) -> int:
 
 
 def attend_to_prompts(
-    parts: list[PromptPart], queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, cudnn: bool = True
+    reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, cudnn: bool = True
 ) -> Tensor:
     """Return the output [rows, heads, dim]; rows of no part are zeros.
 
     queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim]. cudnn: False: by torch, anywhere.
     """
     out = torch.zeros_like(queries)
-    for part in parts:
+    for part in reads.parts:
         count = part.rows.stop - part.rows.start
-        filled = queries.new_zeros(part.size, *queries.shape[1:])
-        filled[part.skipped : part.skipped + count] = queries[part.rows]
+        filled = queries[part.rows]
+        if count < part.size:
+            filled = queries.new_zeros(part.size, *queries.shape[1:])
+            filled[part.skipped : part.skipped + count] = queries[part.rows]
         own = filled.transpose(0, 1)[None]
-        attended, total = _attend(own, *_copy(k_pages, v_pages, part.own), True, scale, cudnn)
+        attended, total = _attend(own, *_copy(k_pages, v_pages, part.own, reads.room), True, scale, cudnn)
         if part.before:
             attended = attended.float()
         for piece in part.before:
-            of_piece, weight = _attend(own, *_copy(k_pages, v_pages, piece), False, scale, cudnn)
+            of_piece, weight = _attend(own, *_copy(k_pages, v_pages, piece, reads.room), False, scale, cudnn)
             attended.lerp_(of_piece.float(), torch.sigmoid(weight - total))
             total = torch.logaddexp(total, weight)
         out[part.rows] = attended[0, :, part.skipped : part.skipped + count].transpose(0, 1)
     return out
 
 
-def _copy(k_pages: Tensor, v_pages: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a piece, [1, kv_heads, tokens, dim] each."""
+def _copy(k_pages: Tensor, v_pages: Tensor, places: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the keys and values of a piece to `room`, and return them: [1, kv_heads, tokens, dim] each."""
     _, kv_heads, page_size, dim = k_pages.shape
-    keys, values = (
-        pages.view(-1, page_size * dim).index_select(0, places).view(1, kv_heads, -1, dim)
-        for pages in (k_pages, v_pages)
-    )
-    return keys, values
+    copies = []
+    for pages, own in zip((k_pages, v_pages), room, strict=True):
+        copy = own[: len(places) * page_size * dim].view(-1, page_size * dim)
+        torch.index_select(pages.view(-1, page_size * dim), 0, places, out=copy)
+        copies.append(copy.view(1, kv_heads, -1, dim))
+    return copies[0], copies[1]
 
 
 def _attend(

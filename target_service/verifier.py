@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from config import TargetSettings
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
 from engine.runner import Runner
-from engine.step_loop import describe
+from engine.step_loop import describe, prefill_chunk
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
@@ -48,6 +49,7 @@ class Verifier:
     """
 
     def __init__(self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None) -> None:
+        settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         a_session = pages_for(settings.gamma + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"

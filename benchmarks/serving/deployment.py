@@ -17,7 +17,7 @@ from benchmarks.serving.service import Controls
 from benchmarks.shapes import SHAPES
 from evaluation.plans import save_plan, uniform_plan
 
-PREFILL_CHUNK = 4096  # prompt tokens a step, at most
+PREFILL_CHUNK = 8192  # prompt tokens a step, at most
 
 
 @dataclass(frozen=True)

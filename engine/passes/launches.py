@@ -13,7 +13,7 @@ from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.paged_attention import BlockLists, GroupMeans, Tuning, pinned_tuning
-from kernels.prompt_attention import PromptPart
+from kernels.prompt_attention import PromptReads
 from kernels.shared_budget import remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
@@ -30,7 +30,7 @@ def run_pass(
     buffers: Buffers,
     attention: Backend,
     layer_pages: LayerPages | None = None,
-    prompts: list[PromptPart] | None = None,
+    prompts: PromptReads | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 

@@ -197,7 +197,9 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
     runner = runner_of(folder, torch.float32, "cpu", None)
     runner._passes._cudnn = True
     compare(drive(runner), wanted, 1e-4)
-    assert [len(arguments[0]) for arguments in calls] == [5] * LAYERS + [2] * LAYERS  # the prompts, the rest of two
+    assert [len(arguments[0].parts) for arguments in calls] == [5] * LAYERS + [
+        2
+    ] * LAYERS  # the prompts, the rest of two
 
 
 @pytest.mark.gpu

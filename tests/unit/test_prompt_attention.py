@@ -13,6 +13,7 @@ from kernels.prompt_attention import (
     UNIT,
     attend_to_prompts,
     cudnn_attends,
+    make_room,
     pieces_before,
     plan_prompts,
     size_of_own,
@@ -36,8 +37,9 @@ def ragged(lengths: list[int], counts: list[int], group: int, dim: int) -> Case:
 
 def attend(case: Case, cudnn: bool) -> torch.Tensor:
     queries, k_pages, v_pages, tables, lengths, starts = case.arguments
-    parts = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE)
-    return attend_to_prompts(parts, queries, k_pages, v_pages, SCALE, cudnn)
+    room = make_room(int(lengths.max()), KV_HEADS, queries.shape[2], queries.dtype, queries.device)
+    reads = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room)
+    return attend_to_prompts(reads, queries, k_pages, v_pages, SCALE, cudnn)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
