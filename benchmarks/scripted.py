@@ -76,10 +76,7 @@ class ScriptedRunner(Runner):
         self._gamma, self._block_size = settings.gamma, settings.block_size
         self._alternatives = settings.alternatives
 
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
-        launched()
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)

@@ -196,7 +196,7 @@ class ClientSettings(ClientAccess):
     )
     generation_config: str = setting(
         "auto",
-        "temperature and top_p of requests that have none: auto (the model's generation_config.json) or none (1)",
+        "how tokens are chosen where a request does not say: auto (by the model's generation_config.json) or none",
         group="client endpoints",
         choices=("auto", "none"),
     )

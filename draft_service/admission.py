@@ -4,6 +4,7 @@ from collections import Counter, deque
 
 from config import DraftSettings
 from draft_service.sessions import DraftSession, TargetPeer
+from engine.grammars import Grammars
 from engine.kv.cache import KVCache
 from engine.kv.pages import pages_for
 from wire.messages import Begin, Decline, Resync
@@ -12,8 +13,10 @@ from wire.messages import Begin, Decline, Resync
 class Admission:
     """Begins and drops sessions. Owns `reserved`, the KV pages promised to them, and `waiting`, those without room."""
 
-    def __init__(self, kv: KVCache, settings: DraftSettings, counters: Counter[str]) -> None:
-        self._kv, self._settings, self._counters = kv, settings, counters
+    def __init__(
+        self, kv: KVCache, settings: DraftSettings, counters: Counter[str], grammars: Grammars | None = None
+    ) -> None:
+        self._kv, self._settings, self._counters, self._grammars = kv, settings, counters, grammars
         self.reserved = 0
         self.waiting: deque[tuple[TargetPeer, str]] = deque()
 
@@ -33,6 +36,9 @@ class Admission:
             reads = self._settings.max_context
             self._decline_for_good(peer, name, f"{begin.max_length} tokens, the draft model reads {reads}")
             return
+        if begin.grammar and self._grammars is None:
+            self._decline_for_good(peer, name, "this draft follows no grammars")
+            return
         pages = self._pages(begin.max_length)
         if self.reserved + pages > self._kv.pool.num_pages:
             self._counters["declined_sessions"] += 1
@@ -40,7 +46,10 @@ class Admission:
             self.waiting.append((peer, name))
             return
         self.reserved += pages
-        session = DraftSession.from_begin(peer, begin, self._settings.gamma)
+        grammar = None
+        if begin.grammar and self._grammars is not None:
+            grammar = self._grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
+        session = DraftSession.from_begin(peer, begin, self._settings.gamma, grammar)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
 

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,7 @@ from draft_service.outcomes import ALTERNATIVES
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, send_round, take_round
 from draft_service.verdicts import receive_verdict
+from engine.grammars import Grammars
 from engine.rounds.requests import DraftedTokens
 from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
@@ -31,27 +31,17 @@ _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 class Drafter:
     """What the draft service drives: targets attach and send events, and the step loop plans, executes and finishes.
 
-    Events may come at any time and are applied between steps. `execute` alone runs in another thread. call_soon: has a
-    function called by the loop's thread; what a step with rounds ahead gave is then sent while the next step runs, else
-    between steps.
+    Events may come at any time and are applied between steps. `execute` alone runs in another thread.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        plan: Plan,
-        settings: DraftSettings,
-        call_soon: Callable[[Callable[[], None]], object] | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, plan: Plan, settings: DraftSettings, grammars: Grammars | None = None) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings = plan, settings
-        self.admission = Admission(runner.kv, settings, self.counters)
+        self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self._call_soon = call_soon
-        self._unsent: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         self._steps = 0
         rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
@@ -110,51 +100,39 @@ class Drafter:
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
         step = plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
         self._steps += step is not None
-        if step is None or not step.rounds:  # nobody would send what is left in time
-            self._send()
         return step
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model. Runs in the model thread; touches no session but through its KV."""
         started = time.perf_counter()
-        rounds = (
-            self.runner.draft_rounds([item.request for item in step.rounds], self._on_launch) if step.rounds else []
-        )
+        rounds = self.runner.draft_rounds([item.request for item in step.rounds]) if step.rounds else []
         if step.inputs:
             self.runner.forward(step.inputs)
         return DraftStepResult(rounds, time.perf_counter() - started)
 
-    def _on_launch(self) -> None:
-        if self._call_soon is not None:
-            self._call_soon(self._send)
-
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
-        """Take what a step gave."""
-        self._send()
+        """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
+        taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):
-            if all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
+            session = planned.session
+            if session.grammar is not None and session.grammar.error:
+                self.admission.fail(session, session.grammar.error)
+            elif all(branch.probs is None or np.isfinite(branch.probs).all() for branch in output.branches):
                 take_round(planned, output, self._plan, result.seconds)
-                session = planned.session
-                self._unsent.append((session, session.ahead if planned.ahead else session.drafted))
+                taken.append((session, session.ahead if planned.ahead else session.drafted))
             else:
-                self.admission.fail(planned.session, "the draft's logits are NaN or infinite")
-        for session in step.reading:
-            self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
-        # A target that verifies has use for rounds ahead only when it is done; in one frame with them others can wait.
-        if self._call_soon is None or not any(item.ahead for item in step.rounds):
-            self._apply_inbox()
-            self._send()
-
-    def _send(self) -> None:
-        """Send the rounds that are left, but of a round whose verdict has come meanwhile one branch at most."""
-        unsent, self._unsent = self._unsent, []
-        for session, drafted in unsent:
+                self.admission.fail(session, "the draft's logits are NaN or infinite")
+        self._apply_inbox()
+        # Of a round whose verdict has come meanwhile one branch is said at most.
+        for session, drafted in taken:
             if session.peer.sessions.get(session.id) is not session:
                 continue
             if isinstance(drafted, RoundAhead) and session.ahead is drafted:
                 send_ahead(session, drafted, self.counters)
             elif drafted is not None and session.drafted is drafted:
                 send_round(session, self.counters)
+        for session in step.reading:
+            self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:
         """Decline the sessions of a step that raised `error`, so that their targets decode them plainly."""

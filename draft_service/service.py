@@ -5,11 +5,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.link import LinkState, keep_link
+from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
@@ -44,7 +46,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready)
+    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
@@ -56,15 +58,22 @@ class _Control(control_pb2_grpc.DraftControlServicer):
 
 
 async def serve(
-    settings: DraftSettings, runner: Runner, plan: Plan, hello: Hello, on_ready: Callable[[RunningServer], None]
+    settings: DraftSettings,
+    runner: Runner,
+    plan: Plan,
+    hello: Hello,
+    on_ready: Callable[[RunningServer], None],
+    grammars: Grammars | None = None,
 ) -> None:
-    """Serve until cancelled. Raises what `run_step_loop` raises."""
-    drafter = Drafter(runner, plan, settings, asyncio.get_running_loop().call_soon_threadsafe)
+    """Serve until cancelled. grammars: None: sessions with one are declined. Raises what `run_step_loop` raises."""
+    drafter = Drafter(runner, plan, settings, grammars)
     announcing = METHODS[plan.method].announcing is not None
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
     links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
+    if grammars is not None:
+        grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
 
     def status() -> ServiceStatus:
         return ServiceStatus(

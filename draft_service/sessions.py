@@ -6,18 +6,20 @@ them finds its round drafted.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from engine.grammars import GrammarState
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import DraftedTokens, MovedKV, RoundMemory
+from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, MovedKV, RoundMemory
+from engine.rounds.rules import RoundRules, SessionRules, session_rules
 from engine.sampling import Sampling
 from sparsity.methods import Method, method_named
 from sparsity.selection import BlockSelection
 from wire.messages import At, Begin, DraftEvent, Verdict
-from wire.selection_codec import NamedSelection
+from wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
 _SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
@@ -51,11 +53,23 @@ class BranchAhead:
 
 
 @dataclass(frozen=True)
+class CodedSelection:
+    """What a selection is different in from the one that `reference` names; None: from an empty one."""
+
+    difference: CodedBitmap
+    reference: Reference | None
+
+
+@dataclass(frozen=True)
 class RoundAhead:
-    """The next round, drafted ahead. selection: what was announced for all its branches, of blocks before `base`."""
+    """The next round, drafted ahead. selection: what is announced for all its branches, of blocks before `base`.
+
+    coded: the same as bytes, if the runner made them.
+    """
 
     base: int
     selection: BlockSelection | None
+    coded: CodedSelection | None
     branches: list[BranchAhead]
     seconds: float
 
@@ -65,12 +79,13 @@ class DraftSession:
     """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
-    ready_due: whether the target is still to be told that it may wait for this draft.
+    ready_due: whether the target is still to be told that it may wait for this draft. rules: what changes its logits.
+    grammar: what its text follows.
 
     Of the round: drafted is what was drafted, None until it is, in `seconds`; selection is what was announced, of the
-    blocks before `selection_base`; ahead is the round behind it, if that is drafted. waiting: since which of the
-    drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's tokens that is not in
-    its place yet, behind which all pages stay as they are.
+    blocks before `selection_base`, and `coded` its bytes; ahead is the round behind it, if that is drafted. waiting:
+    since which of the drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's
+    tokens that is not in its place yet, behind which all pages stay as they are.
 
     foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
     were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
@@ -88,12 +103,15 @@ class DraftSession:
     max_length: int
     method: Method | None
     gamma: int
+    rules: SessionRules | None = None
+    grammar: GrammarState | None = None
     ready_due: bool = True
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafted: DraftedTokens | None = None
     seconds: float = 0.0
     selection: BlockSelection | None = None
     selection_base: int = 0
+    coded: CodedSelection | None = None
     ahead: RoundAhead | None = None
     moved: MovedKV | None = None
     waiting: int = 0
@@ -105,7 +123,7 @@ class DraftSession:
     memory: RoundMemory = field(default_factory=RoundMemory)
 
     @staticmethod
-    def from_begin(peer: TargetPeer, begin: Begin, gamma: int) -> "DraftSession":
+    def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
         """Return a session that stands where `begin` says. Raises PlanError for an unknown method."""
         return DraftSession(
             peer=peer,
@@ -118,6 +136,8 @@ class DraftSession:
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
+            rules=session_rules(begin.sampling, begin.prompt_tokens, begin.stop_token_ids),
+            grammar=grammar,
             begun_at=begin.at.round,
         )
 
@@ -137,6 +157,11 @@ class DraftSession:
         return self.tokens[self.kv.length :]
 
     @property
+    def waits_for_grammar(self) -> bool:
+        """Whether its grammar is not compiled yet."""
+        return self.grammar is not None and not self.grammar.ready
+
+    @property
     def may_go_ahead(self) -> bool:
         """Whether a round is under judgement, the next one is not drafted, and there is room for it."""
         return self.drafted is not None and self.ahead is None and len(self.tokens) + 1 < self.max_length
@@ -148,6 +173,14 @@ class DraftSession:
     def tokens_to_propose(self, base: int) -> int:
         """Return γ, or fewer near the end: the target adds one token, and neither side goes beyond max_length."""
         return max(1, min(self.gamma, self.max_length - base - 1))
+
+    def rules_behind(self, branches: Sequence[Branch]) -> RoundRules | None:
+        """Return the rules of a round: of its branches, or of the tokens that are pending."""
+        if self.rules is None:
+            return None
+        committed = self.tokens[: self.committed]
+        guessed = [[*self.tokens[self.committed : branch.length], branch.token] for branch in branches]
+        return RoundRules(self.rules, committed, guessed)
 
     def foresees(self, least: float) -> bool:
         """Return whether outcomes are met often enough; every _RETRY-th round is tried whatever they did."""
@@ -196,7 +229,7 @@ class DraftSession:
         count = self.tokens_to_propose(branch.base)
         self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
-        self.selection, self.selection_base = ahead.selection, ahead.base
+        self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
         self.kv.length = branch.base + count
         if branch.source != branch.base - 1:
             self.moved = MovedKV(branch.source, branch.base - 1, count + 1)

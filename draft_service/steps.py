@@ -7,17 +7,17 @@ import numpy as np
 
 from config import DraftSettings
 from draft_service.outcomes import likely_outcomes
-from draft_service.sessions import BranchAhead, DraftSession, RoundAhead
+from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, RoundAhead
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
-from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest
+from engine.rounds.requests import AllowedTokens, Branch, DraftedTokens, RoundOutput, RoundRequest
 from engine.sampling import USE_DRAFT, Support, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
 from sparsity.selection import BlockSelection
 from wire.messages import Announcement, At, Proposal, Ready
-from wire.selection_codec import NamedSelection, encode_selection
+from wire.selection_codec import NamedSelection, encode_selection, with_header
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class PlannedRound:
     """A session's round in a step.
 
     ahead: whether it is the one behind the round under judgement. base: where it begins, if by branches the first one.
+    reference: what its announcement is coded against.
     """
 
     session: DraftSession
     request: RoundRequest
     ahead: bool
     base: int
+    reference: NamedSelection | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def plan_draft_step(
     behind = 2 * (settings.gamma + 1)
     near = [session for session in sessions if len(session.tokens) - session.kv.length <= behind]
     reading = [session for session in sessions if len(session.tokens) - session.kv.length > behind]
+    near = [session for session in near if not session.waits_for_grammar]
     due = [session for session in near if session.drafted is None or _goes_ahead(session, foresight, settings)]
     if not due and not reading:
         return None
@@ -115,17 +118,22 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()
+    rules = session.rules_behind(branches)
     if drafted is not None:
         proposed = session.tokens_to_propose(session.committed)
         for accepted, token in likely_outcomes(drafted, proposed, session.acceptance, settings.branches):
             length = session.committed + accepted
             branches.append(Branch(length, token, draws(length + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
+        rules = session.rules_behind(branches)
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
+    last = session.newest_known
     if session.method is not None:
-        last = session.newest_known
         announce = announcement_request(session.method, plan, base, None if last is None else last[1])
+    starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
+    if not branches:
+        starts = [[*session.tokens[session.committed :], *(tokens if drafted is not None else [])]]
     request = RoundRequest(
         kv=session.kv,
         tokens=tokens,
@@ -136,8 +144,25 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         memory=session.memory,
         branches=tuple(branches),
         moved=session.moved,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        rules=rules,
+        allowed=_allowed_tokens(session, starts),
     )
-    return PlannedRound(session, request, drafted is not None, base)
+    return PlannedRound(session, request, drafted is not None, base, last)
+
+
+def _allowed_tokens(session: DraftSession, starts: list[list[int]]) -> AllowedTokens | None:
+    """Return what says which tokens the session's grammar allows in a round; None if it has no grammar.
+
+    starts: of each branch, the tokens behind the committed ones that it goes on behind.
+    """
+    grammar = session.grammar
+    if grammar is None:
+        return None
+    grammar.follow(session.tokens, session.committed)
+
+    return lambda branch, drafted: grammar.mask_behind([*starts[branch], *drafted])
 
 
 def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: float) -> None:
@@ -147,6 +172,9 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     session.memory.cut(session.committed)  # what comes behind is a guess
     base = planned.base
     selection = None if output.bitmap is None else announced_selection(output.bitmap, plan, base)
+    coded = None
+    if output.coded is not None:
+        coded = CodedSelection(output.coded, None if planned.reference is None else planned.reference[0])
     if planned.ahead:
         starts = [(branch.length, branch.token) for branch in request.branches]
         starts = starts or [(request.kv.length, request.tokens[0])]
@@ -155,20 +183,20 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
             BranchAhead(length + 1, token, drafted, request.kv.length + index * passes)
             for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
         ]
-        session.ahead = RoundAhead(base, selection, branches, seconds)
+        session.ahead = RoundAhead(base, selection, coded, branches, seconds)
         return
     (session.drafted,) = output.branches
     count = session.tokens_to_propose(base)
     session.tokens += session.drafted.tokens[:count]
     session.kv.length = base + count
     session.seconds = seconds
-    session.selection, session.selection_base = selection, base
+    session.selection, session.selection_base, session.coded = selection, base, coded
 
 
 def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:
     """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
     at = session.at._replace(round=session.round + 1)
-    _announce(session, at._replace(base=ahead.base), ahead.selection, session.newest_known, counters)
+    _announce(session, at._replace(base=ahead.base), ahead.selection, ahead.coded, session.newest_known, counters)
     for branch in ahead.branches:
         _propose(session, at._replace(base=branch.base), branch.token, branch.drafted, ahead.seconds, counters)
 
@@ -180,7 +208,8 @@ def send_round(session: DraftSession, counters: Counter[str]) -> None:
     """
     assert session.drafted is not None
     at = session.at._replace(base=session.selection_base)
-    _announce(session, at, session.selection, session.reference, counters)  # of this round the target knows nothing yet
+    # Of this round the target knows nothing yet.
+    _announce(session, at, session.selection, session.coded, session.reference, counters)
     last = session.tokens[session.committed - 1]
     _propose(session, session.at, last, session.drafted, session.seconds, counters)
 
@@ -189,13 +218,19 @@ def _announce(
     session: DraftSession,
     at: At,
     selection: BlockSelection | None,
+    coded: CodedSelection | None,
     reference: NamedSelection | None,
     counters: Counter[str],
 ) -> None:
     """Announce a selection of blocks before at.base, coded against the newest one that the target holds."""
     if selection is None:
         return
-    data = encode_selection(selection, reference)
+    name = None if reference is None else reference[0]
+    if coded is not None and coded.reference == name:
+        difference, shape = coded.difference, (selection.num_heads, selection.num_blocks)
+        data = with_header(difference.body, difference.checksum, *shape, name)
+    else:
+        data = encode_selection(selection, reference)
     counters["announcements"] += 1
     counters["announced_bytes"] += len(data)
     session.peer.send(Announcement(at, data))

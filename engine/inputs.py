@@ -1,6 +1,6 @@
 """What a runner is given and what it gives back, a sequence each. Knows no tensors of a batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
+from engine.logprobs import TokenLogprobs
 
 Logits = Literal["none", "last", "all"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
@@ -101,7 +102,8 @@ class SequenceOutput:
     budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
     tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
     next token, where the input was drafted and the runner judges; then there are no logits. finite: whether
-    the logits of the verdict were numbers; if not, it means nothing.
+    the logits of the verdict were numbers; if not, it means nothing. logprobs: of the tokens of the verdict, if asked
+    for.
     """
 
     logits: Tensor | None = None
@@ -111,3 +113,4 @@ class SequenceOutput:
     tokens_fetched: int = 0
     verdict: tuple[int, int] | None = None
     finite: bool = True
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

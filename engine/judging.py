@@ -1,12 +1,13 @@
 """Which drafted tokens of which sequence are kept: rows of logits in, accepted counts and next tokens out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.logit_rules import LogitRule
 from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
@@ -17,17 +18,30 @@ from kernels.rejection import DraftedRows, accept_greedy, judge_greedy, judge_sa
 class Drafted:
     """What a pass judges: it runs one token more, before these. supports: one a token, or none (one-hot).
 
-    base: the position of the first token.
+    base: the position of the first token. rules: what changes its logits, given `committed`, the tokens before base.
+    logprobs: how many likely tokens to tell at each position with their log probabilities, beside the token's own;
+    None: none, nor its own.
     """
 
     tokens: list[int]
     supports: list[Support]
     sampling: Sampling
     base: int
+    rules: tuple[LogitRule, ...] = ()
+    committed: Sequence[int] = ()
+    logprobs: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `judge` alone knows how to judge it; else `engine.ruled_judging` does."""
+        return not self.rules and self.logprobs is None
 
 
-def verdict_layout(rows: int, gamma: int, support: int) -> Layout:
-    """Return the inputs of `judge` for up to so many rows of up to `gamma` tokens; support 0: all are greedy."""
+def verdict_layout(rows: int, gamma: int, support: int, cuts: int = 0) -> Layout:
+    """Return the inputs of `judge` for up to so many rows of up to `gamma` tokens.
+
+    support: entries of a draft's distribution, 0 if all rows are greedy. cuts: the largest top_k, as of `cuts_of`.
+    """
     layout: Layout = {"draft_tokens": ((rows, gamma), torch.int32), "draft_counts": ((rows,), torch.int32)}
     if support:
         layout |= {
@@ -38,6 +52,8 @@ def verdict_layout(rows: int, gamma: int, support: int) -> Layout:
             "accept_uniforms": ((rows, gamma), torch.float64),
             "draw_uniforms": ((rows, gamma + 1), torch.float64),
         }
+    if cuts:
+        layout |= {"top_k": ((rows,), torch.int32), "min_p": ((rows,), torch.float32)}
     return layout
 
 
@@ -48,6 +64,11 @@ def support_of(rounds: list[Drafted]) -> int:
     return max(1, *(len(support.ids) for item in rounds for support in item.supports), 1)
 
 
+def cuts_of(rounds: list[Drafted]) -> int:
+    """Return the `cuts` that `verdict_layout` needs for these: the largest top_k, 1 for min_p alone, 0 for neither."""
+    return max((item.sampling.top_k or 1 for item in rounds if item.sampling.cuts), default=0)
+
+
 def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) -> None:
     """Write rounds into arrays of `verdict_layout`; rows behind them become empty greedy ones."""
     arrays["draft_counts"][:] = 0
@@ -55,6 +76,8 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
     if sampled:
         arrays["temperature"][:] = 0
         arrays["support_probs"][:] = 0
+    if "top_k" in arrays:
+        arrays["top_k"][:] = arrays["min_p"][:] = 0
     for i, item in enumerate(rounds):
         n, sampling = len(item.tokens), item.sampling
         arrays["draft_counts"][i] = n
@@ -62,6 +85,8 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
         if not sampled or sampling.greedy:
             continue
         arrays["temperature"][i], arrays["top_p"][i] = sampling.temperature, sampling.top_p
+        if "top_k" in arrays:
+            arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
         arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, USE_ACCEPT)
         arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, USE_TARGET)
         for j, support in enumerate(item.supports):
@@ -73,11 +98,12 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
 
 
 def judge(
-    logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, whatever_is_drafted: bool = False
+    logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, whatever_is_drafted: bool = False, cuts: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return accepted counts and next tokens, int32 [rows] each.
 
-    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others. whatever_is_drafted: whether
+    logits: [rows, γ + 1, vocab]. inputs: the tensors of `verdict_layout`, and any others. cuts: at least `cuts_of`
+    these rounds, if that is not 0. whatever_is_drafted: whether
     the tokens must be those of plain decoding also where they are sampled. Then the target draws its own token at each
     position, and a drafted one is accepted if it is the same. That is as exact as the rule of speculative sampling,
     which accepts more, but whose tokens depend on those that were proposed.
@@ -85,11 +111,28 @@ def judge(
     if "temperature" not in inputs:
         return judge_greedy(logits, inputs["draft_tokens"], inputs["draft_counts"], backend)
     drafted = DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)})
+    if cuts:
+        logits = cut_logits(logits, inputs["temperature"], inputs["top_k"], inputs["min_p"], cuts)
     if not whatever_is_drafted:
         return judge_sampled(logits, drafted, backend)
     own = _draw_own(logits, drafted, backend)
     accepted, following = accept_greedy(drafted.draft_tokens.long(), drafted.draft_counts.long(), own)
     return accepted.int(), following.int()
+
+
+def cut_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, min_p: Tensor, most: int) -> Tensor:
+    """Return logits with -inf in place of what top_k and min_p leave out; of entries as likely as the last one left all
+    are left.
+
+    logits: [rows, places, vocab]. temperature, min_p: [rows] float32; top_k: [rows] int32, at most `most`, 0 for all.
+    """
+    best = logits.topk(min(most, logits.shape[-1])).values.float()  # [rows, places, most]
+    last = (top_k.long().clamp(1, best.shape[-1]) - 1)[:, None, None].expand(-1, best.shape[1], 1)
+    least = best.gather(2, last).where(top_k[:, None, None] > 0, -torch.inf)
+    # p >= min_p of the largest p, at this temperature.
+    reach = (temperature * min_p.log()).where(min_p > 0, -torch.inf)[:, None, None]
+    least = torch.maximum(least, best[..., :1] + reach)
+    return logits.masked_fill(logits < least, -torch.inf)
 
 
 def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
@@ -101,8 +144,8 @@ def _draw_own(logits: Tensor, drafted: DraftedRows, backend: Backend) -> Tensor:
         draft_counts=drafted.draft_counts.new_zeros(rows * places),
         support_ids=nothing.int()[..., None],
         support_probs=nothing[..., None],
-        temperature=drafted.temperature[:, None].expand(rows, places).reshape(-1),
-        top_p=drafted.top_p[:, None].expand(rows, places).reshape(-1),
+        temperature=drafted.temperature.repeat_interleave(places),
+        top_p=drafted.top_p.repeat_interleave(places),
         accept_uniforms=drafted.accept_uniforms.new_empty(rows * places, 0),
         draw_uniforms=drafted.draw_uniforms.reshape(-1, 1),
     )

@@ -115,8 +115,10 @@ class ModelRunner(Runner):
 
     def _read_pinned(self, item: SequenceInput) -> SequenceOutput:
         """Read a prompt in passes of one size."""
-        if item.logits == "all":
-            raise NotImplementedError("a deterministic runner gives a prompt's last logits or none")
+        if item.logits == "all" and len(item.tokens) > PINNED_ROWS:
+            raise NotImplementedError(
+                f"a deterministic runner gives a prompt's last logits or up to {PINNED_ROWS} rows"
+            )
         for start in range(0, len(item.tokens), PINNED_ROWS):
             tokens = item.tokens[start : start + PINNED_ROWS]
             last = start + len(tokens) == len(item.tokens)
@@ -185,9 +187,7 @@ class ModelRunner(Runner):
             self._rounds.warm_up(sequences, methods)
 
     @torch.inference_mode()
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         if self._rounds is None:
             raise RuntimeError("draft_rounds needs prepare_rounds first")
         # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
@@ -199,4 +199,4 @@ class ModelRunner(Runner):
             requests = [
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
-        return self._rounds.draft(requests, launched)
+        return self._rounds.draft(requests)

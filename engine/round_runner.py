@@ -1,19 +1,23 @@
 """Drafting whole rounds: one graph a shape on a GPU, the same launches one by one elsewhere."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from engine.decoder import Decoder
+from engine.grammars import WORD, unpack_mask
 from engine.graphs import Captured, Graphs
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
 from engine.read_memories import ReadMemories
-from engine.rounds.buffers import RoundShape, lay_out_round, make_round_buffers, read_round
+from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers, read_round
 from engine.rounds.launches import run_round
 from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers
@@ -40,6 +44,7 @@ class RoundRunner:
         self._decoder, self._kv, self._attention = decoder, kv, attention
         self._settings = settings.to(kv.device)
         self._vocab_size, self._max_pages, self._graphs = vocab_size, max_pages, Graphs(captures)
+        self._one_by_one = Graphs(captures=False)
         self._memories = ReadMemories(settings.memories + 1)
         self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
 
@@ -57,36 +62,34 @@ class RoundRunner:
             if self._settings.refresh_every > 1 and of_each == self._settings.branches:
                 self._round_of(replace(shape, refreshes=False))
 
-    def draft(self, requests: list[RoundRequest], launched: Callable[[], None]) -> list[RoundOutput]:
+    def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
 
-        launched: called when rounds have been launched, before they are waited for.
+        Those that do not allow all tokens are drafted apart.
         """
         outputs: dict[int, RoundOutput] = {}
         refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
         methods = [item.announce.method if item.announce else "" for item in requests]
-        kinds = list(zip(methods, refreshes, strict=True))
+        kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), strict=True))
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
-            drafted = self._draft([requests[i] for i in chosen], *kind, launched)
+            drafted = self._draft([requests[i] for i in chosen], *kind)
             outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(
-        self, requests: list[RoundRequest], method: str, refreshes: bool, launched: Callable[[], None]
-    ) -> list[RoundOutput]:
+    def _draft(self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool) -> list[RoundOutput]:
         for item in requests:
             own = max(1, len(item.branches)) * (self._settings.gamma + 1)
             self._kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + self._settings.gamma))
         shape = self._shape_of(requests, method, refreshes)
-        round_ = self._round_of(shape)
+        round_ = self._round_of(shape, requests if asks else None)
         memories = [self._nobody if item.memory is None else item.memory for item in requests]
         places = []
         if self._settings.refresh_every > 1:
             places = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
         lay_out_round(round_.buffers, shape, requests, places)
+        bring_rules(round_.buffers, requests)
         round_.run()
-        launched()
         for item, memory in zip(requests, memories, strict=True):
             if refreshes:
                 memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
@@ -95,18 +98,21 @@ class RoundRunner:
 
     def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
         sampled = any(item.temperature > 0 for item in requests)
+        ruled = any(item.rules is not None for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if not self._graphs.captures:
             pages = max(len(item.kv.pages) for item in requests)
             queries = max(1, *(len(item.tokens) for item in requests), 1)
             branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
-            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes)
+            return RoundShape(len(requests), queries, pages, sampled, method, branches, refreshes, ruled)
         branches = self._settings.branches if branched else 1
         sizes = power_of_two(len(requests)), ROUND_QUERIES, self._max_pages
-        return RoundShape(*sizes, sampled, method, branches, refreshes)
+        return RoundShape(*sizes, sampled, method, branches, refreshes, ruled)
 
-    def _round_of(self, shape: RoundShape) -> Captured:
+    def _round_of(self, shape: RoundShape, asking: list[RoundRequest] | None = None) -> Captured:
+        """Return what runs a shape. asking: the requests, where the host is asked which tokens they allow."""
+
         def make_buffers() -> Buffers:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if self._settings.refresh_every > 1:
@@ -114,11 +120,24 @@ class RoundRunner:
             return buffers
 
         def launch(buffers: Buffers) -> None:
-            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention)
+            forbid = None if asking is None else partial(_forbid, asking, shape.branches)
+            run_round(self._decoder, self._kv, self._settings, shape, buffers, self._attention, forbid)
 
-        return self._graphs.of(shape, make_buffers, launch)
+        graphs = self._graphs if asking is None else self._one_by_one
+        return graphs.of(shape, make_buffers, launch)
 
     def _weights(self) -> Tensor:
         """Return what is remembered of all sessions, [places, layers * heads, blocks] float32."""
         blocks = -(-self._max_pages * PAGE_SIZE // self._settings.block_size)
         return self._memories.weights(self._decoder.num_layers * self._decoder.heads, blocks, self._kv.device)
+
+
+def _forbid(requests: list[RoundRequest], branches: int, logits: Tensor, tokens: list[Tensor]) -> None:
+    """Set to -inf, in place, what requests do not allow behind the tokens drafted so far. logits: [rows, vocab]."""
+    drafted = torch.stack(tokens, 1).tolist() if tokens else [[]] * len(logits)
+    masks = np.full((len(logits), -(-logits.shape[1] // WORD)), -1, dtype=np.int32)
+    for i, item in enumerate(requests):
+        assert item.allowed is not None
+        for j in range(len(item.branches) or 1):
+            masks[i * branches + j] = item.allowed(j, drafted[i * branches + j])
+    logits.masked_fill_(~unpack_mask(torch.from_numpy(masks).to(logits.device), logits.shape[1]), -torch.inf)

@@ -1,6 +1,6 @@
 """What the services need of a model. Tests and benchmarks may stand in another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
@@ -38,11 +38,6 @@ class Runner:
         """Say how rounds are drafted, before the first `draft_rounds`."""
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")
 
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
-        """Draft a whole round of each; the lengths of their KV are left to the caller. Raises OutOfPages.
-
-        launched: called as soon as the device has work and the host would only wait.
-        """
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        """Draft a whole round of each; the lengths of their KV are left to the caller. Raises OutOfPages."""
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")

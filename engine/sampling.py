@@ -5,7 +5,7 @@ speculative sampling exact. Which token they lead to depends on what was propose
 the runner is deterministic (`engine.judging.judge`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,15 +15,37 @@ LEAST_TEMPERATURE = 0.01  # of what is sampled; far below it the softmax overflo
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_p in (0, 1]."""
+    """How a session's tokens are chosen. temperature 0 is greedy; top_p in (0, 1].
+
+    top_k: likeliest tokens that are left, 0 for all. min_p: least share of the likeliest token's probability, in
+    [0, 1]. The penalties, logit_bias (by token id) and min_tokens (generated before a stop token may be) change logits
+    (engine.logit_rules). A cut by min_p and top_k comes before that by top_p, which is of what they leave.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top_k or min_p leave out tokens that might be drawn."""
+        return not self.greedy and (self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether there is a penalty on tokens that occur already."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
-from orchestrator.records import Limits, max_message
+from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
 from orchestrator.service_status import AskStatus, read_statuses, services_at
@@ -104,8 +104,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
         config.target.max_context,
         stop_token_ids(generation, tokenizer),
         tuple(methods_of(load_plan(config.target.plan))),
-        temperature=defaults.get("temperature", 1.0),
-        top_p=defaults.get("top_p", 1.0),
+        defaults=default_sampling(defaults),
     )
     observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)

@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from engine.logprobs import TokenLogprobs
+from orchestrator.chat_grammars import chat_grammar
+from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
@@ -22,7 +25,10 @@ from wire.messages import FinishReason
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals."""
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
+
+    logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
+    """
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -32,6 +38,8 @@ class Chunk:
     completion_tokens: int = 0
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     choice: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> str | None:
@@ -59,6 +67,7 @@ class Frontend:
         self.draft_name = draft_name
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
+        self._grammars = GrammarCompiler()
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
@@ -77,11 +86,22 @@ class Frontend:
             request.skip_special_tokens = False
         return parser
 
-    def prepare(self, request: GenerationRequest, prompts: list[list[int]]) -> list[Record]:
+    async def grammar(self, request: GenerationRequest, prompt: str = "") -> str:
+        """Return the source of what a request's text must follow, empty if it is free. Raises InvalidArgument.
+
+        prompt: the text of a chat's.
+        """
+        structure, main = request.structure, ""
+        if isinstance(request, ChatRequest):
+            main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
+            structure = None if request.must_call else structure
+        return await self._grammars.compile(structure, main) if main or structure else ""
+
+    def prepare(self, request: GenerationRequest, prompts: list[list[int]], grammar: str = "") -> list[Record]:
         """Return the records of a request, n for each of its prompts. Raises ServiceError; nothing is started."""
         if not self.accepting:
             raise Unavailable("the server is shutting down")
-        records = to_records(request, prompts, self.limits)
+        records = to_records(request, prompts, self.limits, grammar)
         for record in records:
             if self.router.is_open(record.session):
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
@@ -119,6 +139,7 @@ class Frontend:
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
         detokenizer = Detokenizer(self.tokenizer, request.skip_special_tokens is not False)
         finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
+        unending = record.sampling.min_tokens  # tokens to come that no stop string ends
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         try:
@@ -132,16 +153,21 @@ class Frontend:
                     shown = item.tokens
                     if item.finish_reason is FinishReason.STOP and not request.include_stop_str_in_output:
                         shown = shown[:-1]  # the token that ends the text is not in it
-                    text = detokenizer.push(shown)
+                    begun = detokenizer.push(shown[:unending])  # what a stop string may not end yet
+                    text = detokenizer.push(shown[unending:])
+                    unending = max(0, unending - len(shown))
                     if item.finish_reason is not FinishReason.NONE:
                         text += detokenizer.finish()
                     text, stopped = finder.push(text)
+                    text = begun + text
                     if stopped or item.finish_reason is not FinishReason.NONE:
                         reason = FinishReason.STOP if stopped else item.finish_reason
                         outcome = reason.name.lower()
-                        yield _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
+                        last = _last_chunk(record, text + finder.finish(), item.tokens, reason, choice)
+                        yield replace(last, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
                         return
-                    yield Chunk(text, item.tokens, choice=choice)
+                    chunk = Chunk(text, item.tokens, choice=choice)
+                    yield replace(chunk, logprobs=item.logprobs, prompt_logprobs=item.prompt_logprobs)
         except ServiceError as error:
             outcome = error
             raise

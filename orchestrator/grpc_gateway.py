@@ -1,17 +1,19 @@
 """specahead.v1.Inference for clients."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from orchestrator.callers import current_caller
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.records import check_count, check_model
 from orchestrator.requests import CompletionRequest, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
+from wire.convert import write_logprobs
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
 from wire.server import guarded, guarded_stream
@@ -39,7 +41,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 special = request.add_special_tokens is not False
                 prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
                 request.request_id = name = request.request_id or secrets.token_hex(12)
-                records = self._frontend.prepare(request, prompts)
+                grammar = await self._frontend.grammar(request)
+                records = self._frontend.prepare(request, prompts, grammar)
                 async with aclosing(self._frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
@@ -85,11 +88,20 @@ def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:
     if kind is None:
         raise InvalidArgument("prompt: set text or token_ids", "prompt")
     given = ((field.name, value) for field, value in pb.ListFields() if field.name in CompletionRequest.model_fields)
-    values = {name: value if isinstance(value, str | int | float) else list(value) for name, value in given}
+    values = {name: _plain(value) for name, value in given}
     values["prompt"] = pb.text if kind == "text" else list(pb.token_ids.ids)
     if pb.exactness:
         values["exactness"] = _EXACTNESS.get(pb.exactness, f"EXACTNESS {pb.exactness}")
     return read_request(CompletionRequest, values)
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as a type of Python's own."""
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Message):
+        return {field.name: _plain(inner) for field, inner in value.ListFields()}
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateResponse:
@@ -100,6 +112,7 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
         choice=chunk.choice,
     )
+    write_logprobs(response.logprobs, chunk.logprobs)
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
             inference_pb2.Usage(

@@ -24,6 +24,7 @@ from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
+from orchestrator.logprobs import CompletionLogprobs
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
     ChatRequest,
@@ -90,10 +91,14 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
     echoes = [""] * len(prompts)
     if body.echo:
         echoes = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
-    n = body.n or 1
+    n, decode, logprobs = body.n or 1, frontend.tokenizer.decode, None
+    if body.wanted_logprobs is not None:
+        told = tokens if body.echo else [[]] * len(tokens)
+        logprobs = [CompletionLogprobs(decode, prompt) for prompt in told for _ in range(n)]
     echoes = [echo for echo in echoes for _ in range(n)]
-    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, Totals(n), body.wants_usage)
-    return await _answer(request, frontend, body, tokens, answer)
+    of_request = Totals(n), body.wants_usage, logprobs, body.only_echoes
+    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, *of_request)
+    return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
 
 
 @router.post("/v1/chat/completions")
@@ -104,8 +109,9 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     n = body.n or 1
     parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
     one_call = body.parallel_tool_calls is False
-    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, Totals(n), body.wants_usage)
-    return await _answer(request, frontend, body, [tokens], answer)
+    of_request = Totals(n), body.wants_usage, frontend.tokenizer.decode if body.logprobs else None
+    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, *of_request)
+    return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
 
 
 @router.post("/v1/responses")
@@ -116,7 +122,8 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
     parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
-    return await _answer(request, frontend, body_as_chat, [tokens], answer)
+    grammar = await frontend.grammar(body_as_chat, prompt)
+    return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
 
 
 async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
@@ -132,10 +139,15 @@ def _name(body: GenerationRequest, request: Request) -> str:
 
 
 async def _answer(
-    request: Request, frontend: Frontend, body: GenerationRequest, prompts: list[list[int]], answer: Answer
+    request: Request,
+    frontend: Frontend,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    answer: Answer,
+    grammar: str,
 ) -> Response:
     """Return the response of an answer, whole or as a stream. Raises ServiceError."""
-    chunks = frontend.generate(frontend.prepare(body, prompts), body)
+    chunks = frontend.generate(frontend.prepare(body, prompts, grammar), body)
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):

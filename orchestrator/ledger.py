@@ -80,6 +80,8 @@ class Record:
     """A session. tokens: the prompt, then what is committed; commits: the rounds, each once.
 
     Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
+    logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
+    probabilities.
     """
 
     session: str
@@ -90,6 +92,9 @@ class Record:
     sampling: Sampling
     exactness: Exactness
     sparsity: str = ""
+    logprobs: int | None = None
+    wants_prompt_logprobs: bool = False
+    grammar: str = ""
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -111,6 +116,10 @@ class Record:
             sampling=self.sampling,
             exactness=self.exactness,
             sparsity=self.sparsity,
+            wants_logprobs=self.logprobs is not None,
+            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
+            alternatives=self.logprobs or 0,
+            grammar=self.grammar,
         )
 
 

@@ -1,7 +1,8 @@
 """What a checked request becomes in the ledger, within what the served models allow."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from engine.sampling import LEAST_TEMPERATURE, Sampling
 from orchestrator.ledger import Record
@@ -19,7 +20,8 @@ MAX_CHOICES = 1024  # of one request
 @dataclass(frozen=True)
 class Limits:
     """What the served models allow. methods: of sparsity, that the plan allows. kv_tokens: the longest session for
-    which the target has room, 0 as long as that is not known. temperature, top_p: of a request that does not say."""
+    which the target has room, 0 as long as that is not known. defaults: how tokens are chosen in a request that does
+    not say."""
 
     model_name: str
     vocab_size: int
@@ -27,8 +29,7 @@ class Limits:
     stop_token_ids: list[int]
     methods: tuple[str, ...] = ()
     kv_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
+    defaults: Sampling = field(default_factory=Sampling)
 
 
 def max_body(limits: Limits) -> int:
@@ -84,8 +85,10 @@ def _beyond_context(limits: Limits, what: str) -> InvalidArgument:
     return InvalidArgument(message, "prompt", "context_length_exceeded")
 
 
-def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits) -> list[Record]:
+def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Limits, grammar: str = "") -> list[Record]:
     """Return the ledger's records of a request: n for each prompt, one after the other. Raises ServiceError.
+
+    grammar: the source of what their texts must follow, which end where it is complete; empty: they are free.
 
     Where there are several, their names are the request's with their numbers, and their seeds follow each other.
     """
@@ -99,16 +102,20 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     if count > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n {choices}: at most {MAX_CHOICES} choices are made in one request"
         raise InvalidArgument(message, "prompt")
+    ends = [] if request.ignore_eos and not grammar else limits.stop_token_ids
     return [
         Record(
             session=name if count == 1 else f"{name}-{index}",
             tokens=list(prompts[index // choices]),
             prompt_tokens=len(prompts[index // choices]),
             max_tokens=_max_tokens(request, len(prompts[index // choices]), limits),
-            stop_token_ids=([] if request.ignore_eos else limits.stop_token_ids) + (request.stop_token_ids or []),
+            stop_token_ids=ends + (request.stop_token_ids or []),
             sampling=_sampling(request, limits, (seed + index % choices) % 2**64),
             exactness=Exactness[(request.exactness or "exact").upper()],
             sparsity=request.sparsity or "",
+            logprobs=request.wanted_logprobs,
+            wants_prompt_logprobs=request.wants_prompt_logprobs,
+            grammar=grammar,
         )
         for index in range(count)
     ]
@@ -118,18 +125,39 @@ def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) 
     """Return how many tokens may follow a prompt. Raises InvalidArgument for more than the context has room for."""
     if prompt_tokens == 0:
         raise InvalidArgument("the prompt is empty", "prompt")
-    max_tokens = request.max_tokens or request.default_max_tokens
+    max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
     if max_tokens is None:  # room is reserved when a session starts: a default asks for no more than there is
         max_tokens = max(1, min(limits.max_context, limits.kv_tokens or limits.max_context) - prompt_tokens)
+    if (request.min_tokens or 0) > max_tokens:
+        raise InvalidArgument(f"min_tokens {request.min_tokens}: at most max_tokens, {max_tokens}", "min_tokens")
     if prompt_tokens + max_tokens > limits.max_context:
         raise _beyond_context(limits, f"your prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}")
     return max_tokens
 
 
 def _sampling(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
-    temperature = limits.temperature if request.temperature is None else request.temperature
-    top_p = limits.top_p if request.top_p is None else request.top_p
+    """Return how a request's tokens are chosen. Raises InvalidArgument for a bias on what is no token of the model."""
+    given = {each.name: getattr(request, each.name) for each in fields(Sampling) if each.name != "seed"}
+    sampling = replace(
+        limits.defaults, seed=seed, **{name: value for name, value in given.items() if value is not None}
+    )
+    temperature, biases = sampling.temperature, sampling.logit_bias
+    outside = next((token for token in biases if token >= limits.vocab_size), None)
+    if outside is not None:
+        message = f"logit_bias: token {outside} lies outside the vocabulary of {limits.vocab_size}"
+        raise InvalidArgument(message, "logit_bias")
     if 0 < temperature < LEAST_TEMPERATURE:
         temperature = LEAST_TEMPERATURE  # as vLLM does
-    top_p = max(top_p, 1e-6)  # it travels as a float32; only the likeliest token is left long before
-    return Sampling(temperature, top_p, seed)
+    return replace(
+        sampling,
+        temperature=temperature,
+        top_p=max(sampling.top_p, 1e-6),  # it travels as a float32; only the likeliest token is left long before
+        top_k=max(sampling.top_k, 0),
+        logit_bias={token: min(max(bias, -100.0), 100.0) for token, bias in biases.items()},
+    )
+
+
+def default_sampling(generation_config: dict[str, Any]) -> Sampling:
+    """Return how tokens are chosen by a model's generation config, where a request does not say."""
+    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    return Sampling(**{name: value for name in names if (value := generation_config.get(name)) is not None})

@@ -103,6 +103,10 @@ class ReplyFormat:
             return any(name.startswith("tool_call") for name in self.own["fields"])
         return self.tools != ""
 
+    def thinks(self, prompt: str) -> bool:
+        """Return whether what follows a prompt begins with reasoning that was opened in it."""
+        return self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
+
     def parser(self, prompt: str, tools: list[dict[str, Any]], stream: bool = False) -> "ReplyParser | None":
         """Return a parser of what follows a prompt, None if all of it is content.
 
@@ -113,9 +117,8 @@ class ReplyFormat:
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return None
-        thinks = self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
-        parser = ResponseParser(template, prefix="<think>" if thinks else "", tools=tools)
+        parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         return ReplyParser(parser, self.tools == "mistral", stream)
 
 

@@ -7,36 +7,36 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from orchestrator.structured_outputs import StructuredRequest
 from wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
+    "return_tokens_as_token_ids": (False,),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
     **dict.fromkeys(("audio", "web_search_options", "prompt_embeds", "previous_response_id", "conversation"), ()),
     "best_of": (1,),
     "function_call": ("none",),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
-    "top_k": (-1, 0),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
+_WITH_STRUCTURE = "a text that follows a structure ends where that is complete; leave min_tokens out"
+MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # which are checked where the vocabulary is known
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BiasedToken = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # the keys of a JSON object are strings
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -48,7 +48,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredRequest):
     """The fields of every request that generates. None stands for a field that was left out.
 
     Of our own are exactness, sparsity (the method of an approximate request) and request_id; those below them are
@@ -64,6 +64,9 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[BiasedToken, float] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,9 +74,23 @@ class GenerationRequest(BaseModel):
     sparsity: str | None = None
     request_id: str | None = Field(None, max_length=MAX_NAME)
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens get log probabilities, too."""
+        return False
 
     @property
     def stops(self) -> list[str]:
@@ -94,6 +111,8 @@ class GenerationRequest(BaseModel):
         if self.sparsity and self.exactness != "approximate":
             reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
             raise InvalidArgument(reason, "sparsity")
+        if self.structure is not None and self.min_tokens:
+            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
                 _check_neutral(name, value)
@@ -118,8 +137,31 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens = 16  # OpenAI's
 
     prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return None if self.logprobs is False else self.logprobs
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's tokens get log probabilities, too."""
+        return bool(self.echo) and self.wanted_logprobs is not None
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing that is generated is told."""
+        return self.max_tokens == 0
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidArgument("max_tokens: expected at least 1, or 0 together with echo, got 0", "max_tokens")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -193,6 +235,7 @@ class FunctionDefinition(BaseModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -213,9 +256,40 @@ class ChatRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be calls of tools and nothing else."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called: the one that is named, or all."""
+        named = self._named_tool()
+        return [tool for tool in self.tools or [] if named in (None, tool.function.name)]
+
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether the model may call a tool whose arguments must follow its schema."""
+        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools or [])
+
+    def _named_tool(self) -> str | None:
+        """Return the name of the only tool that may be called, None if tool_choice names none."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "function":
+            return None
+        named = choice.get("function", choice)  # Responses have the name beside the type
+        return str(named.get("name") if isinstance(named, dict) else named)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -225,14 +299,26 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
-        if self.tool_choice not in (None, "none", "auto"):
-            message = f"tool_choice: 'auto' and 'none' are supported, got {str(self.tool_choice)[:80]!r}"
-            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        self._check_tool_choice()
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidArgument(message, "continue_final_message")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidArgument("top_logprobs: only where logprobs is true", "top_logprobs")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
+
+    def _check_tool_choice(self) -> None:
+        """Raise InvalidArgument for a choice that is none of the known ones, or of a tool that there is not."""
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto", "required") and self._named_tool() is None:
+            message = f"tool_choice: expected 'auto', 'none', 'required' or a function's name, got {str(choice)[:80]!r}"
+            raise InvalidArgument(message, "tool_choice", "unsupported_value")
+        if self.must_call and not self.callable_tools:
+            names = ", ".join(repr(tool.function.name) for tool in self.tools or []) or "none"
+            raise InvalidArgument(f"tool_choice: {choice!r}, and of such tools there are {names}", "tool_choice")
+        if self.must_call and self.min_tokens:
+            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
 
 
 class TokenizeRequest(BaseModel):

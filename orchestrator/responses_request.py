@@ -15,6 +15,7 @@ from orchestrator.requests import (
     ToolCall,
     join_text,
 )
+from orchestrator.structured_outputs import SchemaFormat
 
 
 class InputMessage(BaseModel):
@@ -74,6 +75,21 @@ class Reasoning(BaseModel):
 InputItem = InputCall | InputCallOutput | InputReasoning | InputMessage
 
 
+class TextFormat(SchemaFormat):
+    """What ResponseFormat is elsewhere, in one piece."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(BaseModel):
+    """How the text of a response is to be."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesRequest(GenerationRequest):
     """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
 
@@ -85,12 +101,16 @@ class ResponsesRequest(GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
+    text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
     """Return the chat that a request for a response stands for. Raises InvalidArgument as a chat does."""
-    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True)
+    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True, by_alias=True)
+    if request.text is not None and request.text.format is not None:
+        form = request.text.format.model_dump(exclude_none=True, by_alias=True)
+        fields["response_format"] = {"type": form.pop("type"), "json_schema": form}
     functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
     return ChatRequest(
         **fields | {"max_tokens": request.max_output_tokens},

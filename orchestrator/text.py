@@ -21,6 +21,9 @@ class Detokenizer:
     _shown: int = 0  # tokens whose text is out
 
     def push(self, tokens: list[int]) -> str:
+        """Return the text that more tokens add to what is out."""
+        if not tokens:
+            return ""
         self.tokens += tokens
         shown, text = self._decode(self._start, self._shown), self._decode(self._start, len(self.tokens))
         if len(text) <= len(shown) or text.endswith(_INCOMPLETE):

@@ -37,7 +37,8 @@ def announcement_request(method: Method, plan: Plan, base: int, last: BlockSelec
     announcing = method.announcing
     assert announcing is not None
     before = None if last is None else last.resized(plan.num_blocks(base)).words
-    return AnnouncementRequest(method.name, *announcing.limits(plan, method.rule_of(plan), base), before)
+    limits = announcing.limits(plan, method.rule_of(plan), base)
+    return AnnouncementRequest(method.name, *limits, before, row_words(plan.num_blocks(base)))
 
 
 def announced_selection(bitmap: np.ndarray, plan: Plan, base: int) -> BlockSelection:

@@ -9,7 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
 from config import TargetSettings
+from engine.grammars import Grammars, GrammarState
 from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.logit_rules import rules_of
 from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -24,17 +26,23 @@ class Admission:
 
     running: sessions that have room, by name, in the order in which they got it. queue: those that wait for room.
     reserved: KV pages that sessions may come to hold. report_blocks: whether the readers of sessions report which
-    blocks they read.
+    blocks they read. grammars: what compiles those of sessions; None: sessions have none.
     """
 
     def __init__(
-        self, runner: Runner, plan: Plan, settings: TargetSettings, counters: Counter[str], report_blocks: bool = False
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        counters: Counter[str],
+        report_blocks: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self._kv, self._vocab_size = runner.kv, runner.vocab_size
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks = report_blocks
+        self._report_blocks, self._grammars = report_blocks, grammars
         self.queue: deque[TargetSession] = deque()
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self.reserved = 0
@@ -58,13 +66,21 @@ class Admission:
         """
         self._check_request(request)
         self._make_room(request.prompt_tokens + request.max_tokens, emit)
+        grammar = self._grammar(request)
+        stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
+        rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
+            prompt_tokens=request.prompt_tokens,
             max_length=request.prompt_tokens + request.max_tokens,
-            stop_token_ids=frozenset(request.stop_token_ids),
+            stop_token_ids=frozenset(stop_token_ids),
             sampling=request.sampling,
             emit=emit,
+            rules=rules if grammar is None else (*rules, grammar),
+            grammar=grammar,
+            logprobs=request.alternatives if request.wants_logprobs else None,
+            prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),
         )
         session.kv.dense = session.reads_all
@@ -81,6 +97,14 @@ class Admission:
             )
         return Reader(METHODS[name], self._plan, self._report_blocks)
 
+    def _grammar(self, request: Open) -> GrammarState | None:
+        """Return the grammar that a session's text must follow, which begins to compile; None if there is none."""
+        if not request.grammar:
+            return None
+        if self._grammars is None or self._settings.synthetic_acceptance >= 0:
+            raise InvalidArgument(f"session {request.session}: this target follows no grammars")
+        return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
+
     def _check_request(self, request: Open) -> None:
         """Raise InvalidArgument for a request that can never run."""
         length, limit = request.prompt_tokens + request.max_tokens, self._settings.max_context
@@ -90,6 +114,10 @@ class Admission:
             raise InvalidArgument(f"{request.prompt_tokens} prompt tokens among {len(request.tokens)} tokens")
         if not all(token < self._vocab_size for token in request.tokens):
             raise InvalidArgument(f"a prompt token lies outside the vocabulary of {self._vocab_size}")
+        if not all(token < self._vocab_size for token in request.sampling.logit_bias):
+            raise InvalidArgument(f"logit_bias: a token lies outside the vocabulary of {self._vocab_size}")
+        if request.wants_logprobs and self._settings.synthetic_acceptance >= 0:
+            raise InvalidArgument("logprobs: verdicts are imposed here (synthetic_acceptance), not the model's")
         if request.max_tokens < 1 or len(request.tokens) >= length:
             raise InvalidArgument(f"max_tokens {request.max_tokens} leaves nothing to generate")
         if length > limit:
@@ -171,7 +199,8 @@ class Admission:
             self.reserved += self._need(session.max_length)
             self.running[session.id] = session
             session.epoch = self._first_epoch
-            self._kv.reuse_prefix(session.kv, session.tokens[:-1])
+            if session.prompt_logprobs is None:  # else the whole prompt is read
+                self._kv.reuse_prefix(session.kv, session.tokens[:-1])
             session.stats.cached_tokens = session.kv.length
             session.stats.queue_seconds = time.monotonic() - session.opened_at
             self._counters["opened_sessions"] += 1

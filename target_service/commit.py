@@ -45,7 +45,10 @@ def commit_round(
         wait_seconds=item.wait_seconds,
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,
+        logprobs=output.logprobs[: len(tokens)],
+        prompt_logprobs=session.prompt_logprobs or [],
     )
+    session.prompt_logprobs = None
     session.commit(tokens, agreed, judged)
     kv.truncate(session.kv, len(session.tokens) - 1)
     at = before._replace(epoch=session.epoch, round=session.round)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from config import TargetSettings
-from engine.inputs import SequenceInput, SequenceOutput
+from engine.inputs import Logits, SequenceInput, SequenceOutput
 from engine.judging import Drafted
+from engine.logprobs import TokenLogprobs
 from engine.step_loop import share_prefill
 from target_service.session import TargetSession
 from wire.messages import Proposal
+
+SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, that a step reads
 
 
 @dataclass
@@ -48,9 +51,12 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a pass gave. outputs: of each round, in order."""
+    """What a pass gave. outputs: of each round, in order. prompts: of each part of a prompt, the log probabilities of
+    the tokens behind its tokens, if they are asked for.
+    """
 
     outputs: list[SequenceOutput]
+    prompts: list[list[TokenLogprobs]]
     seconds: float
 
 
@@ -66,17 +72,35 @@ def plan_verify_step(
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
+        elif session.grammar is not None and not session.grammar.ready:
+            continue
         elif (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
             step.rounds.append(plan_round(session, None, now))
-    shares = share_prefill([session.unread for session in reading], settings.prefill_chunk)
+    shares = share_prefill(_readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
             start = session.kv.length
             tokens = session.tokens[start : start + share]
-            step.prefills.append((session, SequenceInput(session.kv, tokens)))
+            logits: Logits = "none" if session.prompt_logprobs is None else "all"
+            step.prefills.append((session, SequenceInput(session.kv, tokens, logits)))
     return step if step.rounds or step.prefills else None
+
+
+def _readable(reading: list[TargetSession]) -> list[int]:
+    """Return how many tokens each session may read in a step: all, but for those whose prompts are scored.
+
+    A row of logits is large, so that all of these together have SCORED_ROWS.
+    """
+    left, readable = SCORED_ROWS, []
+    for session in reading:
+        tokens = session.unread
+        if session.prompt_logprobs is not None:
+            tokens = min(tokens, left)
+            left -= tokens
+        readable.append(tokens)
+    return readable
 
 
 def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: Counter[str], now: float) -> bool:
@@ -103,6 +127,9 @@ def plan_round(session: TargetSession, proposal: Proposal | None, now: float) ->
         supports=proposal.supports if proposal is not None else [],
         sampling=session.sampling,
         base=base,
+        rules=session.rules,
+        committed=session.tokens,
+        logprobs=session.logprobs,
     )
     since = session.stats.waiting_since
     return VerifyRound(

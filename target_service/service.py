@@ -5,8 +5,10 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from config import TargetSettings
+from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
@@ -46,7 +48,7 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    await serve(settings, opened.runner, plan, hello, on_ready, on_round)
+    await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars)
 
 
 async def serve(
@@ -56,16 +58,19 @@ async def serve(
     hello: Hello,
     on_ready: Callable[[RunningServer], None],
     on_round: OnRound | None = None,
+    grammars: Grammars | None = None,
 ) -> None:
-    """Serve until cancelled. on_round: told of each sparse round, for measurements.
+    """Serve until cancelled. on_round: told of each sparse round, for measurements. grammars: None: sessions have none.
 
     Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
     cannot be bound.
     """
-    verifier = Verifier(runner, plan, settings, on_round)
+    verifier = Verifier(runner, plan, settings, on_round, grammars)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     verifier.warm_up()
     wake = asyncio.Event()
+    if grammars is not None:
+        grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
     speculation = SpeculationServicer(verifier, hello, wake)
 
     def status() -> ServiceStatus:

@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.grammars import GrammarState
 from engine.kv.pages import SequenceKV
+from engine.logit_rules import LogitRule
+from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
@@ -44,19 +47,27 @@ class RoundStats:
 class TargetSession:
     """All that the target knows of a session.
 
-    tokens: the committed ones, the prompt included; KV exists for all but the last once the prompt is read. emit: where
-    its commits go. reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's
-    proposals. proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the
-    current round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held:
-    what was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
+    tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once the
+    prompt is read. emit: where its commits go. rules: what changes its logits; grammar is one of them. logprobs: as of
+    `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its first, as far as it is read; None if
+    not asked for, or told already. reader: how an approximate session reads; None: everything. drafted: whether to
+    wait for the draft's proposals. proposals: by round; those for the next one assume different outcomes of this
+    one. foreseen: whether the current round was proposed before the last verdict, so that proposals for other
+    outcomes may still arrive. held: what was announced for the round judged last, by its key. last_judged: the
+    round judged last, and its verdict.
     """
 
     id: str
     tokens: list[int]
+    prompt_tokens: int
     max_length: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
+    rules: tuple[LogitRule, ...] = ()
+    grammar: GrammarState | None = None
+    logprobs: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
@@ -113,7 +124,8 @@ class TargetSession:
 
     def begin(self) -> Begin:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
-        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by)
+        text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
+        return Begin(self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by, *text)
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""

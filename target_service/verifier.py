@@ -13,8 +13,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from config import TargetSettings
+from engine.grammars import Grammars
 from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
+from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
 from sparsity.methods import METHODS, methods_of
@@ -26,7 +28,7 @@ from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.session import TargetSession
-from wire.errors import ServiceError
+from wire.errors import InvalidArgument, ServiceError
 from wire.messages import At, Commit, FinishReason
 
 log = logging.getLogger(__name__)
@@ -44,11 +46,18 @@ class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
-    measurements. Raises ValueError if the KV's tiers are too small for the
+    measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
     settings.
     """
 
-    def __init__(self, runner: Runner, plan: Plan, settings: TargetSettings, on_round: OnRound | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        plan: Plan,
+        settings: TargetSettings,
+        on_round: OnRound | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         a_session = pages_for(settings.gamma + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
@@ -57,7 +66,7 @@ class Verifier:
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._on_round = on_round
-        self.admission = Admission(runner, plan, settings, self.counters, report_blocks=on_round is not None)
+        self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
@@ -135,13 +144,19 @@ class Verifier:
         """Run a step, in the model's thread; touches no session but through its KV."""
         started = time.perf_counter()
         outputs = self.runner.forward(step.inputs)
-        return VerifyResult(outputs[: len(step.rounds)], time.perf_counter() - started)
+        rounds = len(step.rounds)
+        read = zip(step.prefills, outputs[rounds:], strict=True)
+        prompts = [_prompt_logprobs(session, output) for (session, _), output in read]
+        return VerifyResult(outputs[:rounds], prompts, time.perf_counter() - started)
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
-        for session, _ in step.prefills:
+        for (session, _), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
+                if session.prompt_logprobs is not None:  # a prompt that is read again is told once
+                    known = len(session.prompt_logprobs) - (session.kv.length - len(told))
+                    session.prompt_logprobs += told[known:]
                 self._index(session)
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if self.admission.is_open(item.session):
@@ -163,6 +178,11 @@ class Verifier:
     def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
+        if session.grammar is not None and session.grammar.error:
+            self.counters["failed_sessions"] += 1
+            session.fail(InvalidArgument(session.grammar.error))
+            self._close(session)
+            return
         if not output.finite:
             log.error("session %s: the target's logits are NaN or infinite, which ends it", session.id)
             self.counters["failed_sessions"] += 1
@@ -209,3 +229,14 @@ class Verifier:
         if session.round > 0 and (self.runner.deterministic or (session.unread == 0 and not session.reads_all)):
             return
         self.runner.kv.index_prefix(session.kv, session.tokens)
+
+
+def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
+    """Return the log probabilities of the tokens behind those that a session has just read, if they are asked for."""
+    if session.prompt_logprobs is None:
+        return []
+    assert output.logits is not None
+    assert session.logprobs is not None
+    end = session.kv.length
+    tokens = session.tokens[end - len(output.logits) + 1 : end + 1]
+    return token_logprobs(output.logits, tokens, session.logprobs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.logprobs import TokenLogprobs
 from engine.sampling import LEAST_TEMPERATURE, Sampling, Support
 from protos import control_pb2 as control
 from protos import speculation_pb2 as speculation
@@ -20,12 +21,13 @@ from wire.errors import InvalidArgument
 
 MOST_NAME = 128  # characters of a session's name
 _KINDS: tuple[Any, ...] = (
-    *(m.Hello, m.ServiceStatus, m.Beat, Sampling),
+    *(m.Hello, m.ServiceStatus, m.Beat, Sampling, TokenLogprobs),
     *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
     *(m.Begin, m.Verdict, m.End, m.Refusal),
     *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),
 )
 # The fields that are copied: all but a proposal's distributions.
+_OF_LOGPROBS = "logprobs", "prompt_logprobs"
 _NAMES = {kind: tuple(each.name for each in fields(kind) if each.name != "supports") for kind in _KINDS}
 
 # To protobuf
@@ -80,8 +82,12 @@ def _write(pb: Any, message: Any) -> None:
         if isinstance(value, m.At):
             at = getattr(pb, name)
             at.session, at.epoch, at.round, at.base = value
+        elif name in _OF_LOGPROBS:
+            write_logprobs(getattr(pb, name), value)
         elif isinstance(value, list | tuple):
             getattr(pb, name).extend(value)
+        elif isinstance(value, dict):
+            getattr(pb, name).update(value)
         elif isinstance(value, Sampling):
             _write(getattr(pb, name), value)
         else:
@@ -90,6 +96,12 @@ def _write(pb: Any, message: Any) -> None:
         pb.support_counts.extend(len(support.ids) for support in message.supports)
         pb.support_ids.extend(i for support in message.supports for i in support.ids.tolist())
         pb.support_probs.extend(p for support in message.supports for p in support.probs.tolist())
+
+
+def write_logprobs(pbs: Any, logprobs: list[TokenLogprobs]) -> None:
+    """Append log probabilities to a repeated field."""
+    for item in logprobs:
+        _write(pbs.add(), item)
 
 
 # From protobuf
@@ -163,13 +175,24 @@ def _read_sampling(pb: speculation.Sampling) -> Sampling:
             f"sampling: expected a temperature of 0 or from {LEAST_TEMPERATURE} on and top_p in (0, 1], got "
             f"{pb.temperature} and {pb.top_p}"
         )
-    return Sampling(pb.temperature, pb.top_p, pb.seed)
+    sampling: Sampling = _read(Sampling, pb)
+    numbers = sampling.presence_penalty, sampling.frequency_penalty, *sampling.logit_bias.values()
+    if not (all(map(math.isfinite, numbers)) and 0 < sampling.repetition_penalty < math.inf and 0 <= pb.min_p <= 1):
+        raise InvalidArgument(
+            "sampling: expected finite penalties and biases, a repetition_penalty above 0 and min_p in [0, 1], got "
+            f"{str(sampling)[:500]}"
+        )
+    return sampling
 
 
 def _read_exactness(number: int) -> m.Exactness:
     if number not in (m.Exactness.EXACT, m.Exactness.APPROXIMATE):
         raise InvalidArgument(f"open: exactness {number} is neither exact nor approximate")
     return m.Exactness(number)
+
+
+def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [_read(TokenLogprobs, pb) for pb in pbs]
 
 
 # How fields are read that are not taken as they are.
@@ -183,6 +206,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "tokens": list,
     "stop_token_ids": list,
     "attached": list,
+    "logit_bias": dict,
+    "logprobs": _read_logprobs,
+    "prompt_logprobs": _read_logprobs,
+    "top_ids": list,
+    "top_logprobs": list,
     "counters": dict,
     "gauges": dict,
 }

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class At(NamedTuple):
@@ -110,6 +111,9 @@ class Begin:
     sampling: Sampling
     max_length: int
     method: str  # whose announcements are wanted; empty: none
+    prompt_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Open:
+    """alternatives: likely tokens that are told with each log probability. grammar: the source of one that the
+    generated text must follow (engine.grammars); empty: none.
+    """
+
     session: str
     tokens: list[int]
     prompt_tokens: int
@@ -143,6 +151,10 @@ class Open:
     sampling: Sampling
     exactness: Exactness
     sparsity: str = ""  # method of an approximate session; empty: the plan's
+    wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    alternatives: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,10 @@ class Abort:
 
 @dataclass(frozen=True)
 class Commit:
-    """One round's outcome; `at` is the position before it."""
+    """One round's outcome; `at` is the position before it.
+
+    logprobs: of each token, if asked for. prompt_logprobs: in the first, of the prompt's tokens but its first.
+    """
 
     at: At
     tokens: list[int]
@@ -170,6 +185,8 @@ class Commit:
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

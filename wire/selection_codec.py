@@ -35,13 +35,16 @@ def encode_selection(selection: BlockSelection, reference: NamedSelection | None
     reference: the newest selection of the same heads that the receiver is known to hold, if there is one.
     """
     heads, blocks, words = selection.num_heads, selection.num_blocks, selection.words
-    name, difference = (0, 0), words
-    if reference is not None:
-        name, difference = reference[0], words ^ _words_of(reference[1], heads, blocks)
+    difference = words if reference is None else words ^ _words_of(reference[1], heads, blocks)
     flat = difference.view(np.uint8).ravel()
     differs = flat != 0
-    header = _HEADER.pack(VERSION, reference is not None, heads, blocks, *name, _checksum(words))
-    return b"".join((header, np.packbits(differs, bitorder="little"), flat.compress(differs)))
+    body = np.packbits(differs, bitorder="little").tobytes() + flat.compress(differs).tobytes()
+    return with_header(body, _checksum(words), heads, blocks, None if reference is None else reference[0])
+
+
+def with_header(body: bytes, checksum: int, heads: int, blocks: int, reference: Reference | None) -> bytes:
+    """Return the bytes of a selection of which all but the header is there, coded against the one named `reference`."""
+    return _HEADER.pack(VERSION, reference is not None, heads, blocks, *(reference or (0, 0)), checksum) + body
 
 
 def decode_selection(

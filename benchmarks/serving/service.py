@@ -94,7 +94,7 @@ class ControlledDrafter(Drafter):
             if output.bitmap is not None:
                 index = int(session.id.rpartition("/")[2]) % len(self._replayed)
                 words = replayed_words(self._replayed[index], number, self._plan.num_blocks(base))
-                output = replace(output, bitmap=words)
+                output = replace(output, bitmap=words, coded=None)
             rounds.append(output)
         return replace(result, rounds=rounds)
 

@@ -8,19 +8,29 @@ from torch import nn
 from config import ModelSettings
 from config.attention_backends import check_attention_backend
 from engine.families import unbuilt_feature
+from engine.grammars import Grammars
 from engine.loading.memory import backing_store_tokens, context_of, room_for_kv
 from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
 from engine.loading.runner import make_runner
 from engine.loading.shape import ModelShape, load_config, read_shape
-from engine.loading.tokenizer import count_token_ids, load_tokenizer, tokenizer_hash
+from engine.loading.tokenizer import (
+    count_token_ids,
+    load_generation_config,
+    load_tokenizer,
+    stop_token_ids,
+    tokenizer_hash,
+)
 from engine.runner import Runner
 
 
 @dataclass(frozen=True)
 class OpenedModel:
+    """grammars: what compiles those of sessions, for the model's tokenizer."""
+
     runner: Runner
     shape: ModelShape
     tokenizer_hash: str
+    grammars: Grammars
 
 
 def open_model(settings: ModelSettings) -> OpenedModel:
@@ -40,7 +50,8 @@ def open_model(settings: ModelSettings) -> OpenedModel:
         limit_vocabulary(loaded, count_token_ids(tokenizer))
     shape = read_shape(loaded.config)
     runner = _open_runner(settings, loaded, shape, dtype, device)
-    return OpenedModel(runner, shape, tokenizer_hash(tokenizer))
+    ends = stop_token_ids(load_generation_config(settings.model), tokenizer)
+    return OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, ends))
 
 
 def _open_runner(

@@ -80,7 +80,7 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
     """Lay out which rows give logits and how they are judged."""
     layout: Layout = {}
     if shape.judged:
-        layout |= verdict_layout(shape.sequences, shape.queries - 1, shape.support)
+        layout |= verdict_layout(shape.sequences, shape.queries - 1, shape.support, shape.cuts)
         logits_rows = shape.sequences * shape.queries
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64

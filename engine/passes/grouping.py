@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from engine.inputs import SequenceInput
-from engine.judging import support_of
+from engine.judging import cuts_of, support_of
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.shape import PassShape
@@ -12,6 +12,8 @@ from kernels.backends import power_of_two
 from kernels.paged_attention import MAX_ROWS
 
 SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take another graph
+
+CUTS = 64  # a top_k that graphs are made for; larger ones take another graph
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
     shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=limits.pinned)
     shape = _complete(shape, inputs, kv)
     if shape.support:
-        shape = replace(shape, support=max(SUPPORT, power_of_two(shape.support)))
+        cuts = max(CUTS, power_of_two(shape.cuts)) if shape.cuts else 0
+        shape = replace(shape, support=max(SUPPORT, power_of_two(shape.support)), cuts=cuts)
     return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
 
 
@@ -86,8 +89,8 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
     first, read = inputs[0], inputs[0].read
     shape = replace(shape, kept=bool(kv.kept_layers))
     if first.drafted is not None:
-        support = support_of([item.drafted for item in inputs if item.drafted is not None])
-        shape = replace(shape, judged=True, support=support)
+        rounds = [item.drafted for item in inputs if item.drafted is not None]
+        shape = replace(shape, judged=True, support=support_of(rounds), cuts=cuts_of(rounds))
     if read is None:
         return shape
     kv.check_dense_layers(read.dense_layers)

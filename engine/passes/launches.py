@@ -115,7 +115,7 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["missed"].copy_(fetched.missed)
     if shape.judged:
         by_sequence = given["logits"].view(shape.sequences, shape.queries, -1)
-        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned)
+        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))

@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.passes.shape import PassShape
+from engine.ruled_judging import judge_by_rules
 from engine.staging import Buffers
 
 
@@ -28,7 +29,9 @@ def read_outputs(
             output.finite = bool(results["finite"][i])
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
-    if not shape.judged:
+    if shape.judged:
+        _judge_by_rules(buffers, shape, inputs, outputs)
+    else:
         _give_logits(buffers, inputs, outputs)
     for i, (item, output) in enumerate(zip(inputs, outputs, strict=True)):
         blocks = -(-item.kv.length // shape.block_size) if shape.block_size else 0
@@ -49,6 +52,20 @@ def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[Se
         if count:
             logits = buffers.tensors["logits"][row - count : row]
             output.logits = logits.clone() if logits.dtype == torch.float32 else logits.float()
+
+
+def _judge_by_rules(
+    buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], outputs: list[SequenceOutput]
+) -> None:
+    """Put what rules decide in place of the verdicts that the pass ended in, of the inputs that are not plain."""
+    ruled = [(i, item.drafted) for i, item in enumerate(inputs) if item.drafted and not item.drafted.is_plain]
+    if not ruled:
+        return
+    logits = buffers.tensors["logits"].view(shape.sequences, shape.queries, -1)[[i for i, _ in ruled]]
+    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
+    for (i, _), item in zip(ruled, judged, strict=True):
+        outputs[i].verdict, outputs[i].logprobs = item.verdict, item.logprobs
+        outputs[i].finite &= item.finite
 
 
 def _by_layer(

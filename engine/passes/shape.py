@@ -9,15 +9,16 @@ from engine.kv.pages import PAGE_SIZE
 class PassShape:
     """All that the launches of a pass are specialised for.
 
-    sequences: how many there is room for. rows: of all their tokens together. queries: of one sequence, at most. pages:
-    of one sequence, at most. block_size: tokens of a block, where blocks are read. width: blocks of a list, at most; 0:
-    all layers are dense. groups: group means of a sequence, at most; 0: none stand in. read_weights: whether listed
-    blocks give their weights. dense_layers: the layers without lists. decay: of what is remembered, where a budget is
-    shared out in the pass. judged: whether the pass ends in verdicts, each sequence having drafted all its tokens but
-    the first. support: entries of a distribution that they were drawn from, at most; 0: all are greedy. pinned: whether
-    splits of attention are independent of the batch. kept: whether some layers' pages lie at their own numbers, others'
-    where the KV put them. fetches: whether block tables name pages of the backing store, and listed ones are fetched
-    first.
+    sequences: how many there is room for. rows: of all their tokens together. queries: of one sequence, at most.
+    pages: of one sequence, at most. block_size: tokens of a block, where blocks are read. width: blocks of a list,
+    at most; 0: all layers are dense. groups: group means of a sequence, at most; 0: none stand in. read_weights:
+    whether listed blocks give their weights. dense_layers: the layers without lists. decay: of what is remembered,
+    where a budget is shared out in the pass. judged: whether the pass ends in verdicts, each sequence having
+    drafted all its tokens but the first. support: entries of a distribution that they were drawn from, at most; 0:
+    all are greedy. cuts: the largest top_k that there is room for, 0 where no distribution is cut by top_k or
+    min_p. pinned: whether splits of attention are independent of the batch. kept: whether some layers' pages lie at
+    their own numbers, others' where the KV put them. fetches: whether block tables name pages of the backing store,
+    and listed ones are fetched first.
     """
 
     sequences: int
@@ -32,6 +33,7 @@ class PassShape:
     decay: float | None = None
     judged: bool = False
     support: int = 0
+    cuts: int = 0
     pinned: bool = False
     kept: bool = False
     fetches: bool = False

@@ -8,7 +8,7 @@ import torch
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.buffers import rows_layout
 from engine.passes.layout import lay_out_rows, slots_of
-from engine.rounds.requests import Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import Branch, CodedBitmap, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.staging import Buffers, Layout, Staging
 from kernels.shared_top_k import WORD
 
@@ -20,6 +20,7 @@ class RoundShape:
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
     announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
+    ruled: whether rules change logits.
     """
 
     sequences: int
@@ -29,6 +30,7 @@ class RoundShape:
     method: str
     branches: int = 1
     refreshes: bool = True
+    ruled: bool = False
 
     @property
     def rows(self) -> int:
@@ -43,7 +45,8 @@ class RoundShape:
 def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, device: torch.device) -> Buffers:
     """Return the buffers of a shape, filled as for a round without sessions.
 
-    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each. places:
+    limits: of AnnouncementRequest. announced, bitmaps: blocks announced last round and to announce, a bit each; words:
+    of a row of them; the difference is in flags, values, value_counts and checksums (`code_difference`). places:
     of the sequences' weights in `memory`. known: tokens that these are of.
 
     With branches: of each of the `rows`, before: tokens of the sequence that it sees, and position of its first token;
@@ -53,11 +56,14 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
 
     The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
     what RoundMemory says.
+
+    least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
     count, rows, passes = shape.sequences, shape.rows, settings.gamma + 1
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
         "temperature": ((rows,), torch.float32),
         "top_p": ((rows,), torch.float32),
+        "least": ((rows, min(settings.support, vocab)), torch.float32),
         "uniforms": ((passes, rows), torch.float64),
         "limits": ((3, count), torch.int32),
     }
@@ -74,14 +80,24 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         results["probs"] = (passes, rows, support), torch.float32
     if shape.method:
         rows = len(settings.announcers[shape.method].projection)
-        layout["announced"] = results["bitmaps"] = (count, rows, -(-shape.blocks(settings) // WORD)), torch.int64
+        words = -(-shape.blocks(settings) // WORD)
+        layout["announced"] = results["bitmaps"] = (count, rows, words), torch.int64
+        layout["words"] = (count,), torch.int32
+        results["flags"] = (count, rows, words), torch.uint8
+        results["values"] = (count, rows * words * 8), torch.uint8
+        results["value_counts"], results["checksums"] = ((count,), torch.int32), ((count,), torch.int64)
     if settings.read_share < 1:
         results["blocks_read"] = (count,), torch.int64
     if settings.refresh_every > 1:
         layout["places"] = (count,), torch.int64
     if not shape.refreshes:
         layout["known"] = (count,), torch.int32
+    if shape.ruled:  # see ChangedLogits
+        layout["penalties"] = (3, shape.rows), torch.float32
+        layout["guessed"] = (shape.rows, passes), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
+    if shape.ruled:
+        buffers.tensors["rules"] = torch.zeros(3, count, vocab, device=device)
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers
@@ -92,6 +108,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     buffers.inputs.begin()
     host = buffers.inputs.host
     host["temperature"][:], host["top_p"][:], host["uniforms"][:], host["limits"][:] = 0, 1, 0, 0
+    host["least"][:] = 0
+    if shape.ruled:
+        _lay_out_rules(host, shape, requests)
     if shape.branches > 1:
         _lay_out_branches(host, shape, requests)
     else:
@@ -104,6 +123,9 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     for i, item in enumerate(requests):
         rows = slice(i * shape.branches, (i + 1) * shape.branches)
         host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p
+        host["least"][rows] = item.min_p
+        if item.top_k:
+            host["least"][rows, item.top_k :] = 2  # which no token has
         if shape.branches == 1:
             host["uniforms"][:, i] = item.uniforms
         if "known" in host:
@@ -111,10 +133,36 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
             host["known"][i] = item.memory.length
         if item.announce is not None:
             host["limits"][:, i] = item.announce.first, item.announce.last, max(0, item.announce.count)
-            host["announced"][i] = 0
+            host["announced"][i], host["words"][i] = 0, item.announce.words
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
     buffers.inputs.send()
+
+
+def _lay_out_rules(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
+    """Write the penalties, and the tokens that each branch begins with beyond the committed ones."""
+    host["penalties"][:] = np.array([1, 0, 0])[:, None]
+    host["guessed"][:] = -1
+    for i, item in enumerate(requests):
+        if item.rules is None:
+            continue
+        sampling, first = item.rules.session.sampling, i * shape.branches
+        penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        host["penalties"][:, first : first + shape.branches] = np.array(penalties)[:, None]
+        for row, tokens in enumerate(item.rules.guessed, first):
+            host["guessed"][row, : len(tokens)] = tokens
+
+
+def bring_rules(buffers: Buffers, requests: list[RoundRequest]) -> None:
+    """Before a round: bring the biases and counts of sessions with rules."""
+    if "rules" not in buffers.tensors:
+        return
+    rules = buffers.tensors["rules"]
+    for i, item in enumerate(requests):
+        if item.rules is None:
+            rules[:, i] = 0
+        else:
+            rules[0, i], rules[1:, i] = item.rules.session.update(item.rules.committed, rules.shape[2], rules.device)
 
 
 def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
@@ -156,6 +204,11 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
             results["alternatives"][:, row].copy() if "alternatives" in results else None,
         )
 
+    def coded(sequence: int, words: int) -> CodedBitmap:
+        flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
+        values = results["values"][sequence, : results["value_counts"][sequence]]
+        return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
+
     outputs = []
     for i, item in enumerate(requests):
         first = i * shape.branches
@@ -164,6 +217,7 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
                 [drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
                 None if item.announce is None else results["bitmaps"][i].view(np.uint64).copy(),
                 int(results["blocks_read"][i]) if "blocks_read" in results else None,
+                None if item.announce is None else coded(i, item.announce.words),
             )
         )
     return outputs

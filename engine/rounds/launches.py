@@ -1,5 +1,6 @@
 """The launches of a draft's round, the same for all rounds of a shape."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,13 @@ from engine.modules import ModulesDecoder
 from engine.passes.launches import heads_of
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
+from engine.rounds.rules import ChangedLogits
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.kv_write import move_kv
 from kernels.paged_attention import BlockLists
 from kernels.selection import select_top_k
+from kernels.selection_difference import code_difference
 from kernels.top_few import top_few
 
 
@@ -63,8 +66,13 @@ def run_round(
     shape: RoundShape,
     buffers: Buffers,
     attention: Backend,
+    forbid: Callable[[Tensor, list[Tensor]], None] | None = None,
 ) -> None:
-    """Draft the round that the buffers hold. It launches only; results are left in the buffers."""
+    """Draft the round that the buffers hold. It launches only; results are left in the buffers.
+
+    forbid: called before each token is drawn, outside of graphs, with the logits [rows, vocab] in which it sets to -inf
+    what must not be, and the tokens [rows] drafted so far.
+    """
     evidence, given, results = None, buffers.tensors, buffers.results.device
     if shape.method or settings.read_share < 1:
         sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
@@ -83,10 +91,17 @@ def run_round(
         assert evidence is not None
         later = _own_lists(round_, evidence, max_queries=shape.branches)
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
-    tokens, ids, probs, alternatives = [], [], [], []
+    tokens: list[Tensor] = []
+    ids, probs, alternatives = [], [], []
+    rules = ChangedLogits(given, shape.branches) if shape.ruled else None
     for index in range(settings.gamma + 1):
+        logits = logits if rules is None else rules.change(logits)
+        if forbid is not None:
+            forbid(logits, tokens)
         likeliest = top_few(logits, max(1, settings.alternatives), default_backend(kv.device))
         token, support = _sample(logits, likeliest[:, 0].long(), round_, index)
+        if rules is not None:
+            rules.count(token)
         tokens.append(token)
         alternatives.append(likeliest)
         if support is not None:
@@ -101,7 +116,13 @@ def run_round(
         results["ids"].copy_(torch.stack(ids))
         results["probs"].copy_(torch.stack(probs))
     if shape.method:
-        results["bitmaps"].copy_(_announce(round_))
+        bitmaps = _announce(round_)
+        results["bitmaps"].copy_(bitmaps)
+        coded = code_difference(bitmaps, given["announced"], given["words"])
+        results["flags"].copy_(coded.flags)
+        results["values"].copy_(coded.values)
+        results["value_counts"].copy_(coded.counts)
+        results["checksums"].copy_(coded.checksums)
 
 
 def _announce(round_: _Round) -> Tensor:
@@ -261,7 +282,7 @@ def _sample(logits: Tensor, best: Tensor, round_: _Round, index: int) -> tuple[T
     # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
     top, ids = (logits.float() / heat).softmax(-1).topk(min(settings.support, logits.shape[-1]))
     before = top.double().cumsum(-1) - top
-    kept = (before < given["top_p"][:, None]) | (torch.arange(top.shape[1], device=top.device) == 0)
+    kept = (before < given["top_p"][:, None]) & (top >= given["least"] * top[:, :1])
     top = top.where(kept, 0.0)
     top = top / top.sum(-1, keepdim=True)
     cumulative = top.double().cumsum(-1)

@@ -1,6 +1,6 @@
 """How rounds are drafted, what is asked of one, and what it gives. Knows no tensors of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 
 from engine.announcing import Announcer
 from engine.kv.pages import SequenceKV
+from engine.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class RoundMemory:
 class AnnouncementRequest:
     """Choose blocks by the announcer named `method`, from `first` up to `last` - 1, `count` of them (Announcer).
 
-    before: uint64 [rows, words], what was announced last round, if it is known.
+    before: uint64 [rows, words], what was announced last round, if it is known. words: of a row.
     """
 
     method: str
@@ -84,6 +85,7 @@ class AnnouncementRequest:
     last: int
     count: int
     before: np.ndarray | None
+    words: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class MovedKV:
     count: int
 
 
+# Returns which tokens may come next, a mask as of engine.grammars, given a branch and the tokens drafted behind it.
+AllowedTokens = Callable[[int, Sequence[int]], np.ndarray]
+
+
 @dataclass(frozen=True)
 class RoundRequest:
     """A round of one session.
@@ -122,6 +128,9 @@ class RoundRequest:
     branches: in place of `tokens`, which are then empty, and of `uniforms`: continuations that are drafted at once, at
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
+
+    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. allowed: which tokens
+    may be drafted; the host is asked before each is drawn, and waits for each pass. None: all, at no cost.
     """
 
     kv: SequenceKV
@@ -134,6 +143,10 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    rules: RoundRules | None = None
+    allowed: AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         if bool(self.tokens) == bool(self.branches):
@@ -165,16 +178,29 @@ class DraftedTokens:
 
 
 @dataclass(frozen=True)
+class CodedBitmap:
+    """In what a bitmap is different from AnnouncementRequest.before, as `wire/selection_codec.py` sends it.
+
+    body: all that stands behind the header there. checksum: of the bitmap.
+    """
+
+    body: bytes
+    checksum: int
+
+
+@dataclass(frozen=True)
 class RoundOutput:
     """What a round gives. The KV then holds what was pending and γ tokens more; kv.length is left to the caller.
 
     branches: what was drafted behind each branch, or behind the pending tokens. bitmap: uint64 [rows, words] of the
-    blocks to announce, if asked for. blocks_read: over passes, layers and KV heads; None where all passes are dense.
+    blocks to announce, if asked for. coded: the same in the form that is sent, if the runner made it. blocks_read: over
+    passes, layers and KV heads; None where all passes are dense.
     """
 
     branches: list[DraftedTokens]
     bitmap: np.ndarray | None
     blocks_read: int | None = None
+    coded: CodedBitmap | None = None
 
     @property
     def tokens(self) -> list[int]:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.announcing import choose_blocks, predict_weights
+from engine.grammars import unpack_mask
 from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
-from engine.judging import Drafted, are_finite, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import Drafted, are_finite, cut_logits, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.logit_rules import rules_of
 from engine.rounds.requests import (
     AnnouncementRequest,
     Branch,
@@ -25,6 +27,8 @@ from engine.rounds.requests import (
     RoundRequest,
     RoundSettings,
 )
+from engine.rounds.rules import RoundRules
+from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
@@ -165,8 +169,12 @@ class FakeRunner(Runner):
             out.logits = torch.from_numpy(np.stack([self.logits(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
-            (out.verdict,) = judge_rounds([out.logits], [item.drafted])
-            out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
+            if item.drafted.is_plain:
+                (out.verdict,) = judge_rounds([out.logits], [item.drafted])
+                out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
+            else:
+                (judged,) = judge_by_rules(out.logits[None], [item.drafted])
+                out.verdict, out.finite, out.logprobs = judged.verdict, judged.finite, judged.logprobs
             out.logits = None
         if item.read is not None:
             self._report(item.read, history, read, out)
@@ -261,10 +269,7 @@ class FakeRunner(Runner):
     def prepare_rounds(self, settings: RoundSettings) -> None:
         self._rounds = settings
 
-    def draft_rounds(
-        self, requests: list[RoundRequest], launched: Callable[[], None] = lambda: None
-    ) -> list[RoundOutput]:
-        launched()
+    def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         self._fail()
         assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)
@@ -292,14 +297,14 @@ class FakeRunner(Runner):
         drafted, weights = [], []
         for index, branch in enumerate(branches):
             own = length + index * (settings.gamma + 1)
-            tokens, seen = self._draft_branch(item, settings, branch, own)
+            tokens, seen = self._draft_branch(item, settings, index, branch, own)
             drafted.append(tokens)
             weights += [each[..., :blocks] for each in seen]
         bitmap = None if item.announce is None else _announce(item.announce, settings, torch.stack(weights))
         return RoundOutput(drafted, bitmap)
 
     def _draft_branch(
-        self, item: RoundRequest, settings: RoundSettings, branch: Branch, own: int
+        self, item: RoundRequest, settings: RoundSettings, number: int, branch: Branch, own: int
     ) -> tuple[DraftedTokens, list[Tensor]]:
         """Return what is drafted behind a branch, whose KV goes to positions from `own` on, and its block weights."""
         read = self._read_all(item.kv, branch.length, [None] * self.kv.num_layers)
@@ -311,7 +316,10 @@ class FakeRunner(Runner):
             self._write(item.kv, own + index, [token], at=len(history))
             history.append(token)
             weights.append(self.block_weights(history, settings.block_size, self.heads))
-            logits = self.logits(history)
+            logits = changed(self.logits(history), history, item.rules)
+            if item.allowed is not None:
+                mask = unpack_mask(torch.from_numpy(item.allowed(number, tokens)), VOCAB)
+                logits[~mask.numpy()] = -np.inf
             token, support = self._sample(item, settings, logits, index, branch.uniforms)
             tokens.append(token)
             supports.append(support)
@@ -326,10 +334,23 @@ class FakeRunner(Runner):
         if item.temperature == 0:
             return int(logits.argmax()), (torch.zeros(1, 1), torch.zeros(1, 1))
         heat, top_p = torch.tensor([item.temperature]), torch.tensor([item.top_p])
-        probs = truncated_probs(torch.from_numpy(logits)[None], heat, top_p)
+        top_k, min_p = torch.tensor([item.top_k]), torch.tensor([item.min_p])
+        row = cut_logits(torch.from_numpy(logits)[None, None], heat, top_k, min_p, max(1, item.top_k))[0]
+        probs = truncated_probs(row, heat, top_p)
         ids, top = limit_support(probs, settings.support)
         pick = draw(top, torch.from_numpy(uniforms[index : index + 1]))
         return int(ids[0, pick[0]]), (ids, top)
+
+
+def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) -> np.ndarray:
+    """Logits behind `history` as the target's rules change them."""
+    row = torch.from_numpy(logits.copy())[None]
+    if rules is not None:
+        session = rules.session
+        assert history[: len(rules.committed)] == rules.committed
+        for rule in rules_of(session.sampling, session.prompt_tokens, session.stop_token_ids):
+            rule.apply(row, history, [])
+    return row[0].numpy()
 
 
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
@@ -353,13 +374,14 @@ def judge_rounds(
     """
     device, vocab = logits[0].device, logits[0].shape[1]
     gamma = max(len(item.tokens) for item in rounds)
-    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds)), device)
+    cuts = cuts_of(rounds)
+    staging = Staging(verdict_layout(len(rounds), gamma, support_of(rounds), cuts), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
     padded = torch.zeros(len(rounds), gamma + 1, vocab, device=device)
     for row, rows in zip(padded, logits, strict=True):
         row[: len(rows)] = rows
-    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted)
+    accepted, following = judge(padded, staging.device, default_backend(device), whatever_is_drafted, cuts)
     return list(zip(accepted.tolist(), following.tolist(), strict=True))
 
 

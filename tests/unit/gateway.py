@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from engine.logprobs import TokenLogprobs
 from orchestrator.access import PROBES, require_key
 from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
@@ -63,7 +64,7 @@ class ScriptedRouter:
         self.ledger.open(record)
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *record.stop_token_ids[:1]]
         reason = FinishReason.STOP if len(tokens) <= record.max_tokens else FinishReason.LENGTH
-        tokens = tokens[: record.max_tokens]
+        tokens, prompt = tokens[: record.max_tokens], record.tokens[:] if record.wants_prompt_logprobs else []
         try:
             await self.gate.wait()
             if self.refusal is not None:
@@ -76,12 +77,21 @@ class ScriptedRouter:
                     drafted=4,
                     accepted=1,
                     cached_tokens=3 if at == 0 else 0,
+                    logprobs=self._logprobs(record, tokens[at : at + 2]),
+                    prompt_logprobs=self._logprobs(record, prompt[1:]) if at == 0 else [],
                     finish_reason=reason if last else FinishReason.NONE,
                 )
                 self.ledger.apply(commit)
                 yield commit
         finally:
             self.ledger.close(record.session)
+
+    def _logprobs(self, record: Record, tokens: list[int]) -> list[TokenLogprobs]:
+        """Each token is the second of all; token 5 is the first, and tokens 6, 7 … follow."""
+        if record.logprobs is None:
+            return []
+        likely = [-0.25 - 1.5 * (i > 0) - i for i in range(record.logprobs)]
+        return [TokenLogprobs(-1.0, [5 + i for i in range(record.logprobs)], likely) for _ in tokens]
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,8 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
 from engine.rounds.requests import Branch, MovedKV, RoundOutput, RoundRequest, RoundSettings
-from engine.sampling import USE_DRAFT, uniforms
+from engine.rounds.rules import RoundRules, session_rules
+from engine.sampling import USE_DRAFT, Sampling, uniforms
 from kernels.kv_write import move_kv
 from sparsity.methods import method_named
 from sparsity.plan import load_plan
@@ -85,6 +86,40 @@ def test_each_branch_drafts_what_it_would_alone(runner: ModelRunner, temperature
             if temperature:
                 np.testing.assert_allclose(drafted.probs, single.branches[0].probs, atol=1e-4)
     for item in requests:
+        runner.kv.release(item.kv)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_each_branch_counts_the_tokens_before_it(runner: ModelRunner, temperature: float) -> None:
+    """A session with penalties beside one without: what is guessed before a branch counts as if it were committed."""
+    runner.prepare_rounds(settings())
+    sampling = Sampling(temperature, 0.9, 0, 0, 0.0, 1.0, 2.0, 1.4, {7: 4.0}, 50)
+    text, committed = tokens(70, 3), 66
+    leaves = [(70, 5), (67, 77), (66, 9)]
+
+    def ruled(tokens: list[int], guessed: list[list[int]]) -> RoundRules:
+        session = session_rules(sampling, 40, [7, 12])
+        assert session is not None
+        return RoundRules(session, tokens, guessed)
+
+    guessed = [[*text[committed:at], token] for at, token in leaves]
+    branches = tuple(branch(*each) for each in leaves)
+    request = RoundRequest(read(runner, text), [], temperature, 0.9, np.empty(0), None, branches=branches)
+    request = replace(request, rules=ruled(text[:committed], guessed))
+    plain = replace(request, kv=read(runner, text), rules=None)
+    with_rules, without = runner.draft_rounds([request, plain])
+    for (at, token), drafted, other in zip(leaves, with_rules.branches, without.branches, strict=True):
+        whole = [*text[:at], token]
+        kv, draws = read(runner, whole[:-1]), uniforms(0, at + 1, GAMMA + 1, USE_DRAFT)
+        alone_ruled = RoundRequest(kv, [token], temperature, 0.9, draws, None, rules=ruled(whole, []))
+        (expected,) = runner.draft_rounds([alone_ruled])
+        runner.kv.release(kv)
+        assert drafted.tokens == expected.tokens
+        if temperature:
+            np.testing.assert_allclose(drafted.probs, expected.branches[0].probs, atol=1e-4)
+        assert other.tokens == alone(runner, whole, temperature).tokens
+    assert [each.tokens for each in with_rules.branches] != [each.tokens for each in without.branches]
+    for item in (request, plain):
         runner.kv.release(item.kv)
 
 

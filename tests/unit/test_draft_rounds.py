@@ -7,14 +7,17 @@ the torch kernels; on a GPU they are captured.
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 import models
 from config import DraftSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
+from engine.grammars import Grammars, unpack_mask
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV, pages_for
 from engine.loading.model import load_model
@@ -27,6 +30,8 @@ from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 from tests.unit.fake_models import limit_support
+from tests.unit.inline import Inline
+from tests.unit.world import changed_logits
 from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
 from wire.selection_codec import decode_selection
 
@@ -36,6 +41,7 @@ PLAN = replace(load_plan(models.PLAN), budget=0.25)
 VOCAB, GAMMA = 4096, 4
 GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.9, top_p=0.8, seed=5)
+RULED = Sampling(0.8, 0.9, 5, 0, 0.05, 0.5, 0.4, 1.5, {7: 3.0, 9: -100.0}, 100)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -70,9 +76,9 @@ def run_all(reference: ModelRunner, text: list[int], drafted: list[int]) -> tupl
 class Side:
     """A drafter and what it sends. `announced`: all selections of a session, by epoch and round."""
 
-    def __init__(self, runner: ModelRunner, **settings: Any) -> None:
+    def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, **settings: Any) -> None:
         self.sent: list[DraftEvent] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=GAMMA, **settings), grammars=grammars)
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.announced: dict[str, dict[Any, BlockSelection]] = {}
@@ -103,13 +109,20 @@ class Side:
 
 def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     """logits: [γ + 1 or fewer, vocab] of the passes that drafted it"""
-    sampling, count = side.peer.sessions[event.at.session].sampling, len(event.tokens)
+    session, count = side.peer.sessions[event.at.session], len(event.tokens)
+    sampling = session.sampling
+    if session.rules is not None:
+        before = [*session.tokens[: event.at.base - 1], event.assumed_token]
+        of_rules = session.rules.prompt_tokens, sampling, session.rules.stop_token_ids
+        rows = [changed_logits(row.numpy(), before + event.tokens[:i], *of_rules) for i, row in enumerate(logits)]
+        logits = torch.from_numpy(np.stack(rows)).float()
     if sampling.greedy:
         assert event.tokens == logits[:count].argmax(-1).tolist()
         assert event.supports == []
         return
     probs = truncated_probs(logits, *(torch.full((len(logits),), x) for x in (sampling.temperature, sampling.top_p)))
-    ids, top = limit_support(probs, DraftSettings.support)
+    probs[probs < sampling.min_p * probs.amax(1, keepdim=True)] = 0
+    ids, top = limit_support(probs, sampling.top_k or DraftSettings.support)
     drawn = draw(top, torch.from_numpy(uniforms(sampling.seed, event.at.base, len(logits), USE_DRAFT)))
     assert event.tokens == ids.gather(1, drawn[:, None])[:count, 0].tolist()
     assert len(event.supports) == count
@@ -171,13 +184,16 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
         begin("c", 180, "", GREEDY),
         begin("d", 740, "sts", GREEDY),
         begin("e", 500, "specattn", SAMPLED),
+        replace(begin("f", 300, "ahead", RULED), prompt_tokens=270, stop_token_ids=[5, 6]),
+        replace(begin("g", 310, "", replace(RULED, temperature=0.0)), prompt_tokens=250, stop_token_ids=[5, 6]),
+        begin("h", 320, "", Sampling(0.9, 1.0, 6, top_k=7)),
     ]
     announced: set[str] = set()
     for turn in range(4):
         sent = side.run(*events)
         proposals = check(side, reference, sent)
         announced |= {event.at.session for event in sent if isinstance(event, Announcement)}
-        assert set(proposals) == set("abcde")
+        assert set(proposals) == set("abcdefgh")
         events = []
         for name, session in side.peer.sessions.items():
             is_ahead = session.ahead is not None
@@ -190,7 +206,7 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
             epoch = session.epoch + (accepted < GAMMA or not is_ahead)
             place = At(name, epoch, session.round + 1, session.committed)
             events.append(Verdict(place, accepted, [*proposed[:accepted], extra], plain=False))
-    assert announced == set("abde")
+    assert announced == set("abdef")
     side.close()
 
 
@@ -230,4 +246,35 @@ def test_a_draft_that_fell_behind_catches_up_before_its_round(runner: ModelRunne
     behind = [Verdict(At("a", 1, k + 1, 300 + k), 0, [7 + k], plain=True) for k in range(6)]
     proposals = check(side, reference, side.run(*behind))
     assert [proposal.at.base for proposal in proposals["a"]] == [306]
+    side.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_round_and_its_branches_propose_what_a_grammar_allows(
+    runner: ModelRunner, tokenizer: Any, sampling: Sampling, branches: int
+) -> None:
+    """Beside a session without a grammar, whose rounds are the same as alone."""
+    source = LLMatcher.grammar_from_regex("[A-Z][a-z]{30,}([.,] [a-z]{30,})*")
+    grammars = Grammars(tokenizer, VOCAB, [0], Inline())
+    side, alone = Side(runner, grammars, branches=branches), Side(runner, branches=branches)
+    prompt = tokens(40, 3)
+    free = Begin(At("free", 0, 0, 40), prompt, sampling, 500, "", 40, [0])
+    bound = Begin(At("bound", 0, 0, 40), prompt, sampling, 500, "", 40, [0], source)
+    expected = [event for event in alone.run(free) if isinstance(event, Proposal)]
+    alone.close()
+    proposals = [event for event in side.run(free, bound) if isinstance(event, Proposal)]
+    for event, other in zip((e for e in proposals if e.at.session == "free"), expected, strict=True):
+        assert event.tokens == other.tokens
+    first, *ahead = [event for event in proposals if event.at.session == "bound"]
+    assert len(ahead) == branches
+    assert len({(event.at.base, event.assumed_token) for event in ahead}) == branches
+    for event in (first, *ahead):
+        before = [*prompt, *first.tokens[: event.at.base - 41], event.assumed_token] if event is not first else prompt
+        state = grammars.start(source, before, 40)
+        assert not state.error
+        for at in range(len(event.tokens)):
+            mask = unpack_mask(torch.from_numpy(state.mask_behind(event.tokens[:at])), VOCAB)
+            assert mask.sum() < VOCAB
+            assert mask[event.tokens[at]]
     side.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -295,36 +294,6 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
     crowd.drafter.receive(crowd.peer, m.End("b"))
     crowd.run()
     assert all(goes_ahead("a") for _ in range(4))
-
-
-def test_rounds_ahead_are_sent_while_the_next_step_runs() -> None:
-    """Not one whose verdict has come meanwhile; those that the target waits for at once."""
-    crowd, calls = Crowd("ab", micro_batches=1), list[Callable[[], None]]()
-    drafter = crowd.drafter
-    drafter._call_soon = calls.append
-    for name in "ab":
-        crowd.reject(name)
-    assert crowd.step() == ["a", "b"]  # fresh rounds
-    assert crowd.step() == [] and len(calls) == 2  # those ahead
-    crowd.reject("b")
-    planned = drafter.plan_step()
-    assert planned is not None and not crowd.sent
-    result = drafter.execute(planned)
-    calls.pop()()
-    assert [event.at.session for event in crowd.sent if isinstance(event, m.Proposal)] == ["a"]
-    drafter.finish_step(planned, result)
-    assert [event.at.session for event in crowd.sent if isinstance(event, m.Proposal)] == ["a", "b"]
-
-
-def test_without_a_next_step_rounds_ahead_are_sent_all_the_same() -> None:
-    crowd = Crowd("ab", micro_batches=1)
-    crowd.drafter._call_soon = lambda send: None
-    for name in "ab":
-        crowd.reject(name)
-    assert [crowd.step(), crowd.step()] == [["a", "b"], []]
-    crowd.sent.clear()
-    assert crowd.drafter.plan_step() is None
-    assert len(crowd.sent) == 2
 
 
 def test_no_micro_batch_is_refused() -> None:

@@ -3,6 +3,7 @@
 Without a GPU its passes run eagerly through the torch kernels; on a GPU they are captured.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner, modules_decoder
+from engine.logit_rules import rules_of
 from engine.model_runner import PINNED_SEQUENCES, ModelRunner
+from engine.ruled_judging import judge_by_rules
 from engine.sampling import Sampling, Support
 from kernels.selection import compact
 from tests.unit.fake_models import judge_rounds
@@ -152,15 +155,17 @@ def test_sparse_reads(folder: str, block_size: int, group_means: bool, emit: boo
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> None:
-    """Of ragged rounds, one of them plain, dense and over lists, greedy ones beside sampled ones."""
+    """Of ragged rounds, one of them plain, dense and over lists, greedy ones beside sampled ones, one with rules."""
     pair = Pair(folder, 4)
     pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate((130, 17, 40, 60))])
     verdicts = []
+    ruled = Sampling(temperature, 0.9, 3, top_k=9, frequency_penalty=1.5, logit_bias={5: 2.0})
+    rules, rules_apart = rules_of(ruled, 60, []), rules_of(ruled, 60, [])
     for step in range(4):
         items = []
         for i, count in enumerate((4, 0, 2, 3)):
             base = pair.sequences[1][i].length + 1
-            sampling = Sampling(temperature if i else 0.0, 0.9, seed=i)
+            sampling = Sampling(temperature if i else 0.0, 0.9, seed=i, top_k=5 if i == 2 else 0)
             # What the target itself would draw, now and then: so that some are kept.
             first = tokens(1, 30 + step)
             chosen = first
@@ -178,10 +183,22 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
                 lists: list[Any] = [compact(torch.ones(2, blocks, dtype=torch.bool))] * 3
                 read = SparseRead(16, lists)
             drafted = Drafted(chosen[1:], supports, sampling, base)
+            if i == 3:
+                drafted = replace(
+                    drafted, sampling=ruled, rules=rules, committed=[n % 9 for n in range(base)], logprobs=2
+                )
             items.append((i, {"tokens": chosen, "logits": "all", "read": read, "drafted": drafted}))
         plain, judged = pair.forward(items)
         drafted_all = [rest["drafted"] for _, rest in items]
-        wanted = judge_rounds([output.logits for output in plain], drafted_all)  # type: ignore[misc]
+        wanted = judge_rounds([output.logits for output in plain[:3]], drafted_all[:3])  # type: ignore[misc]
+        logits = plain[3].logits
+        assert logits is not None
+        (by_rules,) = judge_by_rules(logits[None], [replace(drafted_all[3], rules=rules_apart)])
+        wanted.append(by_rules.verdict)
+        assert len(judged[3].logprobs) == wanted[3][0] + 1
+        for found, expected in zip(judged[3].logprobs, by_rules.logprobs, strict=True):
+            assert found.top_ids == expected.top_ids
+            assert found.logprob == pytest.approx(expected.logprob, abs=1e-3)
         assert [output.verdict for output in judged] == wanted
         assert all(output.logits is None for output in judged)
         verdicts += wanted

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.sampling import Sampling
 from orchestrator.callers import Callers
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -17,6 +18,7 @@ from orchestrator.observing import Observer
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
+from tests.unit.test_structured_outputs import follows
 from wire.access import OPEN, Guard
 from wire.server import start_server
 
@@ -88,6 +90,15 @@ async def test_stops_as_over_http(stub: Any, router: ScriptedRouter) -> None:
     assert router.opened[0].stop_token_ids == [0, 5, 6]
 
 
+async def test_how_tokens_are_chosen_and_their_log_probabilities(stub: Any, router: ScriptedRouter) -> None:
+    fields = {"top_k": 5, "min_p": 0.5, "presence_penalty": 1, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    request = make_request("The sea", max_tokens=3, seed=1, min_tokens=2, logit_bias={7: -3}, logprobs=1, **fields)
+    responses = [response async for response in stub.Generate(request)]
+    assert router.opened[0].sampling == Sampling(1.0, 1.0, 1, 5, 0.5, 1, 2, 1.5, {7: -3}, 2)
+    told = [item for response in responses for item in response.logprobs]
+    assert [(item.logprob, list(item.top_ids), list(item.top_logprobs)) for item in told] == [(-1.0, [5], [-0.25])] * 3
+
+
 async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:
     router.gate.clear()
     call = stub.Generate(make_request("The sea", n=2, request_id="both"))
@@ -106,3 +117,30 @@ async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: s
         await stub.Generate(make_request("The sea", **fields)).read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.value.details() or "").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text", "other"),
+    [
+        ({"json": '{"type": "boolean"}'}, "true", "1"),
+        ({"regex": "a+"}, "aa", "b"),
+        ({"choice": ["x", "y"]}, "y", "z"),
+        ({"grammar": 'start: "a"'}, "a", "b"),
+        ({"json_object": True}, "{}", "[]"),
+    ],
+)
+async def test_structured_outputs_as_over_http(
+    stub: Any, router: ScriptedRouter, outputs: dict[str, Any], text: str, other: str
+) -> None:
+    request = make_request("The sea", max_tokens=4, structured_outputs=inference_pb2.StructuredOutputs(**outputs))
+    await _gather(stub.Generate(request))
+    assert follows(router.opened[0].grammar, text, router.tokenizer)
+    assert not follows(router.opened[0].grammar, other, router.tokenizer)
+
+
+async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(stub: Any, router: ScriptedRouter) -> None:
+    request = make_request("The sea", structured_outputs=inference_pb2.StructuredOutputs(regex="(a"))
+    with pytest.raises(grpc.aio.AioRpcError, match="unclosed group") as refused:
+        await _gather(stub.Generate(request))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not router.opened

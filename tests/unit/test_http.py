@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from engine.sampling import Sampling
 from orchestrator import event_stream
 from orchestrator.answers import CompletionAnswer, Totals
 from orchestrator.generation import Chunk
@@ -105,6 +106,51 @@ async def test_echo_begins_with_the_prompt(client: AsyncOpenAI, router: Scripted
         assert "".join(choice.text for choice in choices if choice.index == index) == "The sea is calm."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_completion(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
+    """As vLLM words them: for each token its text, where it begins, and the likely tokens, itself included."""
+    router.answer = " is calm"
+    answer = await complete(client, prompt="The sea", logprobs=2, echo=True, max_tokens=2, stream=stream)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    names = ("tokens", "token_logprobs", "text_offset", "top_logprobs")
+    told = {name: [item for part in parts for item in getattr(part, name)] for name in names}
+    decode = router.tokenizer.decode
+    texts = [decode([token]) for text in ("The sea", " is calm") for token in router.tokenizer.encode(text)][: 2 + 2]
+    assert told["tokens"] == texts
+    assert told["text_offset"] == [len("".join(texts[:i])) for i in range(len(texts))]
+    assert told["token_logprobs"] == [None, *[-1.0] * (len(texts) - 1)]
+    assert told["top_logprobs"][0] is None
+    for text, likely in zip(texts[1:], told["top_logprobs"][1:], strict=True):
+        assert likely == {text: -1.0} | {decode([5]): -0.25, decode([6]): -2.75}
+
+
+async def test_an_echo_without_a_continuation(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    answer = await complete(client, prompt="The sea", logprobs=0, echo=True, max_tokens=0)
+    (choice,) = answer.choices
+    assert (choice.text, answer.usage.completion_tokens) == ("The sea", 0)
+    assert choice.logprobs.token_logprobs == [None, *[-1.0] * (answer.usage.prompt_tokens - 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_chat(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
+    router.answer = "The sea"
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    answer = await client.chat.completions.create(**fields)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    entries = [entry for part in parts for entry in part.content]
+    texts = [router.tokenizer.decode([token]) for token in router.opened[0].generated]
+    assert [entry.token for entry in entries] == texts
+    assert [entry.logprob for entry in entries] == [-1.0] * len(texts)
+    assert [bytes(entry.bytes).decode() for entry in entries] == texts
+    assert [[likely.logprob for likely in entry.top_logprobs] for entry in entries] == [[-0.25, -2.75]] * len(texts)
+
+
+async def test_no_log_probabilities_unless_asked_for(client: AsyncOpenAI) -> None:
+    assert (await complete(client)).choices[0].logprobs is None
+
+
 async def test_streams_of_choices_are_told_apart(client: AsyncOpenAI, router: ScriptedRouter) -> None:
     router.answer = ["The sea was calm.", "The old man slept."]
     texts, reasons, usage = ["", ""], [None, None], None
@@ -122,6 +168,13 @@ async def test_streams_of_choices_are_told_apart(client: AsyncOpenAI, router: Sc
 async def test_a_stop_string_is_shown_if_asked_for(client: AsyncOpenAI, include: bool, expected: str) -> None:
     answer = await complete(client, stop=" calm", extra_body={"include_stop_str_in_output": include})
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+
+
+async def test_a_stop_string_ends_no_text_of_fewer_tokens_than_min_tokens(client: AsyncOpenAI) -> None:
+    answer = await complete(client, stop=" the", extra_body={"min_tokens": 3})
+    assert answer.choices[0].text == "The sea was calm, and"
+    answer = await complete(client, stop=" was", extra_body={"min_tokens": 4})
+    assert answer.choices[0].text == "The sea was calm, and the old man"
 
 
 async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
@@ -152,7 +205,7 @@ async def test_a_chat_may_use_what_is_left_of_the_context(client: AsyncOpenAI, r
 
 
 async def test_a_default_chat_asks_for_no_more_than_the_target_has_room_for(router: ScriptedRouter) -> None:
-    limits = replace(LIMITS, kv_tokens=500, temperature=0.6, top_p=0.9)
+    limits = replace(LIMITS, kv_tokens=500, defaults=Sampling(0.6, 0.9))
     async with running_gateway(router, limits) as address, aiohttp.ClientSession(address) as session:
         await session.post(CHAT, json={"messages": MESSAGES})
     (record,) = router.opened
@@ -263,13 +316,6 @@ async def test_without_tools_a_call_is_text(client: AsyncOpenAI, router: Scripte
         assert "weather" not in router.tokenizer.decode(router.opened[-1].tokens[: router.opened[-1].prompt_tokens])
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_call_cannot_be_forced(client: AsyncOpenAI, choice: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        await chat(client, tools=[WEATHER], tool_choice=choice)
-    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_value")
-
-
 async def test_tools_need_a_format_that_is_known(router: ScriptedRouter) -> None:
     router.tokenizer.chat_template = "{{ messages[0].content }}"
     found = find_format(router.tokenizer, "auto", "auto")
@@ -291,9 +337,12 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
     ("path", "fields", "param"),
     [
         (COMPLETIONS, {"temperature": "hot"}, "temperature"),
-        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
-        (COMPLETIONS, {"top_k": 5}, "top_k"),
-        (COMPLETIONS, {"min_tokens": 2}, "min_tokens"),
+        (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"logit_bias": {"4096": 1}}, "logit_bias"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": 2}, "logprobs"),
         (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt"),
@@ -302,7 +351,16 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0]"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
+        (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "function", "function": "weather?"}}, "tool_choice"),
+        (CHAT, {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {"n": 0}, "n"),
     ],
@@ -314,7 +372,7 @@ async def test_an_error_names_its_field(raw: aiohttp.ClientSession, path: str, f
     assert response.status == 400
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-    assert error["code"] in ("invalid_value", "unsupported_parameter")
+    assert error["code"] in ("invalid_value", "unsupported_parameter", "unsupported_value")
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
@@ -504,12 +562,7 @@ async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"previous_response_id": "resp_1"},
-        {"text": {"format": {"type": "json_object"}}},
-        {"input": [{"type": "item_reference"}]},
-    ],
+    "fields", [{"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"input": [{"type": "item_reference"}]}]
 )
 async def test_what_a_response_cannot_do_is_refused(raw: aiohttp.ClientSession, fields: Any) -> None:
     async with raw.post("/v1/responses", json={"input": "Hello"} | fields) as response:

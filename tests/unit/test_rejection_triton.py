@@ -137,3 +137,24 @@ def test_the_targets_own_draws() -> None:
     on_device = {name: tensor.to(DEVICE) for name, tensor in given.items()}
     got = judge(logits.to(DEVICE), on_device, "triton", whatever_is_drafted=True)
     assert [t.tolist() for t in got] == [t.tolist() for t in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distributions_cut_by_top_k_and_min_p(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks of the vocabulary are left out."""
+    monkeypatch.setattr(kernels.rejection.layout, "CHUNK", 64)
+    given = batch(8, 3, 500, 6, seed=9, dtype=dtype)
+    given["top_k"] = torch.tensor([0, 1, 3, 20, 7, 0, 64, 2]).int()
+    given["min_p"] = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.02, 1.0, 0.001, 0.5])
+    logits = given.pop("logits")
+    expected = judge(logits, given, "torch", cuts=64)
+    got = judge(logits.to(DEVICE), {name: tensor.to(DEVICE) for name, tensor in given.items()}, "triton", cuts=64)
+    assert [t.tolist() for t in got] == [t.tolist() for t in expected]
+    best, count = logits.float().topk(64).indices, given["draft_counts"].long()
+    for row, (accepted, following) in enumerate(zip(*expected, strict=True)):
+        kept = best[row, int(accepted), : int(given["top_k"][row]) or 64]
+        if given["temperature"][row] > 0 and given["top_k"][row] and dtype == torch.float32:
+            assert int(following) in kept.tolist()
+            drafted = given["draft_tokens"][row, : int(accepted)].tolist()
+            assert all(token in best[row, i, : given["top_k"][row]].tolist() for i, token in enumerate(drafted))
+    assert (expected[0] <= count).all()

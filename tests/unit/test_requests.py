@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from engine.sampling import Sampling
 from evaluation.methods import RIVALS
-from orchestrator.records import Limits, check_tokens, encode_text, to_records
-from orchestrator.requests import CompletionRequest, read_request
+from orchestrator.records import Limits, check_tokens, default_sampling, encode_text, to_records
+from orchestrator.requests import ChatRequest, CompletionRequest, read_request
 from orchestrator.special_tokens import TextEncoder
 from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, NotFound, ServiceError
@@ -102,9 +103,50 @@ def test_a_text_of_too_many_tokens(tokenizer: Any) -> None:
     refused("maximum context length is 100", tokenizer, prompt="one two three " * 50)
 
 
-@pytest.mark.parametrize("max_tokens", [0, -1])
-def test_max_tokens_below_1(max_tokens: int) -> None:
-    refused(f"max_tokens: Input should be greater than or equal to 1, got '{max_tokens}'", max_tokens=max_tokens)
+def test_max_tokens_below_1() -> None:
+    refused("max_tokens: expected at least 1, or 0 together with echo, got 0", max_tokens=0)
+    refused("max_tokens: Input should be greater than or equal to 0, got '-1'", max_tokens=-1)
+    assert record(max_tokens=0, echo=True).max_tokens == 1  # which is not told
+
+
+def test_how_tokens_are_chosen() -> None:
+    """Keys of JSON objects are strings; biases are kept within OpenAI's bounds."""
+    fields = {"top_k": 5, "min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2}
+    got = record(temperature=0.5, seed=1, min_tokens=3, logit_bias={"5": -1000, "6": 3}, **fields).sampling
+    assert got == Sampling(0.5, 1.0, 1, 5, 0.1, 1.5, -1, 1.2, {5: -100.0, 6: 3.0}, 3)
+    assert record(top_k=-1, seed=1).sampling == Sampling(seed=1)
+
+
+def test_a_models_generation_config_gives_defaults() -> None:
+    config = {"temperature": 0.6, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": 3}
+    limits = replace(LIMITS, defaults=default_sampling(config))
+    assert record(limits=limits, seed=1).sampling == Sampling(0.6, 0.8, 1, 20, repetition_penalty=1.05)
+    given = {"temperature": 0, "top_k": 0, "repetition_penalty": 1, "top_p": 1}
+    assert record(limits=limits, seed=1, **given).sampling == Sampling(0.0, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("top_k", -2), ("min_p", 1.5), ("min_p", -0.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1)],
+        *[("repetition_penalty", 0), ("min_tokens", -1), ("logprobs", 21), ("logprobs", -1), ("logit_bias", {"a": 1})],
+        *[("min_tokens", 17), ("logprobs", True), ("logit_bias", {"4096": 1}), ("logit_bias", {"5": "much"})],
+    ],
+)
+def test_what_no_token_can_be_chosen_by(field: str, value: Any) -> None:
+    refused(field, **{field: value})
+
+
+def test_log_probabilities_are_passed_on() -> None:
+    for fields in ({}, {"logprobs": False, "echo": True}):
+        assert (record(**fields).logprobs, record(**fields).wants_prompt_logprobs) == (None, False)
+    assert record(logprobs=0).logprobs == 0
+    got = record(logprobs=3, echo=True)
+    assert (got.logprobs, got.wants_prompt_logprobs) == (3, True)
+    opened = got.to_open()
+    assert (opened.wants_logprobs, opened.wants_prompt_logprobs, opened.alternatives) == (True, True, 3)
+    chat = read_request(ChatRequest, {"messages": [{"role": "user", "content": "x"}], "logprobs": True})
+    assert chat.wanted_logprobs == 0
 
 
 @pytest.mark.parametrize("temperature", [-0.1, 2.01, float("nan"), float("inf"), float("-inf")])
@@ -187,8 +229,7 @@ def test_a_field_that_is_not_known_is_logged_once(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("logprobs", 0), ("best_of", 2), ("top_k", 40), ("response_format", {"type": "json_object"}), ("suffix", "x")],
+    ("name", "value"), [("prompt_logprobs", 0), ("best_of", 2), ("functions", [{}]), ("suffix", "x")]
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:
     refused(f"^{name}: this field is not supported", **{name: value})

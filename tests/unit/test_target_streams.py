@@ -121,7 +121,14 @@ async def test_only_who_opened_a_session_may_abort_it() -> None:
         assert outcome.finish_reason is m.FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1e-40), Sampling(float("nan")), Sampling(1.0, top_p=2.0)])
+NAN = float("nan")
+WRONG = [
+    *(Sampling(1e-40), Sampling(NAN), Sampling(top_p=2.0), Sampling(min_p=1.5), Sampling(presence_penalty=NAN)),
+    *(Sampling(repetition_penalty=0.0), Sampling(logit_bias={1: NAN}), Sampling(logit_bias={VOCAB: 1.0})),
+]
+
+
+@pytest.mark.parametrize("sampling", WRONG)
 async def test_a_session_that_cannot_be_leaves_its_stream_to_the_others(sampling: Sampling) -> None:
     async with target() as channel:
         ours = Orchestrator(channel)
@@ -131,6 +138,32 @@ async def test_a_session_that_cannot_be_leaves_its_stream_to_the_others(sampling
         assert isinstance(outcome, m.Closed)
         assert outcome.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert isinstance(await ours.outcome("good"), m.Commit)
+
+
+async def test_log_probabilities_come_with_their_tokens_and_the_prompts_once() -> None:
+    """Beside stop tokens that the model does not have, which min_tokens need not mask."""
+    async with target() as channel:
+        ours = Orchestrator(channel)
+        request = replace(opening("a", 6, Sampling(0.0, min_tokens=4)), stop_token_ids=[VOCAB, 2**31 - 1])
+        await ours.send(replace(request, wants_logprobs=True, wants_prompt_logprobs=True, alternatives=2))
+        events: list[m.Commit] = []
+        async for event in ours.events():
+            assert isinstance(event, m.Commit), event
+            events.append(event)
+            if event.finish_reason:
+                break
+        assert [len(event.logprobs) for event in events] == [len(event.tokens) for event in events]
+        assert [len(event.prompt_logprobs) for event in events] == [len(PROMPT) - 1] + [0] * (len(events) - 1)
+        assert all(len(item.top_ids) == len(item.top_logprobs) == 2 for event in events for item in event.logprobs)
+
+
+async def test_imposed_verdicts_have_no_log_probabilities() -> None:
+    async with target(synthetic_acceptance=0.5) as channel:
+        ours = Orchestrator(channel)
+        await ours.send(replace(opening("a", 6), wants_logprobs=True))
+        outcome = await ours.outcome("a")
+        assert isinstance(outcome, m.Closed)
+        assert "synthetic_acceptance" in outcome.message
 
 
 async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
+from engine.grammars import Grammars
 from engine.sampling import Sampling
 from orchestrator.ledger import Ledger, Record
 from sparsity.plan import Plan
@@ -92,6 +93,7 @@ class World:
         synthetic_acceptance: float = -1.0,
         on_round: OnRound | None = None,
         draft_context: int = 500,
+        grammars: Grammars | None = None,
     ) -> None:
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
@@ -109,13 +111,13 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
             ),
             on_round,
+            grammars,
         )
         self.draft = FakeRunner(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, draft_pages)
         settings = DraftSettings(
             gamma=gamma, ahead=ahead, branches=branches, prefill_chunk=prefill_chunk, max_context=draft_context
         )
-        # Rounds ahead are sent between steps, or by the next step once it is launched.
-        self.drafter = Drafter(self.draft, plan, settings, (lambda send: send()) if seed % 2 else None)
+        self.drafter = Drafter(self.draft, plan, settings, grammars)
         self.target_side, self.draft_side = Side(self.verifier), Side(self.drafter)
         self.links: list[Link] = []
         self.attached = 0
@@ -138,11 +140,16 @@ class World:
         done: list[int] | None = None,
         name: str = "",
         sparsity: str = "",
+        logprobs: int | None = None,
+        echo: bool = False,
+        grammar: str = "",
     ) -> str:
         """`done`: tokens generated before, as when a session is opened again."""
         name = name or f"s{len(self.requests)}"
         tokens = prompt + (done or [])
-        record = Record(name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity)
+        record = Record(
+            name, tokens, len(prompt), max_tokens, stop or [], sampling, exactness, sparsity, logprobs, echo, grammar
+        )
         self.ledger.open(record)
         self.commits[name], self.requests[name] = [], record.to_open()
         self.verifier.admission.open(record.to_open(), self._emit)
@@ -306,13 +313,35 @@ def totals(world: World) -> tuple[int, int]:
     return sum(commit.drafted for commit in commits), sum(commit.accepted for commit in commits)
 
 
+def changed_logits(
+    logits: np.ndarray, tokens: list[int], prompt_tokens: int, sampling: Sampling, stops: list[int]
+) -> np.ndarray:
+    """The logits behind `tokens` after bias, min_tokens and penalties, one token of the vocabulary after the other."""
+    output = tokens[prompt_tokens:]
+    changed = logits.astype(np.float64)
+    for token in range(len(changed)):
+        changed[token] += sampling.logit_bias.get(token, 0.0)
+        if token in stops and len(output) < sampling.min_tokens:
+            changed[token] = -np.inf
+        if token in tokens:
+            factor = sampling.repetition_penalty
+            changed[token] *= 1 / factor if changed[token] > 0 else factor
+        changed[token] -= sampling.frequency_penalty * output.count(token)
+        changed[token] -= sampling.presence_penalty * (token in output)
+    return changed
+
+
 def target_probs(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
     """The truncated distribution, worked out in float64 apart from the engine."""
     probs = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
+    probs[probs < sampling.min_p * probs.max()] = 0
+    if 0 < sampling.top_k < len(probs):
+        probs[probs < np.sort(probs)[-sampling.top_k]] = 0
     probs /= probs.sum()
     kept: dict[int, float] = {}
     for token in np.argsort(-probs, kind="stable"):
-        kept[int(token)] = float(probs[token])
+        if probs[token] > 0:
+            kept[int(token)] = float(probs[token])
         if sum(kept.values()) >= sampling.top_p:
             break
     return {token: p / sum(kept.values()) for token, p in kept.items()}

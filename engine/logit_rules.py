@@ -1,0 +1,127 @@
+"""What changes a session's logits before its tokens are chosen: penalties, biases, masks. Knows no passes.
+
+A session's rules are applied in order to the logits of a round, on the target's side by `engine.ruled_judging`. They
+change the distribution that counts as the target's; which tokens a draft proposes is never of consequence for that.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.sampling import Sampling
+
+
+class LogitRule(Protocol):
+    """Changes the logits of one session. It may keep what it has derived from committed tokens, and nothing else.
+
+    Proposed tokens may be rejected: a rule that goes through them goes back to the committed ones before it returns.
+    """
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, float32 [len(proposed) + 1, vocab].
+
+        Row i is of the token that follows `committed` and the first i proposed tokens. A row behind a proposed token
+        that gets -inf is never looked at, and is left as it is. Committed tokens begin with those of the last call.
+        """
+
+
+class Bias:
+    """Adds a number to the logits of some tokens."""
+
+    def __init__(self, biases: dict[int, float]) -> None:
+        self._tokens, self._biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        self._tokens, self._biases = self._tokens.to(logits.device), self._biases.to(logits.device)
+        logits[:, self._tokens] += self._biases
+
+
+class MinTokens:
+    """Masks the tokens that would end a session of fewer than `length` tokens, its prompt included."""
+
+    def __init__(self, stop_token_ids: Sequence[int], length: int) -> None:
+        self._stops, self._length = torch.tensor(list(stop_token_ids)), length
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        rows = max(0, self._length - len(committed))
+        if rows:
+            self._stops = self._stops.to(logits.device)
+            logits[:rows, self._stops] = -torch.inf
+
+
+class TokenCounts:
+    """Counts how often each token occurs in a session's prompt, and in its output."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens, self._counted = prompt_tokens, 0
+        self._rows = torch.empty(0)
+
+    def update(self, committed: Sequence[int], vocab: int, device: torch.device) -> Tensor:
+        """Return the counts of prompt and output, [2, vocab] float32, up to the committed tokens.
+
+        These begin with those of the last call; the tensor is the same in all calls.
+        """
+        if not self._counted:
+            self._rows = torch.zeros(2, vocab, device=device)
+        new = torch.tensor(committed[self._counted :], dtype=torch.int64, device=device)
+        since = max(0, self._prompt_tokens - self._counted)
+        for row, tokens in zip(self._rows, (new[:since], new[since:]), strict=True):
+            if len(tokens):
+                row.index_put_((tokens,), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)
+        self._counted = len(committed)
+        return self._rows
+
+
+class Penalties:
+    """Makes tokens less likely that occur before a position (`penalise`)."""
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        self._counts = TokenCounts(prompt_tokens)
+
+    def apply(self, logits: Tensor, committed: Sequence[int], proposed: Sequence[int]) -> None:
+        """Change logits in place, as LogitRule says."""
+        in_prompt, in_output = self._counts.update(committed, logits.shape[1], logits.device)
+        counts = in_output.repeat(len(logits), 1)
+        if proposed:
+            # A proposed token counts from the row behind it on.
+            rows, at = torch.tril_indices(len(logits), len(proposed), -1, device=logits.device)
+            tokens = torch.tensor(proposed, device=logits.device)[at]
+            counts.index_put_((rows, tokens), torch.ones_like(tokens, dtype=counts.dtype), accumulate=True)
+        logits.copy_(penalise(logits, in_prompt, counts, *self._penalties))
+
+
+def penalise(
+    logits: Tensor,
+    in_prompt: Tensor,
+    in_output: Tensor,
+    repetition: float | Tensor,
+    frequency: float | Tensor,
+    presence: float | Tensor,
+) -> Tensor:
+    """Return logits with penalties on tokens that occur already, as vLLM and OpenAI define them.
+
+    The repetition penalty divides a positive logit and multiplies any other, of all tokens of prompt and output; then
+    the frequency penalty is subtracted as often as a token occurs in the output, the presence penalty if it does.
+
+    logits, in_output: [..., vocab] float32; in_prompt, and penalties that are no numbers: shapes that fit these.
+    """
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalised = repeated.where((in_output > 0) | (in_prompt > 0), logits)
+    return penalised - (frequency * in_output + presence * (in_output > 0))
+
+
+def rules_of(sampling: Sampling, prompt_tokens: int, stop_token_ids: Sequence[int]) -> tuple[LogitRule, ...]:
+    """Return the rules that a session's sampling asks for, in the order in which they apply; mostly none."""
+    rules: list[LogitRule] = []
+    if sampling.logit_bias:
+        rules.append(Bias(sampling.logit_bias))
+    if sampling.min_tokens and stop_token_ids:
+        rules.append(MinTokens(stop_token_ids, prompt_tokens + sampling.min_tokens))
+    if sampling.penalises:
+        rules.append(Penalties(sampling, prompt_tokens))
+    return tuple(rules)

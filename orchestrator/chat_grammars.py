@@ -1,0 +1,148 @@
+"""What the text of a chat must follow: calls that are forced or strict, and a structure behind the model's reasoning.
+
+The result is a Lark grammar in llguidance's dialect, in which @body stands for the structure that the request gives.
+"""
+
+import json
+from typing import Any
+
+from orchestrator.replies import ReplyFormat
+from orchestrator.requests import ChatRequest, Tool
+from orchestrator.structured_outputs import SPACES
+from wire.errors import InvalidArgument
+
+# How calls are written, for which a grammar can be made: what opens and closes each, and the name of its arguments.
+_JSON_CALLS = {
+    "hermes": ("<tool_call>", '\n{"name": NAME, "arguments": ', "}\n", "</tool_call>", "\n"),
+    "llama3_json": ("", '{"name": NAME, "parameters": ', "}", "", "; "),
+    "mistral": ("", '{"name": NAME, "arguments": ', "}", "", ", "),
+}
+
+
+_OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+
+
+class _Lark:
+    """Writes terms of a grammar for a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def has_token(self, text: str) -> bool:
+        """Return whether a text is one token."""
+        number = self._tokenizer.convert_tokens_to_ids(text)
+        return number is not None and self._tokenizer.convert_ids_to_tokens(number) == text
+
+    def marker(self, text: str) -> str:
+        """Return a term for what opens or closes a part: a token where it is one, else a text."""
+        return f"<[{self._tokenizer.convert_tokens_to_ids(text)}]>" if self.has_token(text) else _literal(text)
+
+    def before(self, marker: str, name: str) -> tuple[str, str]:
+        """Return a term for any text up to a marker and the marker, and the rules that define it.
+
+        The text may be empty. name: of the rules.
+        """
+        if self.has_token(marker):
+            return f"({name.upper()}? {self.marker(marker)})", _any_text(name, marker)
+        return name, f"{name}[lazy]: /(?s:.*){_escaped(marker)}/\n"
+
+
+def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer: Any) -> str:
+    """Return the Lark grammar of a chat's text, empty where that is free or @body alone.
+
+    prompt: its text. Raises InvalidArgument for what cannot be followed in the format that the model writes.
+    """
+    lark, structure = _Lark(tokenizer), request.structure
+    calls = _calls_grammar(request, form, lark) if request.must_call or request.has_strict_tools else ""
+    if not calls and structure is None:
+        return ""
+    if form.own is not None and any(name.startswith(("reason", "think")) for name in form.own["fields"]):
+        message = "the model's own response template says how it reasons: no structure can be put behind that"
+        raise InvalidArgument(message, structure.param if structure else "tool_choice", "unsupported_value")
+    reasoning, rules = _reasoning(prompt, form, lark)
+    if request.must_call:
+        return f"start: {reasoning}calls\n{rules}{calls}"
+    if structure is not None:  # in place of the free text beside calls
+        answer = "(calls | @body)" if calls else "@body"
+        return f"start: {reasoning}{answer}\n{rules}{calls}" if calls or reasoning else ""
+    return f"start: {reasoning}{_FREE[form.tools][0]}\n{rules}{calls}{_FREE[form.tools][1]}"
+
+
+def _reasoning(prompt: str, form: ReplyFormat, lark: _Lark) -> tuple[str, str]:
+    """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason."""
+    if not form.reasoning:
+        return "", ""
+    thought, rules = lark.before("</think>", "thought")
+    rules += "GAP: /\\s*/\n"
+    if form.thinks(prompt):
+        return f"{thought} GAP ", rules
+    return f"({lark.marker('<think>')} {thought} GAP)? ", rules
+
+
+# Calls.
+
+
+def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
+    """Return the rules of `calls`: one call of a tool that may be called, or several. Empty where none can be made.
+
+    Strict tools are left to the model where it writes another format, or opens calls by text that is no token.
+
+    Raises InvalidArgument if calls are forced in a format whose grammar is not known.
+    """
+    known_format = form.own is None and form.tools in _JSON_CALLS
+    opened_by = _OPENINGS.get(form.tools, "")
+    if not request.must_call and not (known_format and (not opened_by or lark.has_token(opened_by))):
+        return ""
+    if not known_format:
+        known = ", ".join(_JSON_CALLS)
+        message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'its own'}"
+        raise InvalidArgument(message, "tool_choice", "unsupported_value")
+    tools = request.callable_tools
+    several = request.parallel_tool_calls is not False
+    rules = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
+    if form.tools == "mistral" and lark.has_token("[ARGS]"):
+        for i, tool in enumerate(tools):
+            head = f"{lark.marker('[TOOL_CALLS]')} {_literal(tool.function.name)} {lark.marker('[ARGS]')}"
+            rules += f"call_{i}: {head} {_arguments(request, tool)}\n"
+        return f"calls: {'call+' if several else 'call'}\n{rules}"
+    opening, before, after, closing, between = _JSON_CALLS[form.tools]
+    for i, tool in enumerate(tools):
+        head = _literal(before.replace("NAME", json.dumps(tool.function.name)))
+        parts = head, _arguments(request, tool), _literal(after)
+        marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
+        rules += f"call_{i}: {marks[0]} {' '.join(parts)} {marks[1]}\n"
+    listed = f"call ({_literal(between)} call)*" if several else "call"
+    if form.tools == "mistral":
+        listed = f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"'
+    return f"calls: {listed}\n{rules}"
+
+
+def _arguments(request: ChatRequest, tool: Tool) -> str:
+    """Return a term for the arguments of a tool's call: by its schema if calls are forced or the tool is strict."""
+    schema: dict[str, Any] = {"type": "object"}
+    if request.must_call or tool.function.strict:
+        schema |= tool.function.parameters or {}
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
+
+
+# Terms.
+
+
+def _any_text(name: str, but: str) -> str:
+    """Return a rule of that name, in capitals, for any text, not empty, that does not spell `but`."""
+    return f"{name.upper()}: /(?s:.+)/ & ~/(?s:.*){_escaped(but)}(?s:.*)/\n"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    """Return a text as a part of a regular expression between slashes."""
+    return "".join(f"\\{each}" if each in r"\/.[](){}|*+?^$" else each for each in text)
+
+
+# Free text in which calls may begin, by format: a term and its rules. A call of Llama's is all that there is.
+_FREE = {name: ("FREE? calls?", _any_text("free", opening)) for name, opening in _OPENINGS.items()} | {
+    "llama3_json": ("(calls | FREE)?", "FREE: /[^{\\s](?s:.*)/\n")
+}

@@ -1,0 +1,71 @@
+"""Compiling what a client's text must follow, in processes that are ended when they take too long."""
+
+import asyncio
+import json
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+from orchestrator.structured_outputs import Structure
+from wire.errors import InvalidArgument, ServiceError
+
+_PROGRAM = Path(__file__).with_name("compile_grammar.py")
+SECONDS = 5
+MOST_BYTES = 2 << 30  # of memory
+MOST_CHARACTERS = 256 << 10  # of a grammar
+PROCESSES = 2  # at once
+KEPT = 64  # answers
+
+
+class GrammarCompiler:
+    """Makes the sources of grammars, and keeps the last ones."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, ...], dict[str, str]] = OrderedDict()
+        self._places = asyncio.Semaphore(PROCESSES)
+
+    async def compile(self, structure: Structure | None, main: str = "") -> str:
+        """Return the source of a structure, behind the Lark grammar `main` if that is given (compile_grammar).
+
+        Raises InvalidArgument, with llguidance's words, for what does not compile, or not within SECONDS.
+        """
+        body = structure or Structure("json", "", "tools")
+        key = body.kind if structure else "", body.text, body.spaces, main
+        if sum(map(len, key)) > MOST_CHARACTERS:
+            raise InvalidArgument(f"{body.param}: more than {MOST_CHARACTERS} characters of grammar", body.param)
+        if key not in self._kept:
+            async with self._places:
+                self._kept[key] = await _compile(key)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        answer = self._kept[key]
+        if "error" in answer:
+            raise InvalidArgument(f"{body.param}: {answer['error'][:2000]}", body.param)
+        return answer["source"]
+
+
+async def _compile(key: tuple[str, ...]) -> dict[str, str]:
+    """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
+    names = "kind", "text", "spaces", "main"
+    given = dict(zip(names, key, strict=True)) | {"seconds": SECONDS, "bytes": MOST_BYTES}
+    pipe = asyncio.subprocess.PIPE
+    command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(2 * SECONDS):
+            out, err = await process.communicate(json.dumps(given).encode())
+    except TimeoutError:
+        return {"error": f"it does not compile within {SECONDS} seconds"}
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if (
+        process.returncode is not None and process.returncode < 0
+    ):  # a signal: of the limit of CPU time, or of memory that there is not
+        return {"error": f"it does not compile within {SECONDS} seconds and {MOST_BYTES >> 30} GiB"}
+    if process.returncode:
+        raise ServiceError(f"grammars cannot be compiled here: {err.decode(errors='replace')[-500:]}")
+    answer: dict[str, str] = json.loads(out)
+    return answer

@@ -1,0 +1,113 @@
+"""What a request says of its text's structure: OpenAI's response_format, vLLM's structured_outputs and guided_*."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from wire.errors import InvalidArgument
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+Schema = dict[str, Any] | bool | str
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+# Between JSON's parts: as much as an indented object needs. Without a bound a weak model may write it for ever.
+SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, or a grammar of Lark
+    or GBNF. param: the request's field that says so. spaces: a regular expression of what may stand between JSON's
+    parts, empty for nothing.
+    """
+
+    kind: Kind
+    text: str
+    param: str
+    spaces: str = SPACES
+
+
+class SchemaFormat(BaseModel):
+    """The JSON schema of a response. strict: it is followed whatever this says."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's word for the structure of a response."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's word for it: one of the first five."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class StructuredRequest(BaseModel):
+    """The fields that say what structure a text has; only one of them may."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must follow, None if it is free. Raises InvalidArgument for more than one such thing."""
+        given = self.structured_outputs or StructuredOutputs.model_construct()
+        spaces = "" if given.disable_any_whitespace else given.whitespace_pattern or SPACES
+        outputs: list[tuple[Kind, Any, str]] = [
+            ("json", given.json_, "structured_outputs.json"),
+            ("regex", given.regex, "structured_outputs.regex"),
+            ("choice", given.choice, "structured_outputs.choice"),
+            ("grammar", given.grammar, "structured_outputs.grammar"),
+            ("json", ANY_OBJECT if given.json_object else None, "structured_outputs.json_object"),
+            ("json", self._format_schema(), "response_format"),
+            ("json", self.guided_json, "guided_json"),
+            ("regex", self.guided_regex, "guided_regex"),
+            ("choice", self.guided_choice, "guided_choice"),
+            ("grammar", self.guided_grammar, "guided_grammar"),
+        ]
+        found = [(kind, value, param) for kind, value, param in outputs if value is not None]
+        if not found:
+            return None
+        if len(found) > 1:
+            message = f"the text can follow one structure, got {' and '.join(param for _, _, param in found)}"
+            raise InvalidArgument(message, found[1][2])
+        ((kind, value, param),) = found
+        return Structure(kind, value if isinstance(value, str) else json.dumps(value), param, spaces)
+
+    def _format_schema(self) -> Schema | None:
+        """Return the schema that response_format asks for. Raises InvalidArgument if it lacks it."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return ANY_OBJECT
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            param = "response_format.json_schema"
+            raise InvalidArgument(f"{param}: expected an object with a schema, since type is json_schema", param)
+        return form.json_schema.schema_

@@ -1,0 +1,118 @@
+"""Structured output and forced calls over a real launch, by the real `openai` package."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from openai import OpenAI
+
+from engine.grammars import Grammars
+from engine.loading.model import load_model
+from models import TARGET
+from orchestrator.compile_grammar import make_source
+from orchestrator.structured_outputs import SPACES
+from protos import inference_pb2
+from tests.client import make_request
+from tests.stack import Stack
+from tests.unit.inline import Inline
+
+MODEL = "tiny-target"
+MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "pages": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kinds": {"type": "array", "items": {"enum": ["novel", "history", "letter"]}, "maxItems": 3},
+    },
+    "required": ["title", "pages", "kinds"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "book", "schema": SCHEMA, "strict": True}}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (("find_book", SCHEMA), ("count", {"properties": {}, "additionalProperties": False}))
+]  # fmt: skip
+FREE: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def stack(launch: Callable[..., Stack]) -> Stack:
+    return launch("--tool-call-parser", "hermes")
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_a_json_schema_streamed_and_not(client: OpenAI, temperature: float) -> None:
+    fields = FREE | {"response_format": FORMAT, "temperature": temperature, "seed": 3}
+    answer = client.chat.completions.create(**fields)
+    assert answer.choices[0].finish_reason == "stop"
+    text = answer.choices[0].message.content or ""
+    jsonschema.validate(json.loads(text), SCHEMA)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**fields, stream=True)]
+    if temperature == 0:
+        assert "".join(pieces) == text
+    jsonschema.validate(json.loads("".join(pieces)), SCHEMA)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find_book"}}])
+def test_a_call_that_is_forced_streamed_and_not(client: OpenAI, choice: Any) -> None:
+    fields = FREE | {"tools": TOOLS, "tool_choice": choice, "temperature": 0, "parallel_tool_calls": False}
+    (found,) = client.chat.completions.create(**fields).choices
+    assert found.finish_reason == "tool_calls"
+    (call,) = found.message.tool_calls or []
+    arguments = json.loads(call.function.arguments)
+    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    jsonschema.validate(arguments, parameters[call.function.name])
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**fields, stream=True)]
+    told = [part.function for delta in deltas for part in delta.tool_calls or []]
+    assert "".join(part.name or "" for part in told) == call.function.name
+    assert json.loads("".join(part.arguments or "" for part in told)) == arguments
+    assert not any(delta.content for delta in deltas)
+
+
+def test_a_text_that_is_cut_off_need_not_parse(client: OpenAI) -> None:
+    (found,) = client.chat.completions.create(**FREE | {"response_format": FORMAT, "max_tokens": 5}).choices
+    assert found.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        json.loads(found.message.content or "")
+
+
+def greedy_alone(prompt: list[int], source: str, tokenizer: Any, most: int) -> list[int]:
+    """What the target's own model generates of what a grammar allows, without a draft."""
+    model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
+    state = Grammars(tokenizer, model.config.vocab_size, [0], Inline()).start(source, prompt, len(prompt))
+    tokens = list(prompt)
+    with torch.inference_mode():
+        while len(tokens) < len(prompt) + most and tokens[-1] != 0:
+            logits = model(torch.tensor([tokens])).logits[0, -1:].float()
+            state.apply(logits, tokens, [])
+            tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "outputs", [{"json": json.dumps(SCHEMA)}, {"regex": "[A-Z][a-z ,']{20,60}[.]"}, {"choice": ["The sea", "Old men"]}]
+)
+def test_greedy_with_a_draft_is_greedy_of_the_target_alone(stack: Stack, tokenizer: Any, outputs: Any) -> None:
+    drafted = accepted = 0
+    for text in ("The old man looked at the sea and", "It was a dark night;", "Chapter One."):
+        prompt = tokenizer.encode(text)
+        wanted = inference_pb2.StructuredOutputs(**outputs)
+        request = make_request(text, max_tokens=80, temperature=0, structured_outputs=wanted)
+        responses = list(stack.stub().Generate(request))
+        found = [token for response in responses for token in response.token_ids]
+        ((kind, value),) = outputs.items()
+        source = make_source(kind, value if isinstance(value, str) else json.dumps(value), SPACES, "")
+        assert found == greedy_alone(prompt, source, tokenizer, 80)
+        drafted += responses[-1].speculation.drafted
+        accepted += responses[-1].speculation.accepted
+    assert accepted > drafted / 4

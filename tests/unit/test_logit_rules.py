@@ -1,0 +1,152 @@
+"""Penalties, biases, masks and cuts, against the distribution worked out token by token in float64."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.judging import Drafted, cut_logits, cuts_of
+from engine.logit_rules import LogitRule, rules_of
+from engine.logprobs import token_logprobs
+from engine.ruled_judging import judge_by_rules
+from engine.sampling import Sampling
+from tests.unit.world import changed_logits, target_probs
+
+STOPS = [3, 7]
+SAMPLINGS = {
+    "plain": Sampling(0.8, 0.9, seed=1),
+    "top_k": Sampling(0.8, 1.0, seed=1, top_k=5),
+    "top_k of 1": Sampling(1.3, 1.0, seed=1, top_k=1),
+    "top_k beyond the vocabulary": Sampling(0.8, 1.0, seed=1, top_k=500),
+    "top_k and top_p": Sampling(0.8, 0.7, seed=1, top_k=6),
+    "min_p": Sampling(1.5, 1.0, seed=1, min_p=0.2),
+    "min_p of 1": Sampling(1.5, 1.0, seed=1, min_p=1.0),
+    "min_p, top_k and top_p": Sampling(1.5, 0.8, seed=1, top_k=9, min_p=0.05),
+    "presence": Sampling(1.0, 1.0, seed=1, presence_penalty=1.5),
+    "frequency": Sampling(1.0, 1.0, seed=1, frequency_penalty=-0.7),
+    "repetition": Sampling(1.0, 1.0, seed=1, repetition_penalty=1.7),
+    "bias": Sampling(1.0, 1.0, seed=1, logit_bias={2: -100.0, 5: 3.5}),
+    "min_tokens": Sampling(1.0, 1.0, seed=1, min_tokens=6),
+    "all": Sampling(0.7, 0.9, 1, 10, 0.02, 0.5, 0.3, 1.2, {1: 2.0, 9: -4.0}, 7),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampling: Sampling) -> None:
+    """With the same rules over several rounds, after which some proposed tokens are taken back."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 12, 9).tolist()
+    prompt = 5
+    rules = rules_of(sampling, prompt, STOPS)
+    for _ in range(6):
+        proposed = rng.integers(0, 12, int(rng.integers(0, 5))).tolist()
+        logits = torch.from_numpy(rng.normal(size=(len(proposed) + 1, 24)).astype(np.float32)) * 3
+        got = logits.clone()
+        for rule in rules:
+            rule.apply(got, tokens, proposed)
+        cuts = cuts_of([Drafted(proposed, [], sampling, len(tokens))])
+        if cuts:
+            limits = torch.tensor([sampling.top_k]), torch.tensor([sampling.min_p])
+            got = cut_logits(got[None], torch.tensor([sampling.temperature]), *limits, cuts)[0]
+        for i, row in enumerate(got):
+            expected = changed_logits(logits[i].numpy(), tokens + proposed[:i], prompt, sampling, STOPS)
+            by_hand = target_probs(expected, sampling)
+            by_engine = target_probs(row.numpy(), Sampling(sampling.temperature, sampling.top_p))
+            for token in range(len(row)):
+                expected_share = by_hand.get(token, 0.0)
+                assert by_engine.get(token, 0.0) == pytest.approx(expected_share, rel=1e-5, abs=1e-12)
+        tokens += [*proposed[: int(rng.integers(0, 3))], int(rng.integers(0, 12))]
+
+
+def test_a_plain_sampling_has_no_rules() -> None:
+    assert rules_of(Sampling(), 5, STOPS) == ()
+    assert rules_of(Sampling(min_tokens=4), 5, []) == ()
+    greedy = Drafted([], [], Sampling(top_k=1, min_p=0.5, temperature=0.0), 3)
+    assert greedy.is_plain
+    assert cuts_of([greedy]) == 0
+
+
+def test_a_greedy_round_is_judged_by_changed_logits() -> None:
+    """A ban moves the choice to the second best; a drafted token that is the changed choice is accepted."""
+    logits = torch.zeros(3, 10)
+    logits[:, 4], logits[:, 6] = 9.0, 8.0
+    sampling = Sampling(0.0, logit_bias={4: -100.0})
+    (judged,) = judge_by_rules(logits[None], [Drafted([6, 4], [], sampling, 2, rules_of(sampling, 2, []), [1, 1])])
+    assert (judged.verdict, judged.finite, judged.logprobs) == ((1, 6), True, [])
+    assert logits[0, 4] == 9  # the step's own logits stay
+
+
+def test_a_mask_of_everything_is_said_to_leave_no_number() -> None:
+    sampling = Sampling(1.0, min_tokens=3)
+    rules = rules_of(sampling, 1, range(10))
+    (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], sampling, 1, rules, [5], logprobs=2)])
+    assert not judged.finite
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    """Whatever temperature, cuts and biases do to the choice."""
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+    best = logits.argmax(-1).tolist()
+    sampling = Sampling(0.0, logit_bias={best[1]: -100.0})
+    rules = rules_of(sampling, 2, [])
+    drafted = Drafted([best[0], 2], [], sampling, 2, rules, [1, 1], logprobs=3)
+    (judged,) = judge_by_rules(logits[None], [drafted])
+    expected = logits.double().log_softmax(-1)
+    accepted, following = judged.verdict
+    tokens = [*drafted.tokens[:accepted], following]
+    assert len(judged.logprobs) == len(tokens) > 1
+    for row, token, found in zip(expected, tokens, judged.logprobs, strict=False):
+        order = row.argsort(descending=True)[:3]
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        assert found.top_ids == order.tolist()
+        assert found.top_logprobs == pytest.approx(row[order].tolist(), abs=1e-5)
+
+
+def test_the_likeliest_tokens_logprob_is_the_same_number_in_both_places() -> None:
+    """Evaluation harnesses compare the two to find out whether a text is what greedy decoding gives."""
+    logits = torch.randn(50, 4000, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    for found in token_logprobs(logits, logits.argmax(-1).tolist(), 1):
+        assert found.logprob == found.top_logprobs[0]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["all"], replace(SAMPLINGS["all"], temperature=0.0)])
+def test_whatever_is_drafted_the_tokens_are_those_of_plain_decoding(sampling: Sampling) -> None:
+    """As a deterministic target judges: with rules whose counts go on with the tokens, any proposals, any rounds."""
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(size=(60, 24)).astype(np.float32)) * 2
+
+    def judged(proposed: list[int], committed: list[int], rules: tuple[LogitRule, ...]) -> list[int]:
+        at = len(committed)
+        item = Drafted(proposed, [], sampling, at, rules, committed)
+        (found,) = judge_by_rules(logits[None, at : at + len(proposed) + 1], [item], whatever_is_drafted=True)
+        return [*proposed[: found.verdict[0]], found.verdict[1]]
+
+    prompt, rules = [1, 9, 1], rules_of(sampling, 3, STOPS)
+    plain = list(prompt)
+    while len(plain) < 50:
+        plain += judged([], plain, rules)
+    tokens, rules, rounds = list(prompt), rules_of(sampling, 3, STOPS), 0
+    while len(tokens) < 45:
+        proposed = plain[len(tokens) : len(tokens) + int(rng.integers(0, 5))]
+        tokens += judged([t if rng.random() < 0.8 else int(rng.integers(24)) for t in proposed], tokens, rules)
+        rounds += 1
+    assert tokens == plain[: len(tokens)]
+    assert rounds < 30
+
+
+def test_rounds_are_judged_together_as_each_alone() -> None:
+    """Of different samplings and lengths, some of which tell log probabilities."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.normal(size=(len(SAMPLINGS), 4, 24)).astype(np.float32)) * 2
+    rounds = []
+    for i, sampling in enumerate(SAMPLINGS.values()):
+        proposed = logits[i].argmax(-1)[: i % 4].tolist()
+        rounds.append(
+            Drafted(proposed, [], sampling, 5, rules_of(sampling, 3, STOPS), [1, 2, 3, 4, 5], [None, 0, 3][i % 3])
+        )
+    together = judge_by_rules(logits, rounds)
+    for row, item, found in zip(logits, rounds, together, strict=True):
+        (alone,) = judge_by_rules(row[None, : len(item.tokens) + 1], [item])
+        assert found == alone
+        assert len(found.logprobs) == (found.verdict[0] + 1 if item.logprobs is not None else 0)

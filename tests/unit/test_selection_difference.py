@@ -1,0 +1,64 @@
+"""What the device codes of a selection is what the codec sends, byte for byte."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.selection_difference import code_difference
+from sparsity.selection import BlockSelection, row_words
+from wire.selection_codec import decode_selection, encode_selection, with_header
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_selection(random: np.random.Generator, heads: int, blocks: int) -> BlockSelection:
+    return BlockSelection.from_matrix(random.random((heads, blocks)) < random.random())
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.lists(st.integers(1, 300), min_size=1, max_size=3), st.booleans())
+def test_the_bytes_are_those_of_the_codec(seed: int, heads: int, lengths: list[int], refers: bool) -> None:
+    """Sequences of several lengths side by side, with an earlier selection of another length or without one."""
+    random = np.random.default_rng(seed)
+    words = row_words(max(lengths)) + int(random.integers(3))
+    bitmaps, before = (np.zeros((len(lengths), heads, words), np.uint64) for _ in range(2))
+    selections, references = [], []
+    for i, blocks in enumerate(lengths):
+        selection = random_selection(random, heads, blocks)
+        earlier = random_selection(random, heads, max(1, blocks + int(random.integers(-70, 70))))
+        width = row_words(blocks)
+        bitmaps[i, :, :width] = selection.words
+        if refers:
+            before[i, :, :width] = earlier.resized(blocks).words
+        selections.append(selection)
+        references.append(((3, 7), earlier) if refers else None)
+    widths = torch.tensor([row_words(blocks) for blocks in lengths], dtype=torch.int32, device=DEVICE)
+    tensors = (torch.from_numpy(each.view(np.int64)).to(DEVICE) for each in (bitmaps, before))
+    coded = code_difference(*tensors, widths)
+    for i, (selection, reference) in enumerate(zip(selections, references, strict=True)):
+        flags = coded.flags[i, :, : row_words(selection.num_blocks)].cpu().numpy()
+        values = coded.values[i, : int(coded.counts[i])].cpu().numpy()
+        checksum = int(coded.checksums[i]) % (1 << 64)
+        name = None if reference is None else reference[0]
+        body = flags.tobytes() + values.tobytes()
+        data = with_header(body, checksum, heads, selection.num_blocks, name)
+        assert data == encode_selection(selection, reference)
+        held = {} if reference is None else {reference[0]: reference[1]}
+        assert (decode_selection(data, held, heads, selection.num_blocks).words == selection.words).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_can_be_captured() -> None:
+    random = np.random.default_rng(1)
+    shape = 2, 3, 4
+    bitmaps, before = (torch.from_numpy(random.integers(0, 2**62, shape)).cuda() for _ in range(2))
+    widths = torch.tensor([4, 4], dtype=torch.int32, device="cuda")
+    wanted = code_difference(bitmaps, before, widths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        coded = code_difference(bitmaps, before, widths)
+    graph.replay()
+    for name in ("flags", "values", "counts", "checksums"):
+        assert torch.equal(getattr(coded, name), getattr(wanted, name)), name

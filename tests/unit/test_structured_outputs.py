@@ -1,0 +1,317 @@
+"""What clients ask of a text's structure, and the grammars that it becomes; followed with the model's tokenizer."""
+
+import asyncio
+import copy
+import json
+import random
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from tokenizers import AddedToken
+
+from engine.grammars import Grammars, unpack_mask
+from engine.loading.tokenizer import count_token_ids
+from orchestrator import grammar_compiler
+from orchestrator.chat_grammars import chat_grammar
+from orchestrator.grammar_compiler import GrammarCompiler
+from orchestrator.replies import ReplyFormat
+from orchestrator.requests import ChatRequest, read_request
+from orchestrator.structured_outputs import Structure
+from protos import inference_pb2
+from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
+from tests.unit.inline import Inline
+from wire.errors import InvalidArgument
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me of the sea."}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"]
+
+
+def with_marks(tokenizer: Any, marks: list[str]) -> Any:
+    """A copy of a tokenizer in which these texts are tokens, special or not."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken(mark, special=mark[0] == "[", normalized=False) for mark in marks])
+    return tokenizer
+
+
+def follows(source: str, text: str, tokenizer: Any) -> bool | None:
+    """Return whether a text follows a grammar to its end; None if it begins as one that does."""
+    end = tokenizer.eos_token_id
+    grammars = Grammars(tokenizer, count_token_ids(tokenizer), [end], Inline())
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    state = grammars.start(source, tokens, 0)
+    if state.error:
+        assert "is not what the grammar allows" in state.error
+        return False
+    mask = unpack_mask(torch.from_numpy(state.masks([])[0]), count_token_ids(tokenizer))
+    return True if mask[end] else None
+
+
+@pytest.fixture
+def router(tokenizer: Any) -> ScriptedRouter:
+    tokenizer = with_marks(tokenizer, MARKS[:4])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return ScriptedRouter(tokenizer)
+
+
+@pytest.fixture
+async def client(router: ScriptedRouter) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        running_gateway(router, reply_format=ReplyFormat("hermes", "")) as address,
+        AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+WANTED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "json_object": ({"response_format": {"type": "json_object"}}, ['{"b": [1, "x"]}', "{}"], ["1", "[]"]),
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        ['{"a": 1}', '{\n  "a": -20\n}', '{"a":3}'],
+        ["{}", '{"a": "x"}', '{"a": 1, "b": 2}', '{"a":' + " " * 40 + "1}"],
+    ),
+    "guided_json": ({"guided_json": SCHEMA}, ['{"a": 1}'], ["{}"]),
+    "guided_json as text": ({"guided_json": json.dumps(SCHEMA)}, ['{"a": 1}'], ["{}"]),
+    "guided_regex": ({"guided_regex": r"\d+/(a|b)"}, ["12/a"], ["/a", "1/c"]),
+    "guided_choice": ({"guided_choice": ["yes", 'a "no"\n']}, ["yes", 'a "no"\n'], ["no", "a no"]),
+    "Lark": ({"guided_grammar": 'start: "a" start | "b"'}, ["aab"], ["ba"]),
+    "GBNF": ({"guided_grammar": 'root ::= "a" root | "b"'}, ["aab"], ["ba"]),
+    "json": ({"structured_outputs": {"json": SCHEMA}}, ['{"a": 1}'], ["{}"]),
+    "tight json": (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, ['{"a":1}'], ['{"a": 1}']
+    ),
+    "any json": ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+    "regex": ({"structured_outputs": {"regex": "a{2}"}}, ["aa"], ["ab"]),
+    "choice": ({"structured_outputs": {"choice": ["one"]}}, ["one"], ["two"]),
+    "grammar": ({"structured_outputs": {"grammar": 'start: "a"'}}, ["a"], ["b"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+async def test_a_request_becomes_the_grammar_of_its_session(
+    client: AsyncOpenAI, router: ScriptedRouter, wanted: Any
+) -> None:
+    fields, good, bad = wanted
+    await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
+    await client.completions.create(model=MODEL, prompt="The sea", extra_body=fields | {"ignore_eos": True})
+    for record in router.opened:
+        assert record.stop_token_ids == [0]  # also with ignore_eos: behind a complete text nothing can come
+        assert [follows(record.grammar, text, router.tokenizer) for text in good] == [True] * len(good)
+        assert not any(follows(record.grammar, text, router.tokenizer) for text in bad)
+
+
+async def test_a_text_that_asks_for_no_structure_has_no_grammar(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    for fields in ({}, {"response_format": {"type": "text"}}, {"guided_regex": None, "structured_outputs": {}}):
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    await client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[tool])  # type: ignore[list-item]
+    assert [record.grammar for record in router.opened] == [""] * 4
+
+
+async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
+    client: AsyncOpenAI, router: ScriptedRouter
+) -> None:
+    class Answer(BaseModel):
+        a: int
+
+    router.answer = '{"a": 5}'
+    parsed = await client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Answer)
+    assert parsed.choices[0].message.parsed == Answer(a=5)
+    response = await client.responses.parse(model=MODEL, input="Hello", text_format=Answer)
+    assert response.output_parsed == Answer(a=5)
+    for record in router.opened:
+        assert follows(record.grammar, '{"a": 5}', router.tokenizer)
+        assert not follows(record.grammar, "{}", router.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_json": "{"}, "guided_json", "Expecting"),
+        ({"guided_json": {"$ref": "https://example.org/x"}}, "guided_json", "does not fetch"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
+    ],
+)
+async def test_a_grammar_that_does_not_compile_is_refused_in_its_compilers_words(
+    client: AsyncOpenAI, router: ScriptedRouter, fields: Any, param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        await client.completions.create(model=MODEL, prompt="The sea", extra_body=fields)
+    assert refused.value.param == param
+    assert not router.opened
+
+
+async def test_a_grammar_has_a_longest_length() -> None:
+    with pytest.raises(InvalidArgument, match="more than 262144 characters of grammar"):
+        await GrammarCompiler().compile(Structure("regex", "a" * 300_000, "guided_regex"))
+
+
+async def test_compiling_has_a_limit_and_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This number's multiples take llguidance minutes and gigabytes."""
+    monkeypatch.setattr(grammar_compiler, "SECONDS", 1)
+    compiler, slowest = GrammarCompiler(), 0.0
+    endless = Structure("json", '{"type": "integer", "multipleOf": 9999999}', "guided_json")
+    compiling = asyncio.create_task(compiler.compile(endless))
+    while not compiling.done():
+        started = time.perf_counter()
+        await asyncio.sleep(0.01)
+        slowest = max(slowest, time.perf_counter() - started)
+    with pytest.raises(InvalidArgument, match="does not compile within 1 seconds"):
+        await compiling
+    assert slowest < 0.5
+
+
+async def test_answers_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "KEPT", 2)
+    compiler = GrammarCompiler()
+    for number in range(4):
+        await compiler.compile(Structure("regex", f"a{{{number}}}", "x"))
+    assert [text for _, text, *_ in compiler._kept] == ["a{2}", "a{3}"]
+
+
+# Calls.
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "sea", "strict": True, "parameters": {
+        "properties": {"of": {"$ref": "#/$defs/sea"}}, "required": ["of"], "additionalProperties": False,
+        "$defs": {"sea": {"enum": ["north", "south"]}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+FORMATS = {
+    "hermes": (ReplyFormat("hermes"), MARKS),
+    "hermes by text": (ReplyFormat("hermes"), []),
+    "hermes that reasons": (ReplyFormat("hermes", "qwen3"), MARKS),
+    "hermes that reasons by text": (ReplyFormat("hermes", "qwen3"), MARKS[:2]),
+    "llama": (ReplyFormat("llama3_json"), []),
+    "mistral": (ReplyFormat("mistral"), MARKS[:5]),
+    "later mistral": (ReplyFormat("mistral"), MARKS),
+}
+
+
+async def call_source(tokenizer: Any, form: ReplyFormat, **fields: Any) -> str:
+    request = read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS} | fields)
+    main = chat_grammar(request, "", form, tokenizer)
+    return await GrammarCompiler().compile(None if request.must_call else request.structure, main)
+
+
+def write(source: str, tokenizer: Any, rng: random.Random, most: int = 400) -> list[int] | None:
+    """Return random tokens that follow a grammar up to the end, None if they do not come to it."""
+    vocab, end = count_token_ids(tokenizer), tokenizer.eos_token_id
+    state = Grammars(tokenizer, vocab, [end], Inline()).start(source, [], 0)
+    tokens: list[int] = []
+    closing = np.array([1 + 30 * bool(re.search(r'["\]}>]', tokenizer.decode([i]))) for i in range(vocab)])
+    while len(tokens) < most:
+        state.follow(tokens)
+        assert not state.error
+        allowed = unpack_mask(torch.from_numpy(state.masks([])[0]), vocab).nonzero()[:, 0].tolist()
+        token = end if end in allowed else rng.choices(allowed, [float(closing[i]) for i in allowed])[0]
+        if token == end:
+            return tokens
+        tokens.append(token)
+    return None
+
+
+@pytest.mark.parametrize(("form", "marks"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sea"}}])
+async def test_forced_calls_parse_and_their_arguments_are_valid(
+    tokenizer: Any, form: ReplyFormat, marks: list[str], choice: Any
+) -> None:
+    tokenizer = with_marks(tokenizer, marks)
+    rng, written = random.Random(1), 0
+    source = await call_source(tokenizer, form, tool_choice=choice)
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+    for _ in range(15):
+        tokens = write(source, tokenizer, rng)
+        if tokens is None:
+            continue
+        parser = form.parser("", TOOLS)
+        assert parser is not None
+        deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
+        calls = [delta.call for delta in deltas if delta.call is not None]
+        assert calls
+        assert not any(delta.content for delta in deltas)
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+            assert choice == "required" or call.name == "sea"
+        written += 1
+    assert written > 5
+
+
+SEA = {
+    "hermes": '<tool_call>\n{"name": "sea", "arguments": {"of": "north"}}\n</tool_call>',
+    "llama": '{"name": "sea", "parameters": {"of": "north"}}',
+    "mistral": '[TOOL_CALLS][{"name": "sea", "arguments": {"of": "north"}}]',
+    "later mistral": '[TOOL_CALLS]sea[ARGS]{"of": "north"}',
+}
+
+
+@pytest.mark.parametrize("name", SEA)
+async def test_what_forced_and_strict_calls_leave_open(tokenizer: Any, name: str) -> None:
+    form, marks = FORMATS[name]
+    tokenizer, call = with_marks(tokenizer, marks), SEA[name]
+    forced = await call_source(tokenizer, form, tool_choice="required")
+    assert follows(forced, call, tokenizer)
+    assert not follows(forced, "No.", tokenizer)
+    assert follows(forced, call.replace("north", "east"), tokenizer) is False
+    strict = await call_source(tokenizer, form)
+    assert follows(strict, call, tokenizer)
+    assert follows(strict, "No, there is none.", tokenizer)
+    assert follows(strict, call.replace("north", "east"), tokenizer) is False
+    weather = call.replace("sea", "weather").replace('"of": "north"', '"any": "thing"')
+    assert follows(strict, weather, tokenizer)  # whose arguments are an object, and are not strict
+    if name != "llama":
+        assert follows(strict, f"Let me see. {call}", tokenizer)
+
+
+async def test_one_call_where_several_are_not_wanted(tokenizer: Any) -> None:
+    form, _ = FORMATS["hermes"]
+    tokenizer, call = with_marks(tokenizer, MARKS), SEA["hermes"]
+    several, one = [
+        await call_source(tokenizer, form, tool_choice="required", parallel_tool_calls=parallel)
+        for parallel in (True, False)
+    ]
+    assert follows(several, f"{call}\n{call}", tokenizer)
+    assert follows(one, call, tokenizer)
+    assert follows(one, f"{call}\n{call}", tokenizer) is False
+
+
+async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> None:
+    form, marks = FORMATS["hermes that reasons"]
+    tokenizer = with_marks(tokenizer, marks)
+    source = await call_source(tokenizer, form, guided_regex="yes|no")
+    for text in ("yes", "<think>Well, it is so.</think>\n\nno"):
+        assert follows(source, text, tokenizer)
+    assert follows(source, "<think>Well", tokenizer) is None
+    assert follows(source, "Well", tokenizer) is False
+    strict = await call_source(tokenizer, form, guided_regex="yes|no", tools=[TOOLS[1]])
+    assert follows(strict, f"<think>hm</think>{SEA['hermes']}", tokenizer)
+    assert follows(strict, "no", tokenizer)
+    request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes"})
+    opened = chat_grammar(request, "user: hi<think>\n", form, tokenizer)
+    source = await GrammarCompiler().compile(request.structure, opened)
+    assert follows(source, "so it is</think>\nyes", tokenizer)
+    assert follows(source, "yes", tokenizer) is None
+
+
+@pytest.mark.parametrize("form", [ReplyFormat("qwen3_coder"), ReplyFormat(own={"fields": {"tool_calls": {}}})])
+async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any, form: ReplyFormat) -> None:
+    with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral"):
+        await call_source(tokenizer, form, tool_choice="required")
+    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", form, tokenizer) == ""
+
+
+def test_grpc_has_the_same_fields() -> None:
+    names = set(inference_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
+    assert names == {"json", "regex", "choice", "grammar", "json_object"}
