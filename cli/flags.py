@@ -34,6 +34,18 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
+def add_health_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `health` takes."""
+    parser.add_argument("address", metavar="HOST:PORT", help="of a target, a draft, or a client gRPC port")
+    parser.add_argument("--timeout", type=float, default=4.0, metavar="SECONDS", help="default: 4")
+    parser.add_argument("--tls-ca", default="", metavar="FILE", help="who signed its certificate (PEM), if it has one")
+    parser.add_argument("--tls-cert", default="", metavar="FILE", help="what to show it, if it asks for one (PEM)")
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="the private key of --tls-cert (PEM)")
+    parser.add_argument(
+        "--tls-name", default="", metavar="HOST", help="name in its certificate; default: the address's"
+    )
+
+
 def add_key_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `key` takes."""
     parser.add_argument("name", help="whose key it is, one word")

@@ -33,6 +33,7 @@ COMMANDS = {
     "chat": Command(client.add_chat_flags, "cli.chat", "talk to the model of a running server"),
     "generate": Command(client.add_generate_flags, "cli.generate", "continue a prompt on a running server"),
     "status": Command(client.add_status_flags, "cli.status", "how a running server and its services are"),
+    "health": Command(client.add_health_flags, "cli.health", "ask a port for its health, as probes of containers do"),
     "key": Command(client.add_key_flags, "cli.key", "make an API key for a client"),
     "calibrate": Command(add_calibrate_flags, "evaluation.calibration.command", "make a plan for a pair of models"),
     "evaluate": Command(add_evaluate_flags, "evaluation.command", "measure what the sparsity methods cost in quality"),

@@ -228,8 +228,19 @@ class ClusterSettings(Section):
         "", "HOST:PORT of a target service that runs already; then Ray is not used", group="placement"
     )
     draft_address: str = setting("", "HOST:PORT of its draft service, for its status in /metrics", group="placement")
+    connect_timeout: float = setting(
+        30.0, "seconds that target and draft may take to be found at the start; 0: any time", group="placement", least=0
+    )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
+    target_host: str = setting(
+        "", "name by which others reach the target wherever Ray runs it; empty: service_host", group="placement"
+    )
+    draft_host: str = setting("", "the same for the draft", group="placement")
+    target_resource: str = setting(
+        "", "Ray's custom resource that a node must have to run the target; empty: any node will do", group="placement"
+    )
+    draft_resource: str = setting("", "the same for the draft", group="placement")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
+# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
+_COUNTED = ("failed_steps", "resyncs", "declined_sessions")
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
 
 
@@ -43,7 +45,7 @@ class Drafter:
     ) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
         self.runner = runner
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._plan, self._settings, self._spans = plan, settings, spans
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.utils import read_ray_address
 
-from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
+from config import ClusterSettings, Config, DraftSettings, ServiceSettings, SettingsError, TargetSettings
 from config.logs import Recorder, Said, configure_logs
 from draft_service.service import run as run_draft
 from target_service.service import run as run_target
@@ -34,13 +34,13 @@ _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SER
 class ServiceActor:
     """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it.
 
-    Only where it fails before it ever served, `info` says why instead. If the raylet that started the process dies, the
+    Only where it fails before it ever served, `pid` says why instead. If the raylet that started the process dies, the
     process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
     """
 
     def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._address: Future[str] = Future()
+        self._listening: Future[int] = Future()
         configure_logs(settings)
         self._said = Recorder()
         logging.getLogger().addHandler(self._said)
@@ -50,7 +50,7 @@ class ServiceActor:
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
         def on_ready(server: RunningServer) -> None:
-            self._address.set_result(server.address)
+            self._listening.set_result(os.getpid())
 
         try:
             run = (
@@ -59,14 +59,14 @@ class ServiceActor:
             asyncio.run(run)
         except BaseException as error:
             log.exception("the %s service failed", settings.side)
-            if self._address.done() or self._served_before:  # let Ray start it anew
+            if self._listening.done() or self._served_before:  # let Ray start it anew
                 os._exit(1)
             said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
-            self._address.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
+            self._listening.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
 
-    def info(self) -> tuple[str, int]:
-        """Waits for the service to listen; returns its address and process id, or raises what kept it from that."""
-        return self._address.result(), os.getpid()
+    def pid(self) -> int:
+        """Wait for the service to listen and return its process id, or raise what kept it from that."""
+        return self._listening.result()
 
     def said(self) -> list[Said]:
         """Return what the service wrote to its log since it was asked last."""
@@ -150,6 +150,7 @@ class RayPlacement:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._settings = placed_settings(config)
+        self._addresses = addresses_of(self._settings, config.cluster)
         self._actors: dict[str, Any] = {}
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
@@ -166,10 +167,11 @@ class RayPlacement:
         options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
         actor = ray.remote(ServiceActor)
         for settings, count in zip(self._settings, gpus, strict=True):
-            named = actor.options(name=settings.side, num_gpus=count, **options)
+            needed = resources_of(settings.side, self._config.cluster)
+            named = actor.options(name=settings.side, num_gpus=count, resources=needed, **options)
             self._actors[settings.side] = named.remote(settings, trace_variables(settings))
-        infos = _wait_for(self._actors)
-        self.services = dict(zip(self._actors, infos, strict=True))
+        pids = _wait_for(self._actors)
+        self.services = {side: (self._addresses[side], pid) for side, pid in zip(self._actors, pids, strict=True)}
 
     def stop(self) -> None:
         """Stop the services, and Ray itself if this process started it."""
@@ -213,12 +215,12 @@ def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
         placement.stop()
 
 
-def _wait_for(actors: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return what the services say of themselves once all listen; until then their logs are shown in ours.
+def _wait_for(actors: Mapping[str, Any]) -> list[int]:
+    """Return the services' process ids once all listen; until then their logs are shown in ours.
 
     Raises ClusterError with the words of one that failed.
     """
-    waiting = answers = [actor.info.remote() for actor in actors.values()]
+    waiting = answers = [actor.pid.remote() for actor in actors.values()]
     try:
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
@@ -238,6 +240,9 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
 
     Only the target is deterministic; what the draft says changes no token then.
     """
+    for side in (config.target, config.draft):
+        if getattr(config.cluster, f"{side.side}_host") and not side.port:
+            raise SettingsError(f"{side.side}_host is given, and others need the port as well: give {side.side}_port")
     threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
     traces = config.clients.trace_share > 0
     port = config.target.port or _free_port(config.target.host)
@@ -247,7 +252,7 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
         threads=threads,
         traces=traces,
         port=config.draft.port or _free_port(config.draft.host),
-        targets=(f"{target.host}:{target.port}",),
+        targets=(addresses_of([target], config.cluster)["target"],),
         deterministic=False,
     )
     return target, draft
@@ -256,6 +261,18 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
     """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
+
+
+def addresses_of(services: Iterable[DraftSettings | TargetSettings], cluster: ClusterSettings) -> dict[str, str]:
+    """Where others reach the services, by side."""
+    hosts = {"target": cluster.target_host, "draft": cluster.draft_host}
+    return {service.side: f"{hosts[service.side] or service.host}:{service.port}" for service in services}
+
+
+def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
+    """What a node must have to run a service, as Ray counts it; a trace, so that one node serves for many."""
+    resource = {"target": cluster.target_resource, "draft": cluster.draft_resource}[side]
+    return {resource: 0.001} if resource else {}
 
 
 def gpus_of(device: str, there: float) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Waiting at the start until target and draft have found each other, and saying what is wrong if they do not."""
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 import grpc
@@ -10,19 +11,17 @@ from orchestrator.service_status import AskStatus
 from wire.errors import ClusterError
 from wire.messages import ServiceStatus
 
-_ATTACH_SECONDS = 30.0
-
 
 async def wait_until_connected(
-    router: Router, services: Mapping[str, AskStatus], addresses: Mapping[str, str]
+    router: Router, services: Mapping[str, AskStatus], addresses: Mapping[str, str], seconds: float
 ) -> ServiceStatus:
     """Wait until the target serves and, if there is a draft, has it, and return the target's status.
 
-    services: how each is asked for its status, by side. addresses: where they are, for what is said. Raises
-    ClusterError with what is wrong.
+    services: how each is asked for its status, by side. addresses: where they are, for what is said. seconds: how long
+    to wait; 0: as long as it takes. Raises ClusterError with what is wrong.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + _ATTACH_SECONDS
+    deadline = loop.time() + (seconds or math.inf)
     while True:
         statuses: dict[str, ServiceStatus] = {}
         troubles: dict[str, grpc.aio.AioRpcError] = {}
@@ -42,7 +41,7 @@ async def wait_until_connected(
             raise ClusterError(refusals[0])
         if loop.time() > deadline:
             alone = f"the target at {addresses['target']} answers, and no draft is attached to it"
-            raise ClusterError(f"not connected within {_ATTACH_SECONDS:.0f} s: {'; '.join(words) or alone}")
+            raise ClusterError(f"not connected within {seconds:g} s: {'; '.join(words) or alone}")
         await asyncio.sleep(0.05)
 
 

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from config import Config, SettingsError
@@ -83,7 +84,7 @@ async def serve_clients(
         await server.set_serving(True)
         try:
             log.info("waiting for the services to find each other", extra=dict(addresses))
-            status = await wait_until_connected(router, services, addresses)
+            status = await wait_until_connected(router, services, addresses, config.cluster.connect_timeout)
             room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
             frontend.limits = replace(limits, kv_tokens=max(room, 0))
             yield server.address, http_address
@@ -112,32 +113,37 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
 
 
 async def run(config: Config, access: Access, target: str, draft: str, placement: Placement | None = None) -> None:
-    """Serve clients over the services at these addresses until SIGINT or SIGTERM.
+    """Serve clients over the services at these addresses until SIGINT or SIGTERM, which end a start that waits, too.
 
     placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
     lost for good, beside what `serve_clients` raises.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def listen_for_signals() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-
-    listen_for_signals()
+    stop_on_signals = partial(_call_on_signals, stop.set)
+    starting = asyncio.current_task()
+    assert starting is not None
+    _call_on_signals(starting.cancel)
     addresses = {"target": target, "draft": draft}
-    async with (
-        services_at(addresses, access.peers) as services,
-        serve_clients(config, access, addresses, services) as (grpc_address, http_address),
-    ):
-        print(f"gRPC endpoint: {grpc_address}")
-        print(f"HTTP endpoint: {http_address}")
-        print("ready", flush=True)
-        watching = [] if placement is None else [supervise(services, placement, listen_for_signals)]
-        if config.clients.api_keys_file:
-            watching.append(watch_keys(config.clients, access.callers.replace))
-        await run_together(_wait_for(stop), *watching)
-        print("stopping: requests in flight are given time to finish", flush=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with (
+            services_at(addresses, access.peers) as services,
+            serve_clients(config, access, addresses, services) as (grpc_address, http_address),
+        ):
+            stop_on_signals()
+            print(f"gRPC endpoint: {grpc_address}")
+            print(f"HTTP endpoint: {http_address}")
+            print("ready", flush=True)
+            watching = [] if placement is None else [supervise(services, placement, stop_on_signals)]
+            if config.clients.api_keys_file:
+                watching.append(watch_keys(config.clients, access.callers.replace))
+            await run_together(_wait_for(stop), *watching)
+            print("stopping: requests in flight are given time to finish", flush=True)
+
+
+def _call_on_signals(stop: Callable[[], object]) -> None:
+    """Have `stop` called at SIGINT and SIGTERM, and nothing else."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 async def _wait_for(event: asyncio.Event) -> None:

@@ -12,7 +12,8 @@ def check_addresses(config: Config) -> None:
     """Raise OSError for an address of this launch that something else listens on."""
     listening = [(config.clients.host, config.clients.grpc_port), (config.clients.host, config.clients.http_port)]
     if not config.cluster.target_address:
-        listening += [(side.host, side.port) for side in (config.target, config.draft)]
+        named = (config.target, config.cluster.target_host), (config.draft, config.cluster.draft_host)
+        listening += [(side.host, side.port) for side, name in named if not name]  # else on any machine
     for host, port in listening:
         check_free(host, port)
 

@@ -36,6 +36,8 @@ from wire.tracing import NO_SPANS, Spans
 log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
+# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
+_COUNTED = ("failed_steps", "failed_sessions", "drafting_pauses", "draft_timeouts", "plain_rounds")
 
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
@@ -65,7 +67,7 @@ class Verifier:
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self._on_round, self._spans = on_round, spans
         self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)

@@ -3,16 +3,20 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from tests.client import generate, make_request
-from tests.stack import Stack, start_stack
+from tests.stack import ROOT, START_SECONDS, Stack, free_port, start_stack
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
@@ -97,3 +101,34 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_start_that_waits_for_its_services_answers_probes_and_stops_when_told() -> None:
+    """As in a cluster, where a target may load for minutes: alive, not ready, and gone at once at SIGTERM."""
+    port = free_port()
+    flags = ["--target-address", f"127.0.0.1:{free_port()}", "--connect-timeout", "0", "--http-port", str(port)]
+    command = [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while _status_of(f"http://127.0.0.1:{port}/live") != 200:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.2)
+        assert _status_of(f"http://127.0.0.1:{port}/ready") == 503
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        _, said = process.communicate()
+    assert "Traceback" not in said
+
+
+def _status_of(url: str) -> int:
+    """Return the status that an address answers with, 0 if nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0

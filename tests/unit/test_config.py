@@ -224,6 +224,21 @@ def test_host_memory_is_the_targets() -> None:
     assert (settings.target.host_kv_memory, settings.draft.host_kv_memory) == (1.5, 0)
 
 
+def test_services_that_ray_places_anywhere_are_reached_by_names() -> None:
+    from orchestrator.cluster import addresses_of, placed_settings, resources_of  # imports Ray
+
+    hosts = ["--target-host", "a-target", "--draft-host", "a-draft", "--service-host", "0.0.0.0"]
+    config = resolve(*hosts, "--target-port", "50052", "--draft-port", "50053", "--target-resource", "big")
+    placed = placed_settings(config)
+    assert [side.host for side in placed] == ["0.0.0.0", "0.0.0.0"]
+    assert placed[1].targets == ("a-target:50052",)
+    assert addresses_of(placed, config.cluster) == {"target": "a-target:50052", "draft": "a-draft:50053"}
+    assert resources_of("target", config.cluster) == {"big": 0.001}
+    assert resources_of("draft", config.cluster) == {}
+    with pytest.raises(SettingsError, match="give draft_port"):
+        placed_settings(resolve(*hosts, "--target-port", "50052"))
+
+
 def test_gpus_of_the_services() -> None:
     from orchestrator.cluster import gpus_of  # imports Ray
 
