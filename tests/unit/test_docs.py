@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from cli.main import COMMANDS
 from config.resolve import ENVIRONMENT_PREFIX, NAMES, resolve_launch
+from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.http_gateway import router
 from tests.stack import ROOT
 
@@ -130,7 +130,7 @@ def missing_modules(text: str) -> Iterator[str]:
 
 
 def missing_paths(text: str) -> Iterator[str]:
-    served = {route.path for route in router.routes} | MADE_BY_FASTAPI  # type: ignore[attr-defined]
+    served = {route.path for route in (*router.routes, *dashboard.routes)} | MADE_BY_FASTAPI  # type: ignore[attr-defined]
     for token in quoted(text):
         if re.fullmatch(r"/(v1/)?[a-z]+(/[a-z]+)?(\.json)?", token) and token not in served:
             yield token
@@ -144,7 +144,7 @@ def flags_of(command: str) -> frozenset[str]:
     """Return the long flags of `specahead COMMAND` or `python -m MODULE`."""
     if command in COMMANDS:
         parser = argparse.ArgumentParser()
-        import_module(COMMANDS[command][0]).add_arguments(parser)
+        COMMANDS[command].declare(parser)
         parsers, found = [parser], set()
         for each in parsers:
             for action in each._actions:

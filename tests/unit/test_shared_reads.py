@@ -134,7 +134,7 @@ def test_places_are_taken_back() -> None:
     for session in (first, second, first):
         step(*session)
     third = start()
-    with pytest.raises(RuntimeError, match="2 sequences share budgets out"):
+    with pytest.raises(RuntimeError, match="the reads of 2 sequences are remembered"):
         step(*third)
     runner.kv.release(first[1])
     del first, session
