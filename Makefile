@@ -63,6 +63,7 @@ test-vllm: setup  ## vLLM's own tests of its OpenAI endpoints, from its sources:
 N ?= 100000
 
 fuzz: setup  ## Give N strangers' inputs to all that reads them; READER=name: to one, chosen by what they reach
+	$(if $(READER),$(PIP) "atheris>=2.3")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
 
 MINUTES ?= 10

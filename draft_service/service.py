@@ -14,7 +14,7 @@ from draft_service.link import LinkState, keep_link
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
-from engine.step_loop import run_step_loop
+from engine.step_loop import prefill_chunk, run_step_loop
 from protos import control_pb2, control_pb2_grpc
 from sparsity.methods import METHODS, load_served_plan
 from sparsity.plan import Plan, PlanError
@@ -74,6 +74,8 @@ async def serve(
     """
     drafter = Drafter(runner, plan, settings, grammars, spans)
     announcing = METHODS[plan.method].announcing is not None
+    log.info("reading a prompt to be ready")
+    runner.warm_up_prompts(prefill_chunk(settings.prefill_chunk, runner.kv.device))
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
     links = [LinkState(target) for target in settings.targets]

@@ -16,7 +16,7 @@ from engine.decoder import Decoder
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
-from engine.kv.pages import SequenceKV, pages_for
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
 from engine.passes.grouping import StepLimits, exact_shape, kind_of, step_shape
@@ -174,6 +174,15 @@ class ModelRunner(Runner):
                 self._passes.step_of(shape)
                 if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
                     self._passes.step_of(replace(shape, fetches=True))
+
+    def warm_up_prompts(self, tokens: int) -> None:
+        if self.device.type != "cuda":
+            return
+        scratch = SequenceKV()
+        room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
+        self.forward([SequenceInput(scratch, [0] * room)])
+        torch.cuda.synchronize()
+        self.kv.release(scratch)
 
     # Rounds of a draft.
 

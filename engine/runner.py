@@ -28,6 +28,9 @@ class Runner:
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Make ready for steps that read so, of up to so many sequences. There may be nothing to do."""
 
+    def warm_up_prompts(self, tokens: int) -> None:
+        """Make ready for prompts of which so many tokens are read at once. There may be nothing to do."""
+
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences, before the first step that does."""
 

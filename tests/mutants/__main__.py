@@ -48,6 +48,9 @@ def is_killed(folder: Path, mutant: Mutant) -> bool:
 
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if not words or any(word in m.file or word in m.new for word in words)]
+    if not chosen:
+        print(f"no fault is put in by {' or '.join(words)}: give a part of a file's name or of the new text")
+        return 2
     with tempfile.TemporaryDirectory(prefix="specahead-mutants-") as name:
         folder = Path(name)
         copy_project(folder)
