@@ -74,7 +74,6 @@ async def serve(
     """
     drafter = Drafter(runner, plan, settings, grammars, spans)
     announcing = METHODS[plan.method].announcing is not None
-    log.info("reading a prompt to be ready")
     runner.warm_up_prompts(prefill_chunk(settings.prefill_chunk, runner.kv.device))
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])

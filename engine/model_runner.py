@@ -5,6 +5,7 @@ shape; prompts, and everything on a CPU, run in passes of the exact size without
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,9 @@ PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
+
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner(Runner):
@@ -178,6 +182,7 @@ class ModelRunner(Runner):
     def warm_up_prompts(self, tokens: int) -> None:
         if self.device.type != "cuda":
             return
+        log.info("reading a prompt to be ready", extra={"tokens": tokens})
         scratch = SequenceKV()
         room = min(tokens, self.kv.pool.available * PAGE_SIZE, (self._limits.pages * PAGE_SIZE) - MAX_OVERHANG)
         self.forward([SequenceInput(scratch, [0] * room)])

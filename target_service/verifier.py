@@ -83,7 +83,6 @@ class Verifier:
             nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.gamma)
             reads += [] if read is None else [read]
-        log.info("reading a prompt to be ready", extra={"tokens": self.settings.prefill_chunk})
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
