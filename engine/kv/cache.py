@@ -59,7 +59,7 @@ class KVCache:
         The tokens that these sequences have are committed from now on. Raises OutOfPages if there is no room; then the
         sequences are as they were.
         """
-        if not self.reserve(work):
+        if not self._grow_all(work):
             wanted = sum(_missing_pages(*item) for item in work)
             raise OutOfPages(f"{wanted} pages wanted, {self.pool.available} of {self.pool.num_pages} available")
 
@@ -179,6 +179,10 @@ class KVCache:
             sparse = [sequence for sequence, _ in work if not sequence.dense]
             if sum(map(self.means.missing, sparse)) > len(self.means.free):
                 return False
+        return self._grow_all(work)
+
+    def _grow_all(self, work: list[tuple[SequenceKV, int]]) -> bool:
+        """Have pages as `reserve` says; means are made as they are needed, by passes that read them."""
         if sum(_missing_pages(*item) for item in work) > self.pool.available:
             return False
         for sequence, tokens in work:
