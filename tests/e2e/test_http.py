@@ -442,6 +442,7 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
     """Its rounds, and which blocks one of them read: of a sparse one, fewer than there are."""
     ask = {"model": MODEL, "prompt": PROMPT * 60, "max_tokens": 300, "exactness": "approximate", "ignore_eos": True}
     shares: list[float] = []
+    watched = asyncio.Event()
 
     async def look_at(session: int) -> None:
         while not shares or shares[-1] > 0.5:
@@ -456,6 +457,8 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
         tokens, looking = 0, None
         async for line in events.content:
             event = json.loads(line[6:]) if line.startswith(b"data: ") else {"type": ""}
+            if event["type"] == "snapshot":  # of what ran before: from now on all is told
+                watched.set()
             if event["type"] == "rounds":
                 tokens += event["sums"]["tokens"]
                 for session in event["opened"]:
@@ -467,6 +470,7 @@ async def test_the_dashboard_tells_of_a_session_while_it_runs(raw: aiohttp.Clien
 
     async with asyncio.timeout(120), raw.get("/dashboard/events") as events:
         following = asyncio.create_task(ended(events))
+        await watched.wait()
         async with raw.post(COMPLETIONS, json=ask) as answer:
             assert answer.status == 200
         assert await following == 300
