@@ -118,16 +118,22 @@ def refusal_over_http(stack: Stack, prompt: list[int], max_tokens: int) -> tuple
 def test_a_full_host_has_the_younger_one_give_way(plain: Stack, small: Stack, books: list[str], tokenizer: Any) -> None:
     """It goes on later; what host memory cannot hold by itself is refused."""
     prompt = tokenizer.encode(books[1][5000:35_000])
-    texts = [(prompt[:1300], 300), (prompt[1300:1700], 200)]  # they need 101 and 38 pages of 128
+    texts = [(prompt[:1300], 600), (prompt[1300:1700], 200)]  # they need 119 and 38 pages of 128
     wanted = [generate(plain.stub(), text, max_tokens=most, ignore_eos=True).tokens for text, most in texts]
     (first, most), (second, fewer) = texts
-    call = small.stub().Generate(make_request(first, temperature=0, max_tokens=most, ignore_eos=True))
-    tokens = list(next(call).token_ids)
-    younger = generate(small.stub(), second, max_tokens=fewer, ignore_eos=True)
-    for response in call:
-        tokens += response.token_ids
-    assert [tokens, younger.tokens] == wanted
-    assert younger.speculation.preemptions == count(small, "preemptions") > 0
+    for _ in range(5):  # on a busy machine the first may be over before the second needs its room
+        before = count(small, "preemptions")
+        call = small.stub().Generate(make_request(first, temperature=0, max_tokens=most, ignore_eos=True))
+        tokens = list(next(call).token_ids)
+        younger = generate(small.stub(), second, max_tokens=fewer, ignore_eos=True)
+        for response in call:
+            tokens += response.token_ids
+        assert [tokens, younger.tokens] == wanted
+        assert younger.speculation.preemptions == count(small, "preemptions") - before
+        if younger.speculation.preemptions:
+            break
+    else:
+        raise AssertionError("no session gave way in five tries")
     status, details = refusal(small, prompt[:1900], max_tokens=MOST - 1900)
     assert status is grpc.StatusCode.INVALID_ARGUMENT
     assert "maximum context length is 2043 tokens; your prompt has 1900 tokens, and max_tokens is 148" in details

@@ -36,7 +36,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": parameters}}
     for name, parameters in (("find_book", SCHEMA), ("count", {"properties": {}, "additionalProperties": False}))
 ]  # fmt: skip
-FREE: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
+FREE: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1200}
 
 
 @pytest.fixture(scope="module")
