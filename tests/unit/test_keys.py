@@ -1,7 +1,7 @@
 """API keys: how they are made and read, who a caller is, and what limits do."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,18 @@ import pytest
 from cli.main import main
 from config import SettingsError
 from config.access import ClientAccess
-from orchestrator.callers import Caller, Callers, current_caller
+from orchestrator.callers import _CALLER, Caller, Callers, current_caller
 from orchestrator.keys import PREFIX, Key, digest_of, make_key, read_keys, watch_keys
 from tests.unit.clock import Clock
 from wire.errors import ResourceExhausted, Unauthenticated
+
+
+@pytest.fixture(autouse=True)
+def _caller_of_this_test() -> Iterator[None]:
+    """Who was admitted here is not the caller of the tests that follow in this process."""
+    before = _CALLER.set(current_caller())
+    yield
+    _CALLER.reset(before)
 
 
 def file_of(folder: Path, *lines: str) -> ClientAccess:
