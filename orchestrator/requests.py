@@ -30,7 +30,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-_WITH_STRUCTURE = "a text that follows a structure ends where that is complete; leave min_tokens out"
 MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
@@ -115,8 +114,6 @@ class GenerationRequest(StructuredRequest):
         if self.sparsity and self.exactness != "approximate":
             reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
             raise InvalidArgument(reason, "sparsity")
-        if self.structure is not None and self.min_tokens:
-            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
                 _check_neutral(name, value)
@@ -321,8 +318,6 @@ class ChatRequest(GenerationRequest):
         if self.must_call and not self.callable_tools:
             names = ", ".join(repr(tool.function.name) for tool in self.tools or []) or "none"
             raise InvalidArgument(f"tool_choice: {choice!r}, and of such tools there are {names}", "tool_choice")
-        if self.must_call and self.min_tokens:
-            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
 
 
 class TokenizeRequest(BaseModel):
