@@ -132,7 +132,7 @@ class Frontend:
                 if isinstance(item, Exception):
                     raise item
                 unfinished -= item.finish_reason is not FinishReason.NONE
-                yield item
+                yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
         finally:
             for task in tasks:
                 task.cancel()

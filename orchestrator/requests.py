@@ -1,7 +1,7 @@
 """What clients may ask for: the one model of a request, for HTTP and gRPC alike."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
-    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("logprob_token_ids", "thinking_token_budget"), ()),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
@@ -96,6 +96,11 @@ class GenerationRequest(StructuredRequest):
         return False
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether nothing that is generated is told."""
+        return self.max_tokens == 0
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -142,6 +147,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -153,10 +160,11 @@ class CompletionRequest(GenerationRequest):
         """Whether the prompt's tokens get log probabilities, too."""
         return bool(self.echo) and self.wanted_logprobs is not None
 
-    @property
-    def only_echoes(self) -> bool:
-        """Whether nothing that is generated is told."""
-        return self.max_tokens == 0
+    def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
+        """Return the texts that the choices of each prompt begin with. decode: gives the text of tokens."""
+        if not self.echo:
+            return [""] * len(self.prompts)
+        return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in self.prompts]
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
@@ -259,6 +267,8 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
