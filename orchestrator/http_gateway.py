@@ -41,6 +41,7 @@ from orchestrator.responses_answer import ResponsesAnswer
 from orchestrator.responses_request import ResponsesRequest, to_chat
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
+from wire.tls import Tls
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
@@ -239,11 +240,11 @@ class _EmbeddedServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_http(
-    app: ASGIApp, host: str, port: int, connections: Connections, cert: str = "", key: str = ""
+    app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
 ) -> AsyncIterator[str]:
     """Listen on host:port (0: any free one) while the context lasts, and yield the address.
 
-    connections: their limits. cert, key: PEM files; without them the port speaks plain text.
+    connections: their limits. tls: what the port shows; without it, it speaks plain text.
 
     Raises OSError naming an address that cannot be bound.
     """
@@ -259,14 +260,14 @@ async def serve_http(
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
-        ssl_certfile=cert or None,
-        ssl_keyfile=key or None,
         timeout_keep_alive=75,
     )
+    config.load()
+    config.ssl = tls.server_context() if tls else None
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"{'https' if cert else 'http'}://{host}:{listener.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
