@@ -15,11 +15,7 @@ from tests.stack import start_stack
 TOKENS = 1000
 PROMPT = "The old man looked at the sea"
 # Ray takes 15 s or more to give a node up otherwise.
-NODES_ARE_LOST_SOON = {
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
+IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
 
 
 @pytest.fixture
