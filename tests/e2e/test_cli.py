@@ -15,8 +15,9 @@ import pytest
 from openai import OpenAI
 
 from config.version import running_version
-from evaluation.plans import save_plan, uniform_plan
+from evaluation.plans import save_plan
 from models import TARGET
+from sparsity.plan import uniform_plan
 from tests.client import APPROXIMATE, generate, metric, wait_for, wait_until_idle
 from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import ROOT, Stack
