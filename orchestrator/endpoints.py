@@ -31,7 +31,7 @@ from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import keep_loaded, start_server
 from wire.streams import run_together
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ async def run(config: Config, access: Access, target: str, draft: str, placement
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
+            keep_loaded()
             print("ready", flush=True)
             watching = [] if placement is None else [supervise(services, placement, stop_on_signals)]
             if config.clients.api_keys_file:

@@ -7,8 +7,10 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import aiohttp
+import anyio
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -459,6 +461,20 @@ async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: Scr
     assert (await ask("x" * 200))[0] == "x" * 100
     async with raw.get("/nonesuch") as response:
         assert response.status == 404 and response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+async def test_a_short_request_waits_for_no_thread(
+    raw: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """On a busy machine one gets its turn late, and refusals are to come at once."""
+    run = mock.AsyncMock()
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run)
+    monkeypatch.setattr(asyncio, "to_thread", run)
+    sent = raw.post(path, json={"prompt": "The sea"}) if path == COMPLETIONS else raw.get(path)
+    async with sent as response:
+        assert response.status == 200
+    run.assert_not_called()
 
 
 async def test_a_stream_is_kept_alive_while_nothing_comes(
