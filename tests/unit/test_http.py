@@ -601,6 +601,8 @@ async def test_a_response_and_its_items_sent_along(client: AsyncOpenAI, router: 
     call: Any = first.output[2]
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
     assert first.usage is not None and first.usage.output_tokens == len(router.opened[0].generated)
+    reasoned = len(router.tokenizer.encode("<think>Where?"))
+    assert abs(first.usage.output_tokens_details.reasoning_tokens - reasoned) < 3  # to the round
 
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
     history: Any = [{"role": "user", "content": "Is it sunny?"}, *first.output, result]
