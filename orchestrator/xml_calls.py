@@ -29,7 +29,7 @@ def call_body(name: str, parameters: Schema | None, literal: Callable[[str], str
     if parameters is None or ("properties" not in parameters and parameters.get("additionalProperties") is not False):
         return f"{head} any_parameter* {_END}"
     required = parameters.get("required") or []
-    definitions = {each: parameters[each] for each in ("$defs", "definitions") if each in parameters}
+    definitions: Schema = {each: parameters[each] for each in ("$defs", "definitions") if each in parameters}
     terms = [head]
     properties = meant_properties(parameters)
     for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
