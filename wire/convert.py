@@ -141,8 +141,11 @@ def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any
 
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
-    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _READS[kind]}
-    message = kind(**values)
+    names, reads = _READS[kind]
+    values = [getattr(pb, name) for name in names]
+    for index, read in reads:
+        values[index] = read(values[index])
+    message = kind(*values)
     if kind is m.Proposals:
         _check_proposals(message)
     return message
@@ -193,10 +196,12 @@ def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
 
 
 def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
+    nothing = np.empty(0, dtype)
+
     def read(data: bytes) -> np.ndarray:
         if len(data) % 4:
             raise InvalidArgument(f"proposals: {len(data)} bytes of distributions, expected numbers of 4 bytes each")
-        return np.frombuffer(data, dtype)
+        return np.frombuffer(data, dtype) if data else nothing
 
     return read
 
@@ -228,7 +233,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "counters": dict,
     "gauges": dict,
 }
-_READS = {kind: tuple((name, _READERS.get(name)) for name in names) for kind, names in _NAMES.items()}
+_READS = {
+    kind: (names, [(index, _READERS[name]) for index, name in enumerate(names) if name in _READERS])
+    for kind, names in _NAMES.items()
+}
 
 
 def _check_proposals(proposals: m.Proposals) -> None:

@@ -117,9 +117,10 @@ class Proposals:
 
     def behind(self, base: int, assumed_token: int) -> Proposal | None:
         """Return the proposal that begins at position `base` behind that token, None if there is none."""
-        if (base, assumed_token) not in self.outcomes:
+        outcomes = self.outcomes
+        if (base, assumed_token) not in outcomes:
             return None
-        index = self.outcomes.index((base, assumed_token))
+        index = outcomes.index((base, assumed_token))
         start = sum(self.counts[:index])
         end = start + self.counts[index]
         supports = []

@@ -1,5 +1,6 @@
 """The launches of a draft's round, the same for all rounds of a shape."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,56 +74,69 @@ def run_round(
     forbid: called before each token is drawn, outside of graphs, with the logits [rows, vocab] in which it sets to -inf
     what must not be, and the tokens [rows] drafted so far.
     """
-    evidence, given, results = None, buffers.tensors, buffers.results.device
-    if shape.method or settings.read_share < 1:
-        sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
-        evidence = torch.zeros(sizes, device=kv.device)
-    round_ = _Round(decoder, kv, settings, shape, given, attention, evidence)
+    given, results = buffers.tensors, buffers.results.device
+    round_ = _Round(decoder, kv, settings, shape, given, attention, _zero_evidence(decoder, kv, settings, shape))
     if shape.branches > 1:
         for keys, values in zip(kv.k_pages, kv.v_pages, strict=True):
             move_kv(keys, values, given["source"], given["target"], default_backend(kv.device))
     first = None if shape.refreshes else _lists_of_first_pass(round_)
     logits = _run_first_pass(round_, first)
-    if "memory" in given and evidence is not None and shape.refreshes:
-        weights = evidence.flatten(1, 2)
+    if "memory" in given and round_.evidence is not None and shape.refreshes:
+        weights = round_.evidence.flatten(1, 2)
         given["memory"][..., : weights.shape[2]].index_copy_(0, given["places"], weights)
     later = None
     if settings.read_share < 1:
-        assert evidence is not None
-        later = _own_lists(round_, evidence, max_queries=shape.branches)
+        assert round_.evidence is not None
+        later = _own_lists(round_, round_.evidence, max_queries=shape.branches)
         results["blocks_read"].copy_(_count_blocks(round_, first, later))
-    tokens: list[Tensor] = []
-    ids, probs, alternatives = [], [], []
-    rules = ChangedLogits(given, shape.branches) if shape.ruled else None
-    for index in range(settings.gamma + 1):
-        logits = logits if rules is None else rules.change(logits)
-        if forbid is not None:
-            forbid(logits, tokens)
-        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(kv.device))
-        token, support = _sample(logits, likeliest[:, 0].long(), round_, index)
-        if rules is not None:
-            rules.count(token)
-        tokens.append(token)
-        alternatives.append(likeliest)
-        if support is not None:
-            ids.append(support[0])
-            probs.append(support[1])
-        if index < settings.gamma:
-            logits = _run_later_pass(round_, token, index, later)
-    results["tokens"].copy_(torch.stack(tokens))
-    if settings.alternatives:
-        results["alternatives"].copy_(torch.stack(alternatives))
-    if ids:
-        results["ids"].copy_(torch.stack(ids))
-        results["probs"].copy_(torch.stack(probs))
+    for name, drawn in _draw_tokens(round_, logits, later, forbid).items():
+        results[name].copy_(torch.stack(drawn))
     if shape.method:
         bitmaps = _announce(round_)
-        results["bitmaps"].copy_(bitmaps)
         coded = code_difference(bitmaps, given["announced"], given["words"])
+        results["bitmaps"].copy_(bitmaps)
         results["flags"].copy_(coded.flags)
         results["values"].copy_(coded.values)
         results["value_counts"].copy_(coded.counts)
         results["checksums"].copy_(coded.checksums)
+
+
+def _zero_evidence(
+    decoder: Decoder | ModulesDecoder, kv: KVCache, settings: RoundSettings, shape: RoundShape
+) -> Tensor | None:
+    if not shape.method and settings.read_share == 1:
+        return None
+    sizes = shape.sequences, decoder.num_layers, decoder.heads, shape.blocks(settings)
+    return torch.zeros(sizes, device=kv.device)
+
+
+def _draw_tokens(
+    round_: _Round, logits: Tensor, later: ListedReads | None, forbid: Callable[[Tensor, list[Tensor]], None] | None
+) -> dict[str, list[Tensor]]:
+    """Draw a token from the logits of the first pass and run one more pass for each of gamma tokens.
+
+    Returns for each result what each of the gamma + 1 draws gives it.
+    """
+    drawn: dict[str, list[Tensor]] = defaultdict(list)
+    settings = round_.settings
+    rules = ChangedLogits(round_.given, round_.shape.branches) if round_.shape.ruled else None
+    for index in range(settings.gamma + 1):
+        logits = logits if rules is None else rules.change(logits)
+        if forbid is not None:
+            forbid(logits, drawn["tokens"])
+        likeliest = top_few(logits, max(1, settings.alternatives), default_backend(round_.kv.device))
+        token, support = _sample(logits, likeliest[:, 0].long(), round_, index)
+        if rules is not None:
+            rules.count(token)
+        drawn["tokens"].append(token)
+        if settings.alternatives:
+            drawn["alternatives"].append(likeliest)
+        if support is not None:
+            drawn["ids"].append(support[0])
+            drawn["probs"].append(support[1])
+        if index < settings.gamma:
+            logits = _run_later_pass(round_, token, index, later)
+    return drawn
 
 
 def _announce(round_: _Round) -> Tensor:
