@@ -160,8 +160,9 @@ def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
     """
     cluster, traces = config.cluster, config.clients.trace_share > 0
     placed: list[TargetSettings | DraftSettings] = []
-    for side, count in ((config.target, cluster.targets), (config.draft, cluster.drafts)):
-        if known_as_of(side.side, cluster) and (not side.port or count > 1):
+    drafts = cluster.drafts if config.has_draft else 0
+    for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
+        if count and known_as_of(side.side, cluster) and (not side.port or count > 1):
             raise SettingsError(
                 f"{side.side}_host is given, by which others reach one service at one port: give {side.side}_port, and "
                 f"no number of {side.side}s"

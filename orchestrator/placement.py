@@ -23,7 +23,8 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | N
     """Yield where the services are, and what keeps them: None for those that run already, else Ray."""
     cluster = config.cluster
     if cluster.target_address:
-        targets, drafts = _named("target", cluster.target_address), _named("draft", cluster.draft_address)
+        targets = _named("target", cluster.target_address)
+        drafts = _named("draft", cluster.draft_address if config.has_draft else "")
         yield _by_side(targets | drafts), None
         return
     from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from config.sections import WITHOUT_DRAFT
 from orchestrator.callers import Caller, current_caller
 from orchestrator.generation import Frontend
 from orchestrator.service_status import gauges_of_targets
@@ -88,7 +89,8 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
         "target": frontend.router.connected,
-        "draft": any(status is not None and status.attached for status in services.values()),
+        "draft": frontend.draft_name in WITHOUT_DRAFT
+        or any(status is not None and status.attached for status in services.values()),
     }
 
 
