@@ -16,6 +16,7 @@ from engine.loading.tokenizer import count_token_ids, load_generation_config, lo
 from orchestrator.access import Access, open_paths, require_key
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
+from orchestrator.directory import Directory
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
@@ -62,7 +63,9 @@ async def serve_clients(
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
     clients = config.clients
-    router = Router(addresses["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    targets = Directory({"target": addresses["target"]})
+    timeouts = clients.resume_timeout, clients.request_timeout
+    router = Router(targets, access.peers, *timeouts, clients.routing, clients.max_wait)
     async with contextlib.AsyncExitStack() as started:
         frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
         limits, observer = frontend.limits, frontend.observer
@@ -70,7 +73,7 @@ async def serve_clients(
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
 
-        await started.enter_async_context(router.connected_to_target())
+        await started.enter_async_context(router.connected_to_targets())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")

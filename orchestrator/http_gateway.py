@@ -236,7 +236,8 @@ async def show_version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request, frontend: Served) -> Response:
     """Give Prometheus its figures."""
-    text = frontend.observer.metrics.render(frontend.router.running, await request.app.state.read_status())
+    requests, services = frontend.router.running, await request.app.state.read_status()
+    text = frontend.observer.metrics.render(requests, services, frontend.router.target_states())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from orchestrator.ledger import Record
+from orchestrator.router import TargetState
 from wire.messages import Commit, ServiceStatus
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -120,8 +121,11 @@ class Metrics:
         """Count a request that got no token."""
         self._refused.labels(self._model, reason).inc()
 
-    def render(self, requests: int, services: Mapping[str, ServiceStatus | None]) -> bytes:
-        """The exposition text. requests: how many are open; services: their statuses now (None: no answer)."""
+    def render(
+        self, requests: int, services: Mapping[str, ServiceStatus | None], targets: Mapping[str, TargetState]
+    ) -> bytes:
+        """The exposition text. requests: how many are open. services: their statuses now (None: no answer). targets:
+        how each is used."""
         target = services.get("target")
         gauges = target.gauges if target else {}
         waiting = min(requests, int(gauges.get("queued_sessions", 0)))
@@ -129,6 +133,7 @@ class Metrics:
         self._running.set(requests - waiting)
         self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
         families = [*self.registry.collect(), *_service_families(self._model, services)]
+        families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
         return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
 
@@ -163,6 +168,18 @@ def _service_families(model: str, services: Mapping[str, ServiceStatus | None]) 
         _add_all(states, [model, name], status.gauges if status else {})
         _add_all(events, [model, name], status.counters if status else {})
     yield from (up, attached, states, events)
+
+
+def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator[Metric]:
+    """What the router says of each target."""
+    labels = ["model_name", "target"]
+    serving = GaugeMetricFamily(f"{OURS}target_serving", "Whether a target takes new requests", labels=labels)
+    sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)
+    routed = CounterMetricFamily(f"{OURS}routed_requests", "Times that requests were sent to a target", labels=labels)
+    for name, state in targets.items():
+        for family, value in zip((serving, sessions, routed), state, strict=True):
+            family.add_metric([model, name], float(value))
+    yield from (serving, sessions, routed)
 
 
 def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.runner import Runner
+from orchestrator.directory import Directory
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.metrics import Metrics
@@ -81,10 +82,17 @@ async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
 
 
 async def run_gateway(
-    name: str, target: str, scenario: Scenario, services: list[str], placement: Placement, keep: Callable[[Any], None]
+    name: str,
+    targets: list[str],
+    scenario: Scenario,
+    services: list[str],
+    placement: Placement,
+    keep: Callable[[Any], None],
 ) -> None:
-    """Serve clients over a target, and watch services."""
-    router = Router(address_of(target), PeerAccess(), scenario.resume_timeout, scenario.request_timeout)
+    """Serve clients over targets, and watch services."""
+    directory = Directory({target: address_of(target) for target in targets})
+    timeouts = scenario.resume_timeout, scenario.request_timeout
+    router = Router(directory, PeerAccess(), *timeouts, scenario.routing)
     limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "sts", "streaming"))
     observer = Observer(Metrics(MODEL), Tokenizer())
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
@@ -92,7 +100,7 @@ async def run_gateway(
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
     asks: dict[str, AskStatus] = {}
-    async with router.connected_to_target():
+    async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         async with contextlib.AsyncExitStack() as stack:
