@@ -65,7 +65,8 @@ async def serve_clients(
     """
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
-    router = Router(directories["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    timeouts = clients.resume_timeout, clients.request_timeout
+    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
     async with contextlib.AsyncExitStack() as started:
         frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
         limits, observer = frontend.limits, frontend.observer
@@ -73,7 +74,7 @@ async def serve_clients(
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
 
-        await started.enter_async_context(router.connected_to_target())
+        await started.enter_async_context(router.connected_to_targets())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
