@@ -16,6 +16,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
+ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 
 _models = partial(setting, group="models and plan")
 _rounds = partial(setting, group="rounds")
@@ -261,6 +262,19 @@ class ClientSettings(ClientAccess):
     )
     request_timeout: float = setting(
         3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
+    )
+    routing: str = setting(
+        "prefix",
+        "which of several targets takes a request: the one that has most of its prompt cached unless others are less "
+        "busy, the least busy one, or one after the other",
+        group="client endpoints",
+        choices=ROUTING,
+    )
+    max_wait: float = setting(
+        0.0,
+        "seconds that a request may be expected to wait before its prompt is read, else it is refused; 0: any time",
+        group="client endpoints",
+        least=0,
     )
     shutdown_grace: float = setting(
         10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0

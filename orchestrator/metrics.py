@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from orchestrator.directory import side_of
 from orchestrator.ledger import Record
+from orchestrator.router import TargetState
 from orchestrator.service_status import gauges_of_targets
 from wire.messages import Commit, ServiceStatus
 
@@ -123,11 +124,16 @@ class Metrics:
         self._refused.labels(self._model, reason).inc()
 
     def render(
-        self, requests: int, services: Mapping[str, ServiceStatus | None], addresses: Mapping[str, str]
+        self,
+        requests: int,
+        services: Mapping[str, ServiceStatus | None],
+        addresses: Mapping[str, str],
+        targets: Mapping[str, TargetState],
     ) -> bytes:
         """The exposition text.
 
         requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
+        targets: how each is used.
         """
         gauges = gauges_of_targets(services)
         waiting = min(requests, int(gauges.get("queued_sessions", 0)))
@@ -135,6 +141,7 @@ class Metrics:
         self._running.set(requests - waiting)
         self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
+        families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
         return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
 
@@ -174,6 +181,18 @@ def _service_families(
         _add_all(states, values, status.gauges if status else {})
         _add_all(events, values, status.counters if status else {})
     yield from (info, up, attached, states, events)
+
+
+def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator[Metric]:
+    """What the router says of each target."""
+    labels = ["model_name", "target"]
+    serving = GaugeMetricFamily(f"{OURS}target_serving", "Whether a target takes new requests", labels=labels)
+    sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)
+    routed = CounterMetricFamily(f"{OURS}routed_requests", "Times that requests were sent to a target", labels=labels)
+    for name, state in targets.items():
+        for family, value in zip((serving, sessions, routed), state, strict=True):
+            family.add_metric([model, name], float(value))
+    yield from (serving, sessions, routed)
 
 
 def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:

@@ -18,12 +18,12 @@ from protos import speculation_pb2 as speculation
 from wire import messages as m
 from wire.errors import InvalidArgument
 
-MOST_NAME = 128  # characters of a session's name
+MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
 _KINDS: tuple[Any, ...] = (
     *(m.Hello, m.ServiceStatus, m.SessionReads, m.Beat, Sampling, TokenLogprobs),
     *(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync),
     *(m.Begin, m.Verdict, m.End, m.Refusal),
-    *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),
+    *(m.Open, m.Abort, m.Commit, m.Closed, m.Report),
 )
 _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
 _ONEOF = {kind: kind.__name__.lower() for kind in _KINDS}
@@ -119,7 +119,8 @@ def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
-    return _read_oneof((m.Commit, m.Closed, m.Beat), pb, "event", "served event: none of commit, closed, beat is set")
+    unset = "served event: none of commit, closed, report, beat is set"
+    return _read_oneof((m.Commit, m.Closed, m.Report, m.Beat), pb, "event", unset)
 
 
 def session_in(pb: Any, oneof: str) -> str:
@@ -230,6 +231,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "top_logprobs": list,
     "read": list,
     "fetched": list,
+    "indexed": list,
+    "evicted": list,
     "counters": dict,
     "gauges": dict,
 }

@@ -246,6 +246,24 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
+
+    number: int = 0
+    opens: int = 0
+    sessions: int = 0
+    waiting: int = 0
+    free_places: int = 0
+    free_kv_pages: int = 0
+    queue_places: int = 0
+    unread_tokens: int = 0
+    tokens_per_second: float = 0.0
+    queue_seconds: float = 0.0
+    indexed: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class ServiceStatus:
     peer: str
     pid: int
@@ -276,4 +294,4 @@ class SessionReads:
 DraftEvent = Announcement | Proposals | Ready | Decline | Resync
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
-ServedEvent = Commit | Closed
+ServedEvent = Commit | Closed | Report
