@@ -71,12 +71,12 @@ class Orchestrator:
         await self.call.write(convert.serve_request_to_pb(request))
 
     async def events(self) -> AsyncIterator[m.ServedEvent]:
-        """What comes, but for beats; this end says its own with each."""
+        """What comes, but for beats and reports; this end says its own beats with each."""
         while (frame := await self.call.read()) is not grpc.aio.EOF:
             await self.call.write(convert.serve_request_to_pb(m.Beat()))
             for pb in frame.events:
                 event = convert.served_event_from_pb(pb)
-                if not isinstance(event, m.Beat):
+                if not isinstance(event, m.Beat | m.Report):
                     yield event
 
     async def outcome(self, name: str) -> m.ServedEvent:
@@ -350,6 +350,18 @@ async def test_a_target_that_stops_tells_every_session_that_it_is_unavailable() 
                 if isinstance(event, m.Closed):
                     closed[event.session] = event.code
         assert closed == dict.fromkeys(("runs", "waits"), grpc.StatusCode.UNAVAILABLE.value[0])
+
+
+async def test_a_target_without_a_draft_refuses_one_and_serves() -> None:
+    async with target(draft="none") as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(HELLO)))
+        with pytest.raises(grpc.aio.AioRpcError, match="it runs with --draft none") as refused:
+            await read_all(draft)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        orchestrator = Orchestrator(channel)
+        await orchestrator.send(opening("a", 5))
+        assert isinstance(await orchestrator.outcome("a"), m.Commit)
 
 
 async def test_a_draft_of_another_tokenizer_is_refused_and_the_status_says_why() -> None:
