@@ -1,6 +1,5 @@
 """The processes of a run: each is the product's own main, on scripted models and without HTTP and Ray."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, max_message
 from orchestrator.router import Router
-from orchestrator.service_status import AskStatus, services_at
+from orchestrator.service_status import asks_of, lines_to
 from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from target_service import service as target_service
@@ -99,13 +98,9 @@ async def run_gateway(
     keep(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
-    asks: dict[str, AskStatus] = {}
     async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
-        async with contextlib.AsyncExitStack() as stack:
-            for service in services:
-                side = service.partition("-")[0]
-                ask = await stack.enter_async_context(services_at({side: address_of(service)}, PeerAccess()))
-                asks[service] = ask[side]
-            await supervise(asks, placement)
+        watched = Directory({service: address_of(service) for service in services})
+        async with lines_to([watched], PeerAccess()) as lines:
+            await supervise(asks_of(lines), placement, watched.put)
