@@ -33,7 +33,7 @@ from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import keep_loaded, start_server
 from wire.streams import run_together
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,10 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = make_app(frontend, read_status, read_addresses)
-        guarded = require_key(app, access.callers, open_paths(clients), observer)
-        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
+        app = require_key(
+            make_app(frontend, read_status, read_addresses), access.callers, open_paths(clients), observer
+        )
+        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
@@ -139,6 +140,7 @@ async def run(config: Config, access: Access, directories: Directories, placemen
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
+            keep_loaded()
             print("ready", flush=True)
             watching = []
             if placement is not None:
