@@ -15,8 +15,8 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
-WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
+WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan")
 _rounds = partial(setting, group="rounds")

@@ -190,8 +190,9 @@ def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator
     sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)
     routed = CounterMetricFamily(f"{OURS}routed_requests", "Times that requests were sent to a target", labels=labels)
     for name, state in targets.items():
-        for family, value in zip((serving, sessions, routed), state, strict=True):
-            family.add_metric([model, name], float(value))
+        serving.add_metric([model, name], float(state.serving))
+        sessions.add_metric([model, name], state.sessions)
+        routed.add_metric([model, name], state.routed)
     yield from (serving, sessions, routed)
 
 
