@@ -147,8 +147,12 @@ def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pa
             return attend_to_piece(own, keys[None], values[None], causal, scale, reads.cudnn)
 
         attended, total = attend(part.own, True)
+        if part.before:
+            attended = attended.float()
         for piece in part.before:
-            attended, total = merge(attended, total, *attend(piece, False))
+            of_piece, weight = attend(piece, False)
+            attended.lerp_(of_piece.float(), torch.sigmoid(weight - total))
+            total = torch.logaddexp(total, weight)
         count = part.rows.stop - part.rows.start
         out[part.rows] = attended[0, :, part.skipped : part.skipped + count].transpose(0, 1)
     return out
@@ -175,12 +179,6 @@ def copy_places(pages: tuple[Tensor, ...], places: Tensor, room: Tensor) -> list
         torch.index_select(source.view(-1, page_size * dim), 0, places, out=copy)
         copies.append(copy.view(kv_heads, -1, dim))
     return copies
-
-
-def merge(attended: Tensor, total: Tensor, of_piece: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, float32, and the log-sum-exp of two sets of keys together, given those of each."""
-    both = attended.float().lerp_(of_piece.float(), torch.sigmoid(weight - total))
-    return both, torch.logaddexp(total, weight)
 
 
 def attend_to_piece(

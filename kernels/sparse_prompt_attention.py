@@ -25,7 +25,6 @@ from kernels.prompt_attention import (
     attend_to_prompts,
     copy_places,
     filled_up,
-    merge,
     own_pages,
     pieces_before,
     plan_part,
@@ -168,6 +167,6 @@ def _attend_to_chosen(
         places = of_blocks[chosen[here]].flatten(2) * kv_heads + heads
         copies = copy_places(pages, places.flatten(), reads.room)
         keys, values = (each.view(len(some), kv_heads, -1, dim) for each in copies)
-        of_chosen = attend_to_piece(queries[here], keys, values, False, scale, reads.cudnn)
-        attended[here], _ = merge(attended[here], total[here], *of_chosen)
+        of_chosen, weight = attend_to_piece(queries[here], keys, values, False, scale, reads.cudnn)
+        attended[here].lerp_(of_chosen.float(), torch.sigmoid(weight - total[here]))
     return attended
