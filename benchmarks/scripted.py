@@ -18,8 +18,7 @@ from engine.judging import Drafted
 from engine.kv.cache import KVCache
 from engine.rounds.requests import AnnouncementRequest, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from evaluation.plans import uniform_plan
-from sparsity.plan import Plan
+from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello

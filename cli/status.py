@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.server import Server
+from config.sections import WITHOUT_DRAFT
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -79,14 +80,14 @@ def _show(status: dict[str, Any], console: Console) -> None:
     )
     table = Table("service", "state", "pid", "sessions", "KV pages held", "of", "KV use", box=None)
     for side, values in status["services"].items():
-        table.add_row(side, *_cells(values))
+        table.add_row(side, *_cells(values, status["draft_model"] not in WITHOUT_DRAFT))
     console.print(table)
 
 
-def _cells(values: dict[str, float]) -> list[str]:
+def _cells(values: dict[str, float], has_draft: bool) -> list[str]:
     """Return a service's row of the table."""
     if not values["up"]:
         return ["does not answer"]
     held, pages = values["kv_pages_held"], values["kv_pages"]
-    state = "connected" if values["attached"] else "without its peer"
+    state = "connected" if values["attached"] else "without its peer" if has_draft else "serves"
     return [state, *map(str, (values["pid"], values["sessions"], held, pages)), f"{held / pages:.1%}"]

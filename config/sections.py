@@ -8,13 +8,14 @@ from typing import ClassVar
 import models
 from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
-from config.setting import Section, SettingsError, setting
+from config.setting import Section, Setting, SettingsError, setting
 
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
+WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan")
 _rounds = partial(setting, group="rounds")
@@ -23,6 +24,15 @@ _memory = partial(setting, group="KV memory")
 _running = partial(setting, group="how the models run")
 _services = partial(setting, group="where the services listen")
 _port = partial(setting, least=0, most=LARGEST_PORT)
+
+# The draft's own model, of which the target has to know whether there is one.
+_DRAFT = Setting(
+    "draft model: Hugging Face id or folder; or without a draft service ngram: the target proposes what followed the "
+    "same tokens earlier in the text, none: it runs one token a step",
+    group="models and plan",
+    name="draft",
+)
+_draft_model = partial(field, default=str(models.DRAFT), metadata={"setting": _DRAFT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +100,26 @@ class ServiceSettings(ServiceAccess, ModelSettings):
         0, "port of the {side} service; 0: any free one", group="where the services listen", name="{side}_port"
     )
 
+    @property
+    def draft_name(self) -> str:
+        """The draft model, or one of WITHOUT_DRAFT."""
+        raise NotImplementedError
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft service."""
+        return self.draft_name not in WITHOUT_DRAFT
+
+    @property
+    def plan_file(self) -> str:
+        """The plan's file; empty where none is given for this model, which needs no draft then."""
+        return self.plan if self.plan != str(models.PLAN) or Path(self.model).resolve() == self.bundled else ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.startswith(("/", "./", "../", "~")) and not Path(self.model).is_dir():
             raise SettingsError(f"the {self.side} model is {self.model!r}, and there is no such folder")
-        if self.plan == str(models.PLAN) and Path(self.model).resolve() != self.bundled:
+        if self.has_draft and not self.plan_file:
             raise SettingsError(
                 f"the bundled plan fits the bundled pair only, and the {self.side} model is {self.model}: make a plan "
                 "with `specahead calibrate` and pass --plan"
@@ -113,6 +138,7 @@ class TargetSettings(ServiceSettings):
     bundled: ClassVar[Path] = models.TARGET
 
     model: str = _models(str(models.TARGET), "target model: Hugging Face id or folder", name="target")
+    draft: str = _draft_model()
     host_kv_memory: float = _memory(
         0.0,
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
@@ -134,6 +160,11 @@ class TargetSettings(ServiceSettings):
     )
 
     @property
+    def draft_name(self) -> str:
+        """The draft model, or one of WITHOUT_DRAFT."""
+        return self.draft
+
+    @property
     def most_unread_tokens(self) -> int:
         """How many tokens a peer of the target may leave unread: as many as all sessions have, twice, or 2^18."""
         return max(1 << 18, 2 * self.max_sessions * self.max_context)
@@ -147,7 +178,7 @@ class DraftSettings(ServiceSettings):
     side: ClassVar[str] = "draft"
     bundled: ClassVar[Path] = models.DRAFT
 
-    model: str = _models(str(models.DRAFT), "draft model: Hugging Face id or folder", name="draft")
+    model: str = _draft_model()
     targets: tuple[str, ...] = _services(
         (), "HOST:PORT of a target service to draft for; may be repeated", name="", flag="target"
     )
@@ -183,6 +214,11 @@ class DraftSettings(ServiceSettings):
         least=1,
     )
     support: int = 64
+
+    @property
+    def draft_name(self) -> str:
+        """The draft model, or one of WITHOUT_DRAFT."""
+        return self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +294,11 @@ class Config:
     draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0))
     clients: ClientSettings = field(default_factory=ClientSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft service."""
+        return self.draft.has_draft
 
     @property
     def model_name(self) -> str:

@@ -16,6 +16,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if not settings.targets:
         parser.error("a draft serves targets: give --target HOST:PORT, once for each")
+    if not settings.has_draft:
+        parser.error(f"a draft service needs a draft model, and with {settings.model!r} there is none")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log says what is done
     from draft_service.service import run  # --help and what is refused above need no torch
 

@@ -1,7 +1,6 @@
 """Running passes of given shapes: captured once and replayed on a GPU, or launched one by one at their exact size."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +22,8 @@ from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.prompt_attention import cudnn_attends, make_room, plan_prompts
-from kernels.sparse_prompt_attention import plan_sparse_prompts
+from kernels.prompt_attention import PromptReads, cudnn_attends, make_room, plan_prompts
+from kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
 
 
 class PassRunner:
@@ -128,14 +127,17 @@ class PassRunner:
         if self._room is None:
             sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
             self._room = make_room(*sizes, pages.dtype, pages.device)
-        of_pass = host["query_starts"].tolist(), host["lengths"].tolist()
-        how = self._kv.kv_heads, PAGE_SIZE, self._room, self._cudnn
+        starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
         tables, whole = given["block_tables"], self._kv.kept_layers if sparse is None else sparse.dense_layers
-        plan = plan_prompts if sparse is None else partial(plan_sparse_prompts, share=sparse.share)
-        others = plan(*of_pass, tables, *how)
+        how = self._kv.kv_heads, PAGE_SIZE, self._room, self._cudnn
+        others: PromptReads | SparsePromptReads
+        if sparse is None:
+            others = plan_prompts(starts, lengths, tables, *how)
+        else:
+            others = plan_sparse_prompts(starts, lengths, tables, *how, sparse.share)
         if not whole:
             return lambda layer: others
-        of_whole = plan_prompts(*of_pass, given["kept_tables"] if shape.kept else tables, *how)
+        of_whole = plan_prompts(starts, lengths, given["kept_tables"] if shape.kept else tables, *how)
         return lambda layer: of_whole if layer in whole else others
 
     def _wait_for_the_one_before(self) -> None:

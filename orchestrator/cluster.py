@@ -161,14 +161,15 @@ class RayPlacement:
         return self._folder is not None
 
     def start(self) -> None:
-        """Start target and draft and wait until both listen. Raises ClusterError with a service's own words."""
-        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0))
+        """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
+        services = len(self._settings)
+        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), services)
         # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
         options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
         actor = ray.remote(ServiceActor)
-        for settings, count in zip(self._settings, gpus, strict=True):
+        for settings in self._settings:
             needed = resources_of(settings.side, self._config.cluster)
-            named = actor.options(name=settings.side, num_gpus=count, resources=needed, **options)
+            named = actor.options(name=settings.side, num_gpus=gpus, resources=needed, **options)
             self._actors[settings.side] = named.remote(settings, trace_variables(settings))
         pids = _wait_for(self._actors)
         self.services = {side: (self._addresses[side], pid) for side, pid in zip(self._actors, pids, strict=True)}
@@ -235,18 +236,20 @@ def _wait_for(actors: Mapping[str, Any]) -> list[int]:
         raise ClusterError(f"a service could not start: {cause}") from None
 
 
-def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
+def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
     """Each service's settings with what a launch decides: ports that stay over restarts, and the threads of two models.
 
-    Only the target is deterministic; what the draft says changes no token then.
+    The target comes first. Only it is deterministic; what a draft says changes no token then.
     """
-    for side in (config.target, config.draft):
+    for side in (config.target, config.draft) if config.has_draft else (config.target,):
         if getattr(config.cluster, f"{side.side}_host") and not side.port:
             raise SettingsError(f"{side.side}_host is given, and others need the port as well: give {side.side}_port")
     threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
     traces = config.clients.trace_share > 0
     port = config.target.port or _free_port(config.target.host)
     target = replace(config.target, threads=threads, traces=traces, port=port)
+    if not config.has_draft:
+        return [target]
     draft = replace(
         config.draft,
         threads=threads,
@@ -255,7 +258,7 @@ def placed_settings(config: Config) -> tuple[TargetSettings, DraftSettings]:
         targets=(addresses_of([target], config.cluster)["target"],),
         deterministic=False,
     )
-    return target, draft
+    return [target, draft]
 
 
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
@@ -275,9 +278,9 @@ def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
     return {resource: 0.001} if resource else {}
 
 
-def gpus_of(device: str, there: float) -> tuple[int, int]:
-    """How many of the `there` GPUs of Ray's cluster target and draft get."""
-    return (1, 1) if device == "cuda" or (device == "auto" and there >= 2) else (0, 0)
+def gpus_of(device: str, there: float, services: int) -> int:
+    """How many of the `there` GPUs of Ray's cluster each of the services gets."""
+    return int(device == "cuda" or (device == "auto" and there >= services))
 
 
 def _free_port(host: str) -> int:

@@ -29,8 +29,7 @@ from orchestrator.service_status import AskStatus, read_statuses, services_at
 from orchestrator.supervision import Placement, supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
-from sparsity.methods import methods_of
-from sparsity.plan import load_plan
+from sparsity.methods import load_served_plan, methods_of
 from wire.messages import ServiceStatus
 from wire.server import start_server
 from wire.streams import run_together
@@ -41,7 +40,8 @@ log = logging.getLogger(__name__)
 def resolve_context(config: Config) -> Config:
     """Fill max_context in from the models, and refuse more than they allow."""
     target, draft = config.target, config.draft
-    allowed = min(load_shape(side.model).max_position_embeddings for side in (target, draft))
+    models = [target.model, draft.model] if config.has_draft else [target.model]
+    allowed = min(load_shape(model).max_position_embeddings for model in models)
     if target.max_context > allowed:
         raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
     room = allowed
@@ -79,7 +79,7 @@ async def serve_clients(
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
         app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)
-        http = serve_http(app, clients.host, clients.http_port, connections, clients.tls_cert, clients.tls_key)
+        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
@@ -97,6 +97,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
+    plan = load_served_plan(config.target.plan_file, 0.0, "", model)
     generation = load_generation_config(model)
     defaults = generation if clients.generation_config == "auto" else {}
     limits = Limits(
@@ -104,7 +105,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
         min(load_shape(model).vocab_size, count_token_ids(tokenizer)),
         config.target.max_context,
         stop_token_ids(generation, tokenizer),
-        tuple(methods_of(load_plan(config.target.plan))),
+        tuple(methods_of(plan)),
         defaults=default_sampling(defaults),
     )
     observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer)

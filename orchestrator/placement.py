@@ -12,7 +12,8 @@ def check_addresses(config: Config) -> None:
     """Raise OSError for an address of this launch that something else listens on."""
     listening = [(config.clients.host, config.clients.grpc_port), (config.clients.host, config.clients.http_port)]
     if not config.cluster.target_address:
-        named = (config.target, config.cluster.target_host), (config.draft, config.cluster.draft_host)
+        named = [(config.target, config.cluster.target_host), (config.draft, config.cluster.draft_host)]
+        named = named if config.has_draft else named[:1]
         listening += [(side.host, side.port) for side, name in named if not name]  # else on any machine
     for host, port in listening:
         check_free(host, port)
@@ -20,9 +21,12 @@ def check_addresses(config: Config) -> None:
 
 @contextlib.contextmanager
 def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None]]:
-    """Addresses of target and draft, and what keeps them: those that run already, or new ones on Ray."""
+    """Addresses of target and draft, and what keeps them: those that run already, or new ones on Ray.
+
+    The draft's is empty if there is none.
+    """
     if config.cluster.target_address:
-        yield config.cluster.target_address, config.cluster.draft_address, None
+        yield config.cluster.target_address, config.cluster.draft_address if config.has_draft else "", None
         return
     from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray
 
@@ -32,4 +36,5 @@ def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None
         placement.start()
         for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
-        yield placement.services["target"][0], placement.services["draft"][0], placement
+        addresses = {name: address for name, (address, _) in placement.services.items()}
+        yield addresses["target"], addresses.get("draft", ""), placement

@@ -39,8 +39,8 @@ async def _ask(stub: Any, access: PeerAccess) -> ServiceStatus:
 
 
 async def read_statuses(asks: Mapping[str, AskStatus]) -> dict[str, ServiceStatus | None]:
-    """Return what each service says of itself; None if there is none or it does not answer."""
-    return {side: await _status(asks[side]) if side in asks else None for side in _STUBS}
+    """Return what each service says of itself; None if it does not answer."""
+    return {side: await _status(ask) for side, ask in asks.items()}
 
 
 async def _status(ask: AskStatus) -> ServiceStatus | None:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from engine.loading.shape import load_shape
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, Announcing, summary_tokens
 from sparsity.in_advance import InAdvance
-from sparsity.plan import Plan, PlanError, Rule, load_plan
+from sparsity.plan import Plan, PlanError, Rule, load_plan, uniform_plan
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,17 @@ def check_served(plan: Plan) -> None:
         )
 
 
-def load_served_plan(file: str, budget: float, method: str) -> Plan:
-    """A plan that services can use, with another budget or method unless they are 0 and "". Raises PlanError."""
-    plan = load_plan(file)
+def load_served_plan(file: str, budget: float, method: str, target: str = "") -> Plan:
+    """Return a plan that services can use, with another budget or method unless they are 0 and "".
+
+    file: "" for a target that has no plan, whose heads are all treated alike. target: that target. Raises PlanError for
+    a plan that cannot be read or served.
+    """
+    if file:
+        plan = load_plan(file)
+    else:
+        shape = load_shape(target)
+        plan = uniform_plan(shape.num_layers, shape.num_kv_heads, 1, 1)
     plan = replace(plan, budget=budget or plan.budget, method=method or plan.method)
     check_served(plan)
     return plan

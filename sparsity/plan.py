@@ -145,6 +145,25 @@ class Plan:
         return first, max(first, num_blocks - (self.window_blocks if window is None else window))
 
 
+def uniform_plan(target_layers: int, target_kv_heads: int, draft_layers: int, draft_heads: int, **other: Any) -> Plan:
+    """Return a plan with arbitrary, evenly spread maps, for a target without a draft and for pairs that are not
+    calibrated."""
+    pairs = [(i, j) for i in range(draft_layers) for j in range(draft_heads)]
+    rows = tuple(
+        tuple(pairs[(layer * target_kv_heads + head) % len(pairs)] for head in range(target_kv_heads))
+        for layer in range(target_layers)
+    )
+    ones = tuple((1.0,) * target_kv_heads for _ in range(target_layers))
+    maps = {
+        "head_maps": ((other.get("budget", 0.1), rows),),
+        "layer_map": tuple(layer * draft_layers // target_layers for layer in range(target_layers)),
+        "blends": tuple(((*pair, 1.0),) for row in rows for pair in row),
+        "head_importance": ones,
+        "head_budgets": ones,
+    }
+    return Plan(target_layers, target_kv_heads, draft_layers, draft_heads, **(maps | other))
+
+
 def load_plan(path: str | Path) -> Plan:
     """Raises PlanError if the file is no plan, of another version, or was edited without its hash."""
     try:

@@ -87,7 +87,8 @@ def plan_verify_step(
             step.rounds.append(plan_round(session, proposal, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
             step.rounds.append(plan_round(session, None, now))
-    shares = share_prefill(_readable(reading), settings.prefill_chunk)
+    starts = [session.kv.length for session in reading]
+    shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
             step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))

@@ -36,7 +36,7 @@ async def run(
     loaded, OSError for an address that is taken, and what `serve` raises.
     """
     check_free(settings.host, settings.port)
-    plan = load_served_plan(settings.plan, settings.budget, settings.method)
+    plan = load_served_plan(settings.plan_file, settings.budget, settings.method, settings.model)
     dense = tuple(sorted(set(plan.dense_layers)))
     log.info("loading the model", extra={"model": settings.model})
     opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))

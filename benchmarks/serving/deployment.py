@@ -15,7 +15,8 @@ import models
 from benchmarks.processes import Start, free_addresses, port_of, start_endpoints, wait_for_service
 from benchmarks.serving.service import Controls
 from benchmarks.shapes import SHAPES
-from evaluation.plans import save_plan, uniform_plan
+from evaluation.plans import save_plan
+from sparsity.plan import uniform_plan
 
 PREFILL_CHUNK = 8192  # prompt tokens a step, at most
 

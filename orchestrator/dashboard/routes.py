@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from config.sections import WITHOUT_DRAFT
 from orchestrator.callers import Caller, current_caller
 from orchestrator.generation import Frontend
 from wire.errors import ServiceError
@@ -88,7 +89,7 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
         "target": frontend.router.connected,
-        "draft": bool(target and target.attached),
+        "draft": bool(target and target.attached) or frontend.draft_name in WITHOUT_DRAFT,
     }
 
 

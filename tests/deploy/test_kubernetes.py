@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.access import PROBES
+from orchestrator.access import OPEN
 from tests.deploy.tools import (
     DEPLOY,
     Object,
@@ -74,6 +74,12 @@ def test_an_overlay_is_what_the_chart_gives(overlay: tuple[str, list[Object]]) -
 
 def test_an_overlay_is_valid(overlay: tuple[str, list[Object]], tmp_path: Path) -> None:
     validate(overlay[1], tmp_path)
+
+
+def test_the_chart_deploys_no_draft_where_the_target_needs_none(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("settings: {draft: ngram}")
+    assert set(deployments(render_chart(values))) == {"target", "orchestrator"}
 
 
 def test_checkov(tmp_path: Path) -> None:
@@ -157,7 +163,7 @@ def check_probes(container: Object, ports: dict[str, int]) -> None:
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[kind]
         if "httpGet" in probe:
-            assert probe["httpGet"]["path"] in PROBES and probe["httpGet"]["port"] in ports
+            assert probe["httpGet"]["path"] in OPEN and probe["httpGet"]["port"] in ports
         elif "grpc" in probe:
             assert probe["grpc"]["port"] in ports.values()
         else:

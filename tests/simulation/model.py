@@ -13,7 +13,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
-from evaluation.plans import uniform_plan
+from sparsity.plan import uniform_plan
 from sparsity.selection import last_word_mask, row_words
 
 VOCAB = 64

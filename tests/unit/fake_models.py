@@ -32,11 +32,11 @@ from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from engine.staging import Staging
-from evaluation.plans import uniform_plan
 from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
+from sparsity.plan import uniform_plan
 from wire import messages as m
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2

@@ -231,6 +231,7 @@ def test_services_that_ray_places_anywhere_are_reached_by_names() -> None:
     config = resolve(*hosts, "--target-port", "50052", "--draft-port", "50053", "--target-resource", "big")
     placed = placed_settings(config)
     assert [side.host for side in placed] == ["0.0.0.0", "0.0.0.0"]
+    assert isinstance(placed[1], DraftSettings)
     assert placed[1].targets == ("a-target:50052",)
     assert addresses_of(placed, config.cluster) == {"target": "a-target:50052", "draft": "a-draft:50053"}
     assert resources_of("target", config.cluster) == {"big": 0.001}
@@ -242,9 +243,10 @@ def test_services_that_ray_places_anywhere_are_reached_by_names() -> None:
 def test_gpus_of_the_services() -> None:
     from orchestrator.cluster import gpus_of  # imports Ray
 
-    assert [gpus_of("auto", there) for there in (0, 1, 2)] == [(0, 0), (0, 0), (1, 1)]
-    assert gpus_of("cuda", 0) == (1, 1)
-    assert gpus_of("cpu", 2) == (0, 0)
+    assert [gpus_of("auto", there, 2) for there in (0, 1, 2)] == [0, 0, 1]
+    assert [gpus_of("auto", there, 1) for there in (0, 1)] == [0, 1]
+    assert gpus_of("cuda", 0, 2) == 1
+    assert gpus_of("cpu", 2, 2) == 0
 
 
 def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
@@ -260,11 +262,12 @@ def test_what_a_launch_decides_for_its_services() -> None:
 
     config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
     target, draft = placed_settings(config)
+    assert isinstance(draft, DraftSettings)
     assert draft.targets == ("127.0.0.1:4567",)
     assert 0 < draft.port != target.port == 4567
     assert (target.deterministic, draft.deterministic) == (True, False)
     assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
-    automatic, _ = placed_settings(resolve())
+    automatic = placed_settings(resolve())[0]
     assert not automatic.traces and placed_settings(resolve("--trace-share", "0.1"))[1].traces
     assert automatic.port > 0 and automatic.threads >= 1
 
@@ -274,6 +277,21 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
     with pytest.raises(SettingsError, match="bundled plan"):
         resolve(*flags)
     assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
+
+
+@pytest.mark.parametrize("choice", ["none", "ngram"])
+def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
+    from orchestrator.cluster import placed_settings  # imports Ray
+
+    flags = ("--draft", choice, "--target", "org/name", "--draft-host", "a-draft")
+    for settings in (resolve(*flags), resolve("--config", config(tmp_path, f"draft: {choice}\ntarget: org/name\n"))):
+        (placed,) = placed_settings(settings)
+        assert isinstance(placed, TargetSettings)
+        assert (placed.draft, placed.model, settings.has_draft) == (choice, "org/name", False)
+    assert alone(TargetSettings(), "--model", "org/name", SPECAHEAD_DRAFT=choice).draft == choice
+    draft = [sys.executable, "-m", "draft_service", "--model", choice, "--target", "a:1"]
+    done = subprocess.run(draft, capture_output=True, text=True, timeout=120)
+    assert done.returncode and f"with '{choice}' there is none" in done.stderr
 
 
 def test_a_folder_that_is_not_there_is_refused_before_anything_else() -> None:

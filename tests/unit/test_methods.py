@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.inputs import SequenceOutput
 from evaluation.choice import choose_over_all
-from evaluation.plans import uniform_plan
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 from sparsity import announce, in_advance
@@ -17,7 +16,7 @@ from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
 from sparsity.choice import choose, mandatory
 from sparsity.in_advance import RoundView
 from sparsity.methods import METHODS, check_method, check_served, method_named, methods_of
-from sparsity.plan import Plan, PlanError
+from sparsity.plan import Plan, PlanError, uniform_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 

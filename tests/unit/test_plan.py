@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from config import TargetSettings
 from engine.inputs import SequenceOutput
 from evaluation.calibration.head_map import best_draft_heads, top_k_overlap
-from evaluation.plans import save_plan, uniform_plan
+from evaluation.plans import save_plan
 from models import PLAN
 from sparsity.announce import BY_DRAFT_HEAD, announce
 from sparsity.methods import METHODS, load_served_plan
-from sparsity.plan import Plan, PlanError, load_plan
+from sparsity.plan import Plan, PlanError, load_plan, uniform_plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.service import run

@@ -18,10 +18,10 @@ from evaluation.forks import fork
 from evaluation.just_in_time import SequenceKeys
 from evaluation.methods import RIVALS
 from evaluation.models import load_runner, output_projections
-from evaluation.plans import uniform_plan
 from evaluation.readers import LayerReader
 from kernels.selection import compact
 from models import DRAFT
+from sparsity.plan import uniform_plan
 from sparsity.selection import BlockSelection, row_words
 
 LAYERS, KV_HEADS = 4, 2

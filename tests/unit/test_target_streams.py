@@ -352,6 +352,18 @@ async def test_a_target_that_stops_tells_every_session_that_it_is_unavailable() 
         assert closed == dict.fromkeys(("runs", "waits"), grpc.StatusCode.UNAVAILABLE.value[0])
 
 
+async def test_a_target_without_a_draft_refuses_one_and_serves() -> None:
+    async with target(draft="none") as channel:
+        draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
+        await draft.write(speculation_pb2.DraftFrame(hello=convert.hello_to_pb(HELLO)))
+        with pytest.raises(grpc.aio.AioRpcError, match="it runs with --draft none") as refused:
+            await read_all(draft)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        orchestrator = Orchestrator(channel)
+        await orchestrator.send(opening("a", 5))
+        assert isinstance(await orchestrator.outcome("a"), m.Commit)
+
+
 async def test_a_draft_of_another_tokenizer_is_refused_and_the_status_says_why() -> None:
     async with target() as channel:
         draft = speculation_pb2_grpc.SpeculationStub(channel).Speculate()
