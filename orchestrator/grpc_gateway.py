@@ -114,8 +114,9 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         token_ids=chunk.tokens,
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
         choice=chunk.choice,
-        accepted=chunk.accepted,
     )
+    if chunk.accepted is not None:
+        response.accepted = chunk.accepted
     write_logprobs(response.logprobs, chunk.logprobs[: len(chunk.tokens)])
     write_logprobs(response.prompt_logprobs, chunk.prompt_logprobs)
     if chunk.finish_reason is not FinishReason.NONE:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 
+from orchestrator.directory import Directory
 from orchestrator.ledger import Ledger, LedgerError, Record
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
@@ -34,10 +35,12 @@ class Router:
     all; 0: as long as it takes.
     """
 
-    def __init__(self, target: str, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0) -> None:
+    def __init__(
+        self, targets: Directory, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0
+    ) -> None:
         self.ledger = Ledger()
         self.connected = False
-        self._target, self._access = target, access
+        self._targets, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._outbox: Outbox[ServeRequest | Beat] | None = None
@@ -46,15 +49,13 @@ class Router:
     @contextlib.asynccontextmanager
     async def connected_to_target(self) -> AsyncIterator[None]:
         """Keep the stream to the target while the context lasts, dialling again when it is lost."""
-        async with self._access.dial(self._target) as channel:
-            self._control = control_pb2_grpc.TargetControlStub(channel)
-            keeping = asyncio.create_task(self._keep_stream(channel))
-            try:
-                yield
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-                self.fail_all(Unavailable("the orchestrator is stopping"))
+        keeping = asyncio.create_task(self._keep_stream())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            self.fail_all(Unavailable("the orchestrator is stopping"))
 
     @property
     def running(self) -> int:
@@ -115,7 +116,8 @@ class Router:
 
     async def reads(self, session: str) -> SessionReads:
         """Ask the target which blocks a round of a session read. Raises ServiceError."""
-        assert self._control is not None
+        if self._control is None or not self.connected:
+            raise Unavailable("the target is not connected; try again in a moment")
         asked = control_pb2.ReadsRequest(session=session)
         try:
             pb = await self._control.Reads(asked, timeout=BEAT_SECONDS, metadata=self._access.metadata)
@@ -123,13 +125,19 @@ class Router:
             raise error_from_code(error.code().value[0], error.details() or "the target does not answer") from None
         return convert.reads_from_pb(pb)
 
-    async def _keep_stream(self, channel: grpc.aio.Channel) -> None:
+    @property
+    def _target(self) -> str:
+        return next(iter(self._targets.addresses.values()))
+
+    async def _keep_stream(self) -> None:
         """Serve over one stream after the other, whatever ends it. Runs until cancelled."""
         lost_at: float | None = None
         loop = asyncio.get_running_loop()
         while True:
             try:
-                await self._serve(channel)
+                async with self._access.dial(self._target) as channel:
+                    self._control = control_pb2_grpc.TargetControlStub(channel)
+                    await self._serve(channel)
             except TimeoutError:
                 pass  # not reachable yet
             except grpc.aio.AioRpcError as error:

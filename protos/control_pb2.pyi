@@ -159,7 +159,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServiceStatus(_message.Message):
-    __slots__ = ("peer", "pid", "attached", "refusal", "counters", "gauges")
+    __slots__ = ("peer", "pid", "attached", "refusal", "counters", "gauges", "version")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -180,13 +180,25 @@ class ServiceStatus(_message.Message):
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     peer: str
     pid: int
     attached: _containers.RepeatedScalarFieldContainer[str]
     refusal: str
     counters: _containers.ScalarMap[str, float]
     gauges: _containers.ScalarMap[str, float]
-    def __init__(self, peer: _Optional[str] = ..., pid: _Optional[int] = ..., attached: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    version: str
+    def __init__(self, peer: _Optional[str] = ..., pid: _Optional[int] = ..., attached: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Targets(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TargetsSet(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ReadsRequest(_message.Message):
     __slots__ = ("session",)

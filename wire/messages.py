@@ -208,6 +208,7 @@ class ServiceStatus:
     refusal: str
     counters: dict[str, float]
     gauges: dict[str, float]
+    version: str = ""
 
 
 @dataclass(frozen=True)

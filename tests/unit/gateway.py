@@ -119,6 +119,7 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = require_key(make_app(frontend, read_status), callers, OPEN, observer)
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = require_key(app, callers, OPEN, observer)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -46,8 +46,8 @@ PROTO_FILES = {
     "orchestrator/router.py",
     "orchestrator/service_status.py",
 }
-# Only the orchestrator knows Ray, in one place.
-RAY_FILES = {"orchestrator/cluster.py"}
+# Only the orchestrator knows Ray.
+RAY_FILES = {"orchestrator/cluster.py", "orchestrator/joining_ray.py", "orchestrator/service_actor.py"}
 # Its only user; installed or not, all else runs.
 FLASHINFER = {"benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from engine.sampling import Sampling
+from orchestrator.directory import Directory
 from orchestrator.ledger import Record
 from orchestrator.router import Router
 from protos import control_pb2, control_pb2_grpc
@@ -66,7 +67,7 @@ Check = Callable[[Router], Awaitable[None]]
 async def with_router(target: Target, check: Check, request_timeout: float = 0, resume_timeout: float = 30) -> None:
     add = control_pb2_grpc.add_TargetControlServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, target, "specahead.v1.TargetControl")])
-    router = Router(server.address, PeerAccess(), resume_timeout, request_timeout)
+    router = Router(Directory({"target": server.address}), PeerAccess(), resume_timeout, request_timeout)
     try:
         async with asyncio.timeout(20), router.connected_to_target():
             await until(lambda: router.connected)
@@ -292,7 +293,7 @@ async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
 
 
 async def test_without_a_target_a_request_is_refused() -> None:
-    router = Router("127.0.0.1:1", PeerAccess(), 30)
+    router = Router(Directory({"target": "127.0.0.1:1"}), PeerAccess(), 30)
     with pytest.raises(Unavailable, match="not connected"):
         await tokens_of(router, "a")
 
