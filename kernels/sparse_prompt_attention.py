@@ -135,7 +135,9 @@ def choose_blocks(part: SparsePart, queries: Tensor, k_pages: Tensor, room: Tens
     later = block >= before[:, None]  # [units, blocks]
     weights = scores.masked_fill_(later[:, None], -torch.inf).softmax(3).sum(2)
     always = ~later & ((block == 0) | (block >= before[:, None] - WINDOW))
-    return weights.masked_fill_(always, torch.inf).topk(part.chosen, 2).indices.transpose(0, 1)
+    return (
+        weights.masked_fill_(later, -1.0).masked_fill_(always, torch.inf).topk(part.chosen, 2).indices.transpose(0, 1)
+    )
 
 
 def _block_means(part: SparsePart, k_pages: Tensor, room: Tensor) -> Tensor:

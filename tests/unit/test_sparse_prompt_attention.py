@@ -110,9 +110,15 @@ def test_every_block_chosen_is_reading_densely() -> None:
     torch.testing.assert_close(out, case.dense(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_first_and_the_latest_blocks_are_always_read_and_none_to_come(batch: str) -> None:
+def test_the_first_and_the_latest_blocks_are_always_read_and_none_to_come(batch: str, alike: bool) -> None:
+    """Also where all queries look for one block: others have no weight that a float could tell from that of blocks to
+    come.
+    """
     case = ragged(batch, 2)
+    if alike:
+        case.queries[:] = 1000 * case.queries[:1, :1]
     for part in (reads := plan(case, 0.2)).parts:
         read = choice(case, part, reads.dense.room)
         for unit in range(part.units):
