@@ -189,7 +189,7 @@ class DraftProtocol:
             raise InvalidArgument(f"{len(event.counts)} proposals for one round, expected {MAX_BRANCHES} at most")
         if max(event.counts) > self._gamma:
             raise InvalidArgument(f"a proposal of {max(event.counts)} tokens, γ is {self._gamma}")
-        if max(event.tokens) >= vocab or (ids >= vocab).any():
+        if max(event.tokens) >= vocab or (ids.size and ids.max() >= vocab):
             raise InvalidArgument(f"a proposed token lies outside the vocabulary of {vocab}")
         if session.sampling.greedy and ids.size:
             raise InvalidArgument(f"session {session.id} is greedy; its proposals carry no distributions")

@@ -5,7 +5,7 @@ case. Range checks against a session (base, indices, vocabulary) are the service
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,14 +19,24 @@ from wire import messages as m
 from wire.errors import InvalidArgument
 
 MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
-_KINDS: tuple[Any, ...] = (
-    *(m.Hello, m.ServiceStatus, m.SessionReads, m.Beat, Sampling, TokenLogprobs),
-    *(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync),
-    *(m.Begin, m.Verdict, m.End, m.Refusal),
-    *(m.Open, m.Abort, m.Commit, m.Closed, m.Report),
-)
+
+
+def _by_name(*kinds: type) -> dict[str, type]:
+    """Return types of messages by the names that they have in a oneof."""
+    return {kind.__name__.lower(): kind for kind in kinds}
+
+
+_DRAFT_EVENTS = _by_name(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync, m.Beat)
+_TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
+_SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
+_SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
+_ONEOF = {
+    kind: name
+    for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
+    for name, kind in kinds.items()
+}
+_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
 _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
-_ONEOF = {kind: kind.__name__.lower() for kind in _KINDS}
 
 # To protobuf
 
@@ -106,21 +116,21 @@ def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
     unset = "draft event: none of announcement, proposals, ready, decline, resync, beat is set"
-    return _read_oneof((m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync, m.Beat), pb, "event", unset)
+    return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
 
 
 def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent | m.Beat:
     unset = "target event: none of begin, verdict, end, refusal, beat is set"
-    return _read_oneof((m.Begin, m.Verdict, m.End, m.Refusal, m.Beat), pb, "event", unset)
+    return _read_oneof(_TARGET_EVENTS, pb, "event", unset)
 
 
 def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
-    return _read_oneof((m.Open, m.Abort, m.Beat), pb, "body", "serve frame: none of open, abort, beat is set")
+    return _read_oneof(_SERVE_REQUESTS, pb, "body", "serve frame: none of open, abort, beat is set")
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
     unset = "served event: none of commit, closed, report, beat is set"
-    return _read_oneof((m.Commit, m.Closed, m.Report, m.Beat), pb, "event", unset)
+    return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
 
 
 def session_in(pb: Any, oneof: str) -> str:
@@ -131,13 +141,12 @@ def session_in(pb: Any, oneof: str) -> str:
     return session if len(session) <= MOST_NAME else ""
 
 
-def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any:
-    """Return the message that is set in `pb`, of one of `kinds`; raise InvalidArgument with text `unset` for none."""
+def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, unset: str) -> Any:
+    """Return the message that is set in `pb`, one of `kinds`; raise InvalidArgument with text `unset` for none."""
     name = pb.WhichOneof(oneof)
-    for kind in kinds:
-        if _ONEOF[kind] == name:
-            return _read(kind, getattr(pb, name))
-    raise InvalidArgument(unset)
+    if name not in kinds:
+        raise InvalidArgument(unset)
+    return _read(kinds[name], getattr(pb, name))
 
 
 def _read(kind: Any, pb: Any) -> Any:

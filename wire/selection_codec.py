@@ -78,7 +78,7 @@ def _read_difference(body: np.ndarray, heads: int, width: int) -> np.ndarray:
     """Return the difference, uint64 [heads, width]. Raises InvalidArgument for bytes of another length."""
     size = heads * width  # bytes of the bitmap, of which each bit stands for a byte of these words
     flags, values = body[:size], body[size:]
-    differing = np.flatnonzero(np.unpackbits(flags, bitorder="little").view(bool))
+    (differing,) = np.unpackbits(flags, bitorder="little").view(bool).nonzero()
     if len(flags) < size or len(values) != len(differing):
         raise InvalidArgument(
             f"announcement: {len(body)} bytes behind the header, its bitmap asks for {size + len(differing)}"
