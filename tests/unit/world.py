@@ -97,7 +97,9 @@ class World:
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
+        proposer: str = "none",
     ) -> None:
+        """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
         self.faults = faults or Faults()
@@ -112,6 +114,7 @@ class World:
                 max_queued=5000,
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
+                draft=proposer,
             ),
             on_round,
             grammars,
