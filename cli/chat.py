@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,8 @@ def run(flags: argparse.Namespace) -> None:
     opening = [{"role": "system", "content": flags.system}] if flags.system else []
     messages = list(opening)
     if sys.stdin.isatty():
+        # What a shell's background job starts is told to ignore Ctrl-C; whoever sits at a terminal means it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         console.print(Text(f"{model} at {server.url}. {_NEW} begins anew, Ctrl-C ends an answer, Ctrl-D ends.", _ASIDE))
     for line in _lines():
         if line == _NEW:
@@ -40,7 +43,10 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input that say something; at a terminal each is asked for and can be edited."""
+    """Yield the lines of standard input that say something; at a terminal each is asked for and can be edited.
+
+    Ctrl-C drops the line that is being written.
+    """
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return
@@ -48,7 +54,12 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401  # `input` uses it
     with contextlib.suppress(EOFError):
         while True:
-            if line := input("> ").strip():
+            try:
+                line = input("> ").strip()
+            except KeyboardInterrupt:  # the line is dropped
+                print()
+                continue
+            if line:
                 yield line
 
 

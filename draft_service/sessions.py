@@ -126,6 +126,8 @@ class DraftSession:
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
         """Return a session that stands where `begin` says. Raises PlanError for an unknown method."""
+        # What may come last is the grammar's affair, which the target's min_tokens gives way to.
+        sampling = begin.sampling if grammar is None else replace(begin.sampling, min_tokens=0)
         return DraftSession(
             peer=peer,
             id=begin.at.session,
@@ -133,11 +135,11 @@ class DraftSession:
             committed=len(begin.tokens),
             epoch=begin.at.epoch,
             round=begin.at.round,
-            sampling=begin.sampling,
+            sampling=sampling,
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
             gamma=gamma,
-            rules=session_rules(begin.sampling, begin.prompt_tokens, begin.stop_token_ids),
+            rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
             traceparent=begin.traceparent,
             begun_at=begin.at.round,

@@ -88,7 +88,8 @@ def plan_draft_step(
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
-    shares = share_prefill([len(session.pending) - 1 for session in reading], settings.prefill_chunk)
+    unread = [len(session.pending) - 1 for session in reading]
+    shares = share_prefill([session.kv.length for session in reading], unread, settings.prefill_chunk)
     parts = [(session, share) for session, share in zip(reading, shares, strict=True) if share]
     for session in (*due, *(session for session, _ in parts)):
         if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving

@@ -40,7 +40,10 @@ class Bias:
 
 
 class MinTokens:
-    """Masks the tokens that would end a session of fewer than `length` tokens, its prompt included."""
+    """Masks the tokens that would end a session of fewer than `length` tokens, its prompt included.
+
+    Where the rules before this one leave nothing else, as a grammar does behind a complete text, they may come.
+    """
 
     def __init__(self, stop_token_ids: Sequence[int], length: int) -> None:
         self._stops, self._length = torch.tensor(list(stop_token_ids)), length
@@ -50,7 +53,8 @@ class MinTokens:
         rows = max(0, self._length - len(committed))
         if rows:
             self._stops = self._stops.to(logits.device)
-            logits[:rows, self._stops] = -torch.inf
+            masked = logits[:rows].index_fill(1, self._stops, -torch.inf)
+            logits[:rows] = masked.where((masked > -torch.inf).any(1, keepdim=True), logits[:rows])
 
 
 class TokenCounts:

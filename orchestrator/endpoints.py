@@ -79,7 +79,7 @@ async def serve_clients(
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
         app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)
-        http = serve_http(app, clients.host, clients.http_port, connections, clients.tls_cert, clients.tls_key)
+        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:

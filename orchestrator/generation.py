@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
+from orchestrator.callers import current_caller
 from orchestrator.chat_grammars import chat_grammar
 from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.ledger import Record, SpeculationTotals
@@ -132,7 +133,7 @@ class Frontend:
                 if isinstance(item, Exception):
                     raise item
                 unfinished -= item.finish_reason is not FinishReason.NONE
-                yield item
+                yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
         finally:
             for task in tasks:
                 task.cancel()
@@ -169,8 +170,10 @@ class Frontend:
             watch.end(outcome)
 
     def abort(self, request_id: str) -> bool:
-        """End a running request, all of its choices; False if there is none of that id."""
-        sessions = [name for name in self.router.ledger.records if name == request_id or _choice_of(name, request_id)]
+        """End a running request of the current caller, all of its choices; False if there is none of that id."""
+        caller = current_caller().name
+        mine = [name for name, record in self.router.ledger.records.items() if record.caller == caller]
+        sessions = [name for name in mine if name == request_id or _choice_of(name, request_id)]
         return sum(map(self.router.abort, sessions)) > 0
 
     async def drain(self, grace: float) -> None:

@@ -43,6 +43,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request.request_id = name = request.request_id or secrets.token_hex(12)
                 grammar = await self._frontend.grammar(request)
                 records = self._frontend.prepare(request, prompts, grammar)
+                (echo,), (tokens,) = request.echoes(self._frontend.tokenizer.decode), prompts
+                for choice in range(len(records) if request.echo else 0):
+                    yield _chunk_to_pb(name, Chunk(echo, tokens, choice=choice))
                 async with aclosing(self._frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
@@ -111,8 +114,10 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         token_ids=chunk.tokens,
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
         choice=chunk.choice,
+        accepted=chunk.accepted,
     )
-    write_logprobs(response.logprobs, chunk.logprobs)
+    write_logprobs(response.logprobs, chunk.logprobs[: len(chunk.tokens)])
+    write_logprobs(response.prompt_logprobs, chunk.prompt_logprobs)
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
             inference_pb2.Usage(

@@ -18,14 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from config.version import running_version
-from orchestrator.answers import Answer, ChatAnswer, CompletionAnswer, Totals, error_body, error_headers
+from orchestrator.answers import Answer, error_body, error_headers
 from orchestrator.chat import render_chat
+from orchestrator.chat_answer import ChatAnswer
+from orchestrator.completion_answer import CompletionAnswer
 from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
-from orchestrator.logprobs import CompletionLogprobs
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
     ChatRequest,
@@ -40,6 +41,7 @@ from orchestrator.responses_answer import ResponsesAnswer
 from orchestrator.responses_request import ResponsesRequest, to_chat
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import ServiceStatus
+from wire.tls import Tls
 
 StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 
@@ -88,19 +90,10 @@ Served = Annotated[Frontend, Depends(_frontend)]
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
     """Continue one prompt or several."""
-    name, prompts = _name(body, request), body.prompts
+    name = _name(body, request)
     special = body.add_special_tokens is not False
-    tokens = [await frontend.encode(prompt, special) for prompt in prompts]
-    echoes = [""] * len(prompts)
-    if body.echo:
-        echoes = [p if isinstance(p, str) else frontend.tokenizer.decode(p) for p in prompts]
-    n, decode, logprobs = body.n or 1, frontend.tokenizer.decode, None
-    if body.wanted_logprobs is not None:
-        told = tokens if body.echo else [[]] * len(tokens)
-        logprobs = [CompletionLogprobs(decode, prompt) for prompt in told for _ in range(n)]
-    echoes = [echo for echo in echoes for _ in range(n)]
-    of_request = Totals(n), body.wants_usage, logprobs, body.only_echoes
-    answer = CompletionAnswer(name, frontend.limits.model_name, echoes, *of_request)
+    tokens = [await frontend.encode(prompt, special) for prompt in body.prompts]
+    answer = CompletionAnswer(name, frontend.limits.model_name, body, tokens, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
 
 
@@ -109,11 +102,8 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     """Give the next message of a conversation."""
     name = _name(body, request)
     prompt, tokens = await _chat_prompt(body, frontend)
-    n = body.n or 1
-    parsers = [frontend.reply_parser(body, prompt) for _ in range(n)]
-    one_call = body.parallel_tool_calls is False
-    of_request = Totals(n), body.wants_usage, frontend.tokenizer.decode if body.logprobs else None
-    answer = ChatAnswer(name, frontend.limits.model_name, parsers, one_call, *of_request)
+    parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
+    answer = ChatAnswer(name, frontend.limits.model_name, body, tokens, parsers, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
 
 
@@ -124,7 +114,7 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
     parser = frontend.reply_parser(body_as_chat, prompt)
-    answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, Totals(1))
+    answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, frontend.tokenizer.decode)
     grammar = await frontend.grammar(body_as_chat, prompt)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
 
@@ -250,11 +240,11 @@ class _EmbeddedServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_http(
-    app: ASGIApp, host: str, port: int, connections: Connections, cert: str = "", key: str = ""
+    app: ASGIApp, host: str, port: int, connections: Connections, tls: Tls | None = None
 ) -> AsyncIterator[str]:
     """Listen on host:port (0: any free one) while the context lasts, and yield the address.
 
-    connections: their limits. cert, key: PEM files; without them the port speaks plain text.
+    connections: their limits. tls: what the port shows; without it, it speaks plain text.
 
     Raises OSError naming an address that cannot be bound.
     """
@@ -270,14 +260,14 @@ async def serve_http(
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
-        ssl_certfile=cert or None,
-        ssl_keyfile=key or None,
         timeout_keep_alive=75,
     )
+    config.load()
+    config.ssl = tls.server_context() if tls else None
     server = _EmbeddedServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"{'https' if cert else 'http'}://{host}:{listener.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving

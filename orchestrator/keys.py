@@ -7,7 +7,6 @@ are left out. A key has 256 random bits, so that a plain hash of it cannot be se
 import asyncio
 import hashlib
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from config import SettingsError
 from config.access import ClientAccess
+from wire.files import version_of
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None]
 
     A file that `read_keys` refuses is told of in the log, and the keys that were there before go on counting.
     """
-    seen = await asyncio.to_thread(_version_of, access.api_keys_file)
+    seen = await asyncio.to_thread(version_of, access.api_keys_file)
     while True:
         await asyncio.sleep(every)
-        version = await asyncio.to_thread(_version_of, access.api_keys_file)
+        version = await asyncio.to_thread(version_of, access.api_keys_file)
         if version == seen:
             continue
         seen = version
@@ -86,15 +86,6 @@ async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None]
             continue
         take(keys)
         log.info("the keys' file has changed and is read again", extra={"keys": len(keys)})
-
-
-def _version_of(path: str) -> tuple[int, int, int] | None:
-    """Return what changes with a file's content; None if it is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _read_file(path: str) -> Sequence[Key]:

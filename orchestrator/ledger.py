@@ -83,7 +83,7 @@ class Record:
 
     Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
     logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
-    probabilities.
+    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for.
     """
 
     session: str
@@ -97,6 +97,7 @@ class Record:
     logprobs: int | None = None
     wants_prompt_logprobs: bool = False
     grammar: str = ""
+    caller: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)

@@ -5,9 +5,15 @@ from typing import Any
 
 from engine.logprobs import TokenLogprobs
 from orchestrator.generation import Chunk
+from orchestrator.requests import ChatRequest, CompletionRequest
 
 Decode = Callable[[list[int]], str]
 _LEAST = -9999.0  # as vLLM: JSON has no infinity
+
+
+def naming(request: CompletionRequest | ChatRequest, decode: Decode) -> Decode:
+    """Return what gives a token its name in log probabilities: `decode`, by its text, or by its number as asked for."""
+    return (lambda tokens: f"token_id:{tokens[0]}") if request.return_tokens_as_token_ids else decode
 
 
 class CompletionLogprobs:

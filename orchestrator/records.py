@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine.sampling import LEAST_TEMPERATURE, Sampling
+from orchestrator.callers import current_caller
 from orchestrator.ledger import Record
 from orchestrator.requests import GenerationRequest
 from orchestrator.special_tokens import TextEncoder
@@ -121,6 +122,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             logprobs=request.wanted_logprobs,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             grammar=grammar,
+            caller=current_caller().name,
         )
         for index in range(count)
     ]

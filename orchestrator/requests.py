@@ -1,7 +1,7 @@
 """What clients may ask for: the one model of a request, for HTTP and gRPC alike."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 # Fields that would change the answer and are not built, with the values at which they would not: any other is refused.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("logprobs", "use_beam_search", "background", "return_token_ids"), (False,)),
-    **dict.fromkeys(("echo", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("logprobs", "use_beam_search", "background", "echo"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **dict.fromkeys(("logprob_token_ids", "thinking_token_budget"), ()),
     **dict.fromkeys(("functions", "bad_words", "documents"), ([],)),
     **dict.fromkeys(("chat_template", "prompt_logprobs", "truncate_prompt_tokens", "allowed_token_ids"), ()),
@@ -30,7 +30,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-_WITH_STRUCTURE = "a text that follows a structure ends where that is complete; leave min_tokens out"
 MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
 _ignored: set[str] = set()  # fields that were logged already
@@ -97,6 +96,11 @@ class GenerationRequest(StructuredRequest):
         return False
 
     @property
+    def only_echoes(self) -> bool:
+        """Whether nothing that is generated is told."""
+        return self.max_tokens == 0
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -115,8 +119,6 @@ class GenerationRequest(StructuredRequest):
         if self.sparsity and self.exactness != "approximate":
             reason = f"sparsity {self.sparsity!r} is for requests with exactness 'approximate'"
             raise InvalidArgument(reason, "sparsity")
-        if self.structure is not None and self.min_tokens:
-            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_BUILT:
                 _check_neutral(name, value)
@@ -145,6 +147,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -156,10 +160,11 @@ class CompletionRequest(GenerationRequest):
         """Whether the prompt's tokens get log probabilities, too."""
         return bool(self.echo) and self.wanted_logprobs is not None
 
-    @property
-    def only_echoes(self) -> bool:
-        """Whether nothing that is generated is told."""
-        return self.max_tokens == 0
+    def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:
+        """Return the texts that the choices of each prompt begin with. decode: gives the text of tokens."""
+        if not self.echo:
+            return [""] * len(self.prompts)
+        return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in self.prompts]
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
@@ -262,6 +267,8 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -321,8 +328,6 @@ class ChatRequest(GenerationRequest):
         if self.must_call and not self.callable_tools:
             names = ", ".join(repr(tool.function.name) for tool in self.tools or []) or "none"
             raise InvalidArgument(f"tool_choice: {choice!r}, and of such tools there are {names}", "tool_choice")
-        if self.must_call and self.min_tokens:
-            raise InvalidArgument(f"min_tokens: {_WITH_STRUCTURE}", "min_tokens")
 
 
 class TokenizeRequest(BaseModel):

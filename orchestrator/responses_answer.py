@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.answers import Answer, Event, Totals
 from orchestrator.generation import Chunk
+from orchestrator.logprobs import Decode, chat_logprobs
 from orchestrator.replies import CalledTool, Delta, ReplyParser
 from orchestrator.responses_request import ResponsesRequest
 from wire.errors import ServiceError
@@ -14,25 +15,30 @@ from wire.errors import ServiceError
 # What a response repeats of its request.
 _REPEATED = {
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature"),
-    *("tool_choice", "tools", "top_p"),
+    *("tool_choice", "tools", "top_logprobs", "top_p"),
 }
 
 
 class ResponsesAnswer(Answer):
-    """The answer to a request for a response. parser: of its text, None if all of it is one message."""
+    """The answer to a request for a response. parser: of its text, None if all of it is one message.
+
+    decode: gives the text of tokens.
+    """
 
     final_event = ""
 
     def __init__(
-        self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser | None, totals: Totals
+        self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser | None, decode: Decode
     ) -> None:
-        super().__init__(totals)
+        super().__init__(Totals(1))
         self._name, self._model, self._request, self._parser = name, model, request, parser
         self._created = int(time.time())
         self._items: list[Event] = []
         self._open: Event | None = None  # the item that text is added to
         self._status = "in_progress"
         self._said = self._calls = 0
+        self._decode = decode
+        self._logprobs: list[Event] = []  # of tokens whose text has not come yet
 
     def opening(self) -> list[Event]:
         """Return what a stream begins with."""
@@ -44,6 +50,10 @@ class ResponsesAnswer(Answer):
         deltas = [Delta(chunk.text)] if chunk.text else []
         if self._parser is not None:
             deltas = self._parser.feed(chunk.text, chunk.reason is not None)
+        if self._request.wanted_logprobs is not None:
+            self._logprobs += chat_logprobs(chunk, self._decode)
+            if deltas and not any(delta.content for delta in deltas):  # tokens of what is no message
+                self._logprobs = []
         said = [event for delta in deltas for event in self._take(delta)]
         if chunk.reason is not None:
             self._status = "incomplete" if chunk.reason == "length" else "completed"
@@ -108,7 +118,18 @@ class ResponsesAnswer(Answer):
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
-        return [*said, self._part_event(f"response.{part['type']}.delta", delta=text)]
+        return [*said, self._part_event(f"response.{part['type']}.delta", delta=text, **self._tell_logprobs(part))]
+
+    def _tell_logprobs(self, part: Event) -> Event:
+        """Return what is said of the log probabilities that are still to be told, and add them to a message's part.
+
+        Events of visible text have a place for them, whether or not they are asked for.
+        """
+        if part["type"] != "output_text":
+            return {}
+        told, self._logprobs = self._logprobs, []
+        part["logprobs"] += told
+        return {"logprobs": told}
 
     def _begin(self, kind: str) -> list[Event]:
         """Open a message or a reasoning item with one empty part of text."""
@@ -134,8 +155,9 @@ class ResponsesAnswer(Answer):
             said = [self._place_event("response.function_call_arguments.done", **named)]
         else:
             part = self._open["content"][0]
+            told = {"logprobs": part["logprobs"]} if self._tell_logprobs(part) else {}
             said = [
-                self._part_event(f"response.{part['type']}.done", text=part["text"]),
+                self._part_event(f"response.{part['type']}.done", text=part["text"], **told),
                 self._part_event("response.content_part.done", part=part),
             ]
         self._open["status"] = "incomplete" if self._status == "incomplete" else "completed"
@@ -160,8 +182,8 @@ class ResponsesAnswer(Answer):
         return self._event(kind, output_index=len(self._items) - 1, item=deepcopy(item))
 
     def _part_event(self, kind: str, **values: Any) -> Event:
-        """Return an event of the open item's part; events of visible text have a place for log probabilities."""
-        return self._place_event(kind, content_index=0, **values, **({"logprobs": []} if "output_text" in kind else {}))
+        """Return an event of the open item's part."""
+        return self._place_event(kind, content_index=0, **values)
 
     def _place_event(self, kind: str, **values: Any) -> Event:
         """Return an event of the open item."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.requests import (
+    MAX_LOGPROBS,
     CalledFunction,
     ChatRequest,
     ContentPart,
@@ -102,7 +103,14 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many likely tokens are told beside each token with its log probability; None: no log probabilities."""
+        return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
@@ -114,6 +122,8 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
     return ChatRequest(
         **fields | {"max_tokens": request.max_output_tokens},
+        logprobs=request.wanted_logprobs is not None,
+        top_logprobs=request.wanted_logprobs,
         messages=_messages(request),
         tools=[Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
         tool_choice=request.tool_choice,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import control_pb2 as protos_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0cspecahead.v1\x1a\x14protos/control.proto\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"f\n\x11StructuredOutputs\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\r\n\x05regex\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x0f\n\x07grammar\x18\x04 \x01(\t\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\"\x86\x08\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.specahead.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12*\n\texactness\x18\n \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x10\n\x08sparsity\x18\x0c \x01(\t\x12\x0e\n\x01n\x18\r \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\x06\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x11 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\x05top_k\x18\x12 \x01(\x05H\x08\x88\x01\x01\x12\x12\n\x05min_p\x18\x13 \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x14 \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x15 \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x16 \x01(\x02H\x0c\x88\x01\x01\x12@\n\nlogit_bias\x18\x17 \x03(\x0b\x32,.specahead.v1.GenerateRequest.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x18 \x01(\rH\r\x88\x01\x01\x12;\n\x12structured_outputs\x18\x1a \x01(\x0b\x32\x1f.specahead.v1.StructuredOutputs\x12\x15\n\x08logprobs\x18\x19 \x01(\rH\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokensB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x88\x03\n\x12SpeculationSummary\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12!\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\rB\x02\x10\x01\x12\x14\n\x0cstale_rounds\x18\x05 \x01(\r\x12\x17\n\x0f\x61nnounced_bytes\x18\x06 \x01(\x04\x12\x18\n\x10kv_read_fraction\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\t \x01(\x01\x12\x15\n\rdraft_seconds\x18\n \x01(\x01\x12\x16\n\x0everify_seconds\x18\x0b \x01(\x01\x12\x1b\n\x13kv_fetched_fraction\x18\x0c \x01(\x01\x12\x14\n\x0cplain_rounds\x18\x0e \x01(\r\x12\x15\n\rqueue_seconds\x18\x0f \x01(\x01\x12\x13\n\x0bpreemptions\x18\x10 \x01(\rJ\x04\x08\r\x10\x0eR\x10kv_late_fraction\"\x98\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.specahead.v1.Usage\x12\x35\n\x0bspeculation\x18\x06 \x01(\x0b\x32 .specahead.v1.SpeculationSummary\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12-\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64raft\x18\x04 \x01(\t\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.specahead.v1.Model\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xb6\x02\n\tInference\x12K\n\x08Generate\x12\x1d.specahead.v1.GenerateRequest\x1a\x1e.specahead.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.specahead.v1.AbortRequest\x1a\x1b.specahead.v1.AbortResponse\x12O\n\nListModels\x12\x1f.specahead.v1.ListModelsRequest\x1a .specahead.v1.ListModelsResponse\x12I\n\x08Tokenize\x12\x1d.specahead.v1.TokenizeRequest\x1a\x1e.specahead.v1.TokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0cspecahead.v1\x1a\x14protos/control.proto\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa2\x01\n\x11StructuredOutputs\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\r\n\x05regex\x18\x02 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x03 \x03(\t\x12\x0f\n\x07grammar\x18\x04 \x01(\t\x12\x13\n\x0bjson_object\x18\x05 \x01(\x08\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x12\x1a\n\x12whitespace_pattern\x18\x07 \x01(\t\"\xab\x08\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.specahead.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12*\n\texactness\x18\n \x01(\x0e\x32\x17.specahead.v1.Exactness\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x10\n\x08sparsity\x18\x0c \x01(\t\x12\x0e\n\x01n\x18\r \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\x06\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x11 \x01(\x08H\x07\x88\x01\x01\x12\x12\n\x05top_k\x18\x12 \x01(\x05H\x08\x88\x01\x01\x12\x12\n\x05min_p\x18\x13 \x01(\x02H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x14 \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x15 \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x16 \x01(\x02H\x0c\x88\x01\x01\x12@\n\nlogit_bias\x18\x17 \x03(\x0b\x32,.specahead.v1.GenerateRequest.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x18 \x01(\rH\r\x88\x01\x01\x12;\n\x12structured_outputs\x18\x1a \x01(\x0b\x32\x1f.specahead.v1.StructuredOutputs\x12\x15\n\x08logprobs\x18\x19 \x01(\rH\x0e\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x1b \x01(\x08\x12\x15\n\rmark_accepted\x18\x1c \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokensB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x88\x03\n\x12SpeculationSummary\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12!\n\x15\x61\x63\x63\x65pted_per_position\x18\x04 \x03(\rB\x02\x10\x01\x12\x14\n\x0cstale_rounds\x18\x05 \x01(\r\x12\x17\n\x0f\x61nnounced_bytes\x18\x06 \x01(\x04\x12\x18\n\x10kv_read_fraction\x18\x07 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cwait_seconds\x18\t \x01(\x01\x12\x15\n\rdraft_seconds\x18\n \x01(\x01\x12\x16\n\x0everify_seconds\x18\x0b \x01(\x01\x12\x1b\n\x13kv_fetched_fraction\x18\x0c \x01(\x01\x12\x14\n\x0cplain_rounds\x18\x0e \x01(\r\x12\x15\n\rqueue_seconds\x18\x0f \x01(\x01\x12\x13\n\x0bpreemptions\x18\x10 \x01(\rJ\x04\x08\r\x10\x0eR\x10kv_late_fraction\"\xf2\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.specahead.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.specahead.v1.Usage\x12\x35\n\x0bspeculation\x18\x06 \x01(\x0b\x32 .specahead.v1.SpeculationSummary\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12-\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1b.specahead.v1.TokenLogprobs\x12\x15\n\x08\x61\x63\x63\x65pted\x18\n \x01(\x08H\x00\x88\x01\x01\x42\x0b\n\t_accepted\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64raft\x18\x04 \x01(\t\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.specahead.v1.Model\".\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"@\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xb6\x02\n\tInference\x12K\n\x08Generate\x12\x1d.specahead.v1.GenerateRequest\x1a\x1e.specahead.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.specahead.v1.AbortRequest\x1a\x1b.specahead.v1.AbortResponse\x12O\n\nListModels\x12\x1f.specahead.v1.ListModelsRequest\x1a .specahead.v1.ListModelsResponse\x12I\n\x08Tokenize\x12\x1d.specahead.v1.TokenizeRequest\x1a\x1e.specahead.v1.TokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,32 +44,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZERESPONSE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENIDS']._serialized_start=62
   _globals['_TOKENIDS']._serialized_end=89
-  _globals['_STRUCTUREDOUTPUTS']._serialized_start=91
-  _globals['_STRUCTUREDOUTPUTS']._serialized_end=193
-  _globals['_GENERATEREQUEST']._serialized_start=196
-  _globals['_GENERATEREQUEST']._serialized_end=1226
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=951
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=999
-  _globals['_USAGE']._serialized_start=1228
-  _globals['_USAGE']._serialized_end=1330
-  _globals['_SPECULATIONSUMMARY']._serialized_start=1333
-  _globals['_SPECULATIONSUMMARY']._serialized_end=1725
-  _globals['_GENERATERESPONSE']._serialized_start=1728
-  _globals['_GENERATERESPONSE']._serialized_end=2008
-  _globals['_ABORTREQUEST']._serialized_start=2010
-  _globals['_ABORTREQUEST']._serialized_end=2044
-  _globals['_ABORTRESPONSE']._serialized_start=2046
-  _globals['_ABORTRESPONSE']._serialized_end=2061
-  _globals['_LISTMODELSREQUEST']._serialized_start=2063
-  _globals['_LISTMODELSREQUEST']._serialized_end=2082
-  _globals['_MODEL']._serialized_start=2084
-  _globals['_MODEL']._serialized_end=2161
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2163
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2220
-  _globals['_TOKENIZEREQUEST']._serialized_start=2222
-  _globals['_TOKENIZEREQUEST']._serialized_end=2268
-  _globals['_TOKENIZERESPONSE']._serialized_start=2270
-  _globals['_TOKENIZERESPONSE']._serialized_end=2334
-  _globals['_INFERENCE']._serialized_start=2337
-  _globals['_INFERENCE']._serialized_end=2647
+  _globals['_STRUCTUREDOUTPUTS']._serialized_start=92
+  _globals['_STRUCTUREDOUTPUTS']._serialized_end=254
+  _globals['_GENERATEREQUEST']._serialized_start=257
+  _globals['_GENERATEREQUEST']._serialized_end=1324
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1049
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1097
+  _globals['_USAGE']._serialized_start=1326
+  _globals['_USAGE']._serialized_end=1428
+  _globals['_SPECULATIONSUMMARY']._serialized_start=1431
+  _globals['_SPECULATIONSUMMARY']._serialized_end=1823
+  _globals['_GENERATERESPONSE']._serialized_start=1826
+  _globals['_GENERATERESPONSE']._serialized_end=2196
+  _globals['_ABORTREQUEST']._serialized_start=2198
+  _globals['_ABORTREQUEST']._serialized_end=2232
+  _globals['_ABORTRESPONSE']._serialized_start=2234
+  _globals['_ABORTRESPONSE']._serialized_end=2249
+  _globals['_LISTMODELSREQUEST']._serialized_start=2251
+  _globals['_LISTMODELSREQUEST']._serialized_end=2270
+  _globals['_MODEL']._serialized_start=2272
+  _globals['_MODEL']._serialized_end=2349
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2351
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2408
+  _globals['_TOKENIZEREQUEST']._serialized_start=2410
+  _globals['_TOKENIZEREQUEST']._serialized_end=2456
+  _globals['_TOKENIZERESPONSE']._serialized_start=2458
+  _globals['_TOKENIZERESPONSE']._serialized_end=2522
+  _globals['_INFERENCE']._serialized_start=2525
+  _globals['_INFERENCE']._serialized_end=2835
 # @@protoc_insertion_point(module_scope)

@@ -83,7 +83,7 @@ class Admission:
             sampling=request.sampling,
             emit=emit,
             queued_at=time.monotonic(),
-            rules=rules if grammar is None else (*rules, grammar),
+            rules=rules if grammar is None else (grammar, *rules),
             grammar=grammar,
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,

@@ -92,7 +92,8 @@ def plan_verify_step(
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
             step.rounds.append(plan_round(session, None, session.look_up(settings.gamma), now))
-    shares = share_prefill(_readable(reading), settings.prefill_chunk)
+    starts = [session.kv.length for session in reading]
+    shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
             step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))

@@ -7,6 +7,7 @@ import torch
 if not torch.cuda.is_available():  # before any kernel is imported: Triton's run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import itertools
 import shutil
 import socket
 import subprocess
@@ -67,14 +68,23 @@ def ray_address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def launch(ray_address: str) -> Iterator[Callable[..., Stack]]:
-    """Start a launch on the test run's Ray; whatever is still running at the end is stopped."""
+def _start(ray_address: str) -> Callable[..., Stack]:
+    numbers = itertools.count()
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
+        variables = RAY_ENVIRONMENT | {"RAY_ADDRESS": ray_address} | (environment or {})
+        return start_stack("--namespace", f"test-{next(numbers)}", *flags, environment=variables)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
+    """Start a launch on the test run's Ray; whatever is still running at the module's end is stopped."""
     running: list[Stack] = []
 
     def start(*flags: str, environment: dict[str, str] | None = None) -> Stack:
-        namespace = f"test-{len(running)}"
-        variables = RAY_ENVIRONMENT | {"RAY_ADDRESS": ray_address} | (environment or {})
-        running.append(start_stack("--namespace", namespace, *flags, environment=variables))
+        running.append(_start(*flags, environment=environment))
         return running[-1]
 
     yield start
@@ -83,6 +93,8 @@ def launch(ray_address: str) -> Iterator[Callable[..., Stack]]:
 
 
 @pytest.fixture(scope="session")
-def stack(launch: Callable[..., Stack]) -> Stack:
+def stack(_start: Callable[..., Stack]) -> Iterator[Stack]:
     """The bundled pair behind a launch with default settings, shared by tests that leave it as they found it."""
-    return launch()
+    stack = _start()
+    yield stack
+    stack.stop()

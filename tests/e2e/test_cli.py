@@ -227,7 +227,7 @@ def test_chat_refuses_in_one_line(stack: Stack) -> None:
 
 def test_chat_at_a_terminal_marks_what_was_accepted(stack: Stack) -> None:
     """In green; a refused message is told of and forgotten, Ctrl-C ends an answer and Ctrl-D the conversation."""
-    flags = ["--url", stack.http, "--temperature", "0", "--max-tokens", "400"]
+    flags = ["--url", stack.http, "--temperature", "0", "--max-tokens", "20000"]
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [SPECAHEAD, "chat", *flags], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,

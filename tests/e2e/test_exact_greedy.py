@@ -44,12 +44,17 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
-# share: of the drafted tokens at least so many are accepted; measured 0.75, 0.50 and 0.33.
-@pytest.mark.parametrize(("gamma", "branches", "share"), [(1, 1, 0.7), (4, 8, 0.45), (8, 3, 0.28)])
+# All prompts with the setting that is served most, every third with others. share: of the drafted tokens at
+# least so many are accepted; measured 0.75, 0.50 and 0.33.
+@pytest.mark.parametrize(
+    ("gamma", "branches", "share", "every"),
+    [(1, 1, 0.7, slice(0, None, 3)), (4, 8, 0.45, slice(None)), (8, 3, 0.28, slice(1, None, 3))],
+)
 def test_greedy_exact_equals_transformers(
     gamma: int,
     branches: int,
     share: float,
+    every: slice,
     launch: Callable[..., Stack],
     prompts: list[list[int]],
     expected: list[list[int]],
@@ -65,9 +70,10 @@ def test_greedy_exact_equals_transformers(
         return [t for response in responses for t in response.token_ids], responses[-1].speculation
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        results = list(pool.map(run, prompts))
+        results = list(pool.map(run, prompts[every]))
     stack.stop()
-    different = [i for i, (tokens, _) in enumerate(results) if tokens != expected[i]]
+    wanted = expected[every]
+    different = [i for i, (tokens, _) in enumerate(results) if tokens != wanted[i]]
     assert not different, f"prompts {different} differ from transformers"
     accepted = sum(summary.accepted for _, summary in results)
     drafted = sum(summary.drafted for _, summary in results)

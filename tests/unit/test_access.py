@@ -1,8 +1,10 @@
 """Who may call a gRPC port: tokens, certificates, what is refused and in which words."""
 
+import ssl
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 import trustme
@@ -12,6 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from config import SettingsError, TargetSettings
 from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
 from orchestrator.access import open_paths
+from orchestrator.connection_limits import Connections
+from orchestrator.http_gateway import serve_http
 from protos import control_pb2, control_pb2_grpc
 from tests.certificates import Files, make_certificate
 from wire.access import PeerAccess, bearer_of, check_token, read_peer_access
@@ -111,6 +115,56 @@ async def test_token_and_tls_together(files: Files) -> None:
     assert (await call(PeerAccess(TOKEN, tls(files)), server))[0] is grpc.StatusCode.OK
     assert (await call(PeerAccess("", tls(files)), server))[0] is grpc.StatusCode.UNAUTHENTICATED
     await server.stop(0)
+
+
+def renew(files: Files, authority: trustme.CA) -> None:
+    """Put a new certificate in the place of another."""
+    make_certificate(Path(files.cert).parent, Path(files.cert).name.removesuffix("-cert.pem"), authority)
+
+
+def spoil(files: Files) -> None:
+    Path(files.key).write_text("no key")
+
+
+async def test_new_certificates_count_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of gRPC and of HTTP; whoever is connected stays, and files that cannot be used change nothing."""
+    files = make_certificate(tmp_path, "renewed", AUTHORITY)
+    old, new = tls(files), tls(make_certificate(tmp_path, "other", STRANGER))
+    shown = read_tls(files.cert, files.key, files.ca)
+    server = await start(PeerAccess(tls=shown))
+    async with (
+        PeerAccess(tls=Tls(old.cert, old.key, old.ca)).dial(server.address) as channel,
+        serve_http(page, "127.0.0.1", 0, Connections(10), shown) as http,
+    ):
+        connected = control_pb2_grpc.DraftControlStub(channel)
+        await connected.Status(control_pb2.StatusRequest(), timeout=10)
+        assert await trusts(http, old) and not await trusts(http, new)
+        spoil(files)
+        assert await trusts(http, old) and (await call(PeerAccess(tls=old), server))[0] is grpc.StatusCode.OK
+        assert "cannot be used; those from before still count" in caplog.text
+        renew(files, STRANGER)
+        assert await trusts(http, new) and not await trusts(http, old)
+        assert (await call(PeerAccess(tls=new), server))[0] is grpc.StatusCode.OK
+        assert (await call(PeerAccess(tls=shown), server))[0] is grpc.StatusCode.OK  # it dials with what is there now
+        assert (await call(PeerAccess(tls=Tls(old.cert, old.key, old.ca)), server))[0] is grpc.StatusCode.UNAVAILABLE
+        await connected.Status(control_pb2.StatusRequest(), timeout=10)
+    await server.stop(0)
+
+
+async def page(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def trusts(address: str, authority: Tls) -> bool:
+    """Whether somebody who trusts an authority alone takes the certificate at an address."""
+    context = ssl.create_default_context(cadata=(authority.ca or b"").decode())
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with session.get(address, ssl=context) as response:
+                return response.status == 200
+        except aiohttp.ClientConnectorCertificateError:
+            return False
 
 
 def test_certificates_that_no_peer_would_take_are_refused_at_the_start(files: Files, tmp_path: Path) -> None:

@@ -60,11 +60,16 @@ def masked(logits: np.ndarray, source: str, prompt: list[int], generated: list[i
     return np.where(allowed(source, prompt, generated), logits, -np.inf)
 
 
-def plain(model: FakeModel, source: str, prompt: list[int], count: int) -> list[int]:
-    """Greedy decoding by the target alone, of what a grammar allows, which is followed anew for each token."""
+def plain(model: FakeModel, source: str, prompt: list[int], count: int, least: int = 0) -> list[int]:
+    """Greedy decoding by the target alone, of what a grammar allows, which is followed anew for each token.
+
+    least: tokens before the end may come where there is anything else; then the end is what the model likes best.
+    """
     generated: list[int] = []
     while len(generated) < count and generated[-1:] != [END]:
         logits = masked(model.target(prompt + generated), source, prompt, generated)
+        if least and np.isfinite(logits).sum() > 1:
+            logits[END] += 100 if len(generated) >= least else -np.inf
         generated.append(int(logits.argmax()))
     return generated
 
@@ -96,6 +101,23 @@ def test_greedy_with_a_draft_is_greedy_without(
     world.check_nothing_left()
     drafted, accepted = totals(world)
     assert (accepted > drafted / 4) == (agreement > 0)
+
+
+@pytest.mark.parametrize("agreement", [0, 3])
+def test_a_text_goes_on_up_to_min_tokens_unless_its_grammar_ends_it(clock: Clock, agreement: int) -> None:
+    model = FakeModel(agreement=agreement)
+    world = World(clock, 3, model, branches=2, grammars=GRAMMARS)
+    world.attach()
+    sampling = replace(GREEDY, min_tokens=12, logit_bias={END: 100.0})
+    lengths = set()
+    for source in (LLMatcher.grammar_from_regex("[ab]{2,7}"), LLMatcher.grammar_from_regex("[ab]{2,20}")):
+        expected = plain(model, source, [1, 2], 30, 12)
+        name = world.open([1, 2], 30, sampling, [END], grammar=source)
+        world.run()
+        assert world.ledger.records[name].generated == expected
+        lengths.add(len(expected))
+    assert lengths == {8, 13}
+    world.check_nothing_left()
 
 
 def test_a_draft_that_is_as_good_as_the_target_proposes_what_is_accepted(clock: Clock) -> None:

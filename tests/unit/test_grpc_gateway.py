@@ -15,6 +15,8 @@ from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.keys import Key, digest_of
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.requests import CompletionRequest
+from orchestrator.structured_outputs import StructuredOutputs
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
@@ -69,6 +71,26 @@ async def test_a_keys_limits_hold_as_over_http(router: ScriptedRouter) -> None:
         assert stranger.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_request_is_aborted_with_its_own_key_alone(router: ScriptedRouter) -> None:
+    router.gate.clear()
+    keys = Callers([Key("alice", digest_of("a")), Key("bob", digest_of("b"))])
+    alice, bob = ((("authorization", f"Bearer {key}"),) for key in "ab")
+    async with running(router, Guard(keys.admit)) as stub:
+        call = stub.Generate(make_request("The sea", n=2, request_id="hers"), metadata=alice)
+        reading = asyncio.create_task(call.read())
+        while router.running < 2:
+            await asyncio.sleep(0.01)
+        for request_id in "hers", "hers-0":
+            with pytest.raises(grpc.aio.AioRpcError, match="no request 'hers") as refused:
+                await stub.Abort(inference_pb2.AbortRequest(request_id=request_id), metadata=bob)
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert router.aborted == []
+        await stub.Abort(inference_pb2.AbortRequest(request_id="hers"), metadata=alice)
+        assert router.aborted == ["hers-0", "hers-1"]
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None:
     router.answer = ["The sea was calm.", "The old man slept."]
     texts, usage = ["", ""], {}
@@ -99,6 +121,43 @@ async def test_how_tokens_are_chosen_and_their_log_probabilities(stub: Any, rout
     assert [(item.logprob, list(item.top_ids), list(item.top_logprobs)) for item in told] == [(-1.0, [5], [-0.25])] * 3
 
 
+async def test_an_echo_and_the_log_probabilities_of_the_prompt(stub: Any, router: ScriptedRouter) -> None:
+    prompt = router.tokenizer.encode("The sea")
+    for given, text in (prompt, router.tokenizer.decode(prompt)), ("The sea", "The sea"):
+        responses = await _gather(stub.Generate(make_request(given, echo=True, max_tokens=0, logprobs=0, n=2)))
+        for choice in (0, 1):
+            mine = [response for response in responses if response.choice == choice]
+            assert (mine[0].text, list(mine[0].token_ids)) == (text, prompt)
+            assert "".join(response.text for response in mine[1:]) == ""
+            assert [item.logprob for response in mine for item in response.prompt_logprobs] == [-1.0] * (
+                len(prompt) - 1
+            )
+            assert not any(response.token_ids or response.logprobs for response in mine[1:])
+            assert mine[-1].usage.completion_tokens == 0 and mine[-1].finish_reason
+    whole = await _gather(stub.Generate(make_request("The sea", echo=True, max_tokens=50)))
+    assert "".join(response.text for response in whole) == f"The sea{router.answer}"
+
+
+async def test_messages_say_what_was_drafted_and_accepted(stub: Any, router: ScriptedRouter) -> None:
+    marked = await _gather(stub.Generate(make_request("The sea", max_tokens=4, mark_accepted=True)))
+    assert [response.accepted for response in marked] == [True, False, True, False]
+    plain = await _gather(stub.Generate(make_request("The sea", max_tokens=4)))
+    assert not any(response.HasField("accepted") for response in plain)
+
+
+def test_a_request_has_the_fields_of_http() -> None:
+    """But for those of its form alone: of streams and of token ids, which gRPC tells always, and older names."""
+    theirs = set(CompletionRequest.model_fields)
+    older = {"response_format", *(name for name in theirs if name.startswith("guided_"))}
+    form = {"prompt", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
+    names = set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+    assert names - {"text", "token_ids"} == theirs - older - form
+    outputs = set(inference_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
+    assert outputs == {field.alias or name for name, field in StructuredOutputs.model_fields.items()} - {
+        "disable_fallback"
+    }
+
+
 async def test_an_abort_ends_all_choices(stub: Any, router: ScriptedRouter) -> None:
     router.gate.clear()
     call = stub.Generate(make_request("The sea", n=2, request_id="both"))
@@ -127,6 +186,8 @@ async def test_fields_are_checked_as_over_http(stub: Any, fields: Any, reason: s
         ({"choice": ["x", "y"]}, "y", "z"),
         ({"grammar": 'start: "a"'}, "a", "b"),
         ({"json_object": True}, "{}", "[]"),
+        ({"json_object": True, "disable_any_whitespace": True}, '{"a":1}', '{"a": 1}'),
+        ({"json_object": True, "whitespace_pattern": " ?"}, '{"a": 1}', '{"a":  1}'),
     ],
 )
 async def test_structured_outputs_as_over_http(

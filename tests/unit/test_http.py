@@ -15,9 +15,10 @@ from openai import AsyncOpenAI
 
 from engine.sampling import Sampling
 from orchestrator import event_stream
-from orchestrator.answers import CompletionAnswer, Totals
+from orchestrator.completion_answer import CompletionAnswer
 from orchestrator.generation import Chunk
 from orchestrator.replies import ReplyFormat, find_format
+from orchestrator.requests import CompletionRequest
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 from wire.errors import ResourceExhausted, Unavailable
 
@@ -167,6 +168,31 @@ async def test_log_probabilities_of_a_chat(client: AsyncOpenAI, router: Scripted
 
 async def test_no_log_probabilities_unless_asked_for(client: AsyncOpenAI) -> None:
     assert (await complete(client)).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_are_told_if_asked_for(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
+    """As vLLM names them: of each choice, and of the prompt once; log probabilities may name tokens so, too."""
+    router.answer = f"It is so.{CALL}"
+    fields = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    for ask, more in (complete, {"logprobs": 1, "echo": True}), (chat, {"logprobs": True, "tools": [WEATHER]}):
+        answer = await ask(client, n=2, stream=stream, extra_body=fields, **more)
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        holders = choices if ask is complete else chunks
+        prompts = [found for each in holders if (found := getattr(each, "prompt_token_ids", None))]
+        records = router.opened[-2:]
+        assert prompts == [records[0].tokens[: records[0].prompt_tokens]] * (2 if ask is complete else 1)
+        for index, record in enumerate(records):
+            mine = [choice for choice in choices if choice.index == index]
+            assert [i for choice in mine for i in getattr(choice, "token_ids", [])] == record.generated
+            told = [choice.logprobs for choice in mine if choice.logprobs is not None]
+            named = [each for part in told for each in (part.tokens if ask is complete else part.content)]
+            names = [each if isinstance(each, str) else each.token for each in named]
+            tokens = record.tokens if ask is complete else record.generated
+            assert names == [f"token_id:{token}" for token in tokens]
+    answer = await complete(client)
+    assert not hasattr(answer.choices[0], "token_ids")
 
 
 async def test_streams_of_choices_are_told_apart(client: AsyncOpenAI, router: ScriptedRouter) -> None:
@@ -374,7 +400,6 @@ async def test_a_context_that_is_too_long_is_refused_in_words_that_clients_know(
         (CHAT, {"response_format": {"type": "json"}}, "response_format.type"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
-        (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
         (COMPLETIONS, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
@@ -505,7 +530,8 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_request() ->
     async def send(message: Any) -> None:
         await asyncio.sleep(60)  # nobody takes it
 
-    stream = await event_stream.open_stream(CompletionAnswer("x", MODEL, [""], Totals(1), False), chunks())
+    request = CompletionRequest(prompt="The sea")
+    stream = await event_stream.open_stream(CompletionAnswer("x", MODEL, request, [[5]], str), chunks())
     await stream({"type": "http", "asgi": {}}, leave, send)
     assert ended.is_set()
 
@@ -584,6 +610,39 @@ async def test_a_response_is_streamed_as_events(client: AsyncOpenAI, router: Scr
     assert text == final.output_text == "I will look."
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
     assert final.usage is not None and final.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_a_response(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
+    """Those of the message: tokens of reasoning and of calls have none."""
+    router.answer = f"<think>Where is it?</think>I will look.\n{CALL}"
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    fields: Any = {"input": "Is it sunny?", "tools": [tool], "top_logprobs": 2}
+    include: Any = ["message.output_text.logprobs"]
+    answer = await client.responses.create(model=MODEL, include=include, stream=stream, **fields)
+    deltas, done = [], []
+    if stream:
+        async for event in answer:
+            deltas += event.logprobs if event.type == "response.output_text.delta" else []
+            done += event.logprobs if event.type == "response.output_text.done" else []
+            answer = event.response if event.type == "response.completed" else answer
+    assert answer.top_logprobs == 2
+    entries = answer.output[1].content[0].logprobs
+    text = "".join(entry.token for entry in entries)
+    assert "I will look." in text and "Where" not in text and "weather" not in text
+    assert all(entry.logprob == -1 and bytes(entry.bytes).decode() == entry.token for entry in entries)
+    assert all([likely.logprob for likely in entry.top_logprobs] == [-0.25, -2.75] for entry in entries)
+    if stream:
+        assert [entry.token for entry in done] == [entry.token for entry in entries]
+        assert [entry.token for entry in deltas] == [entry.token for entry in entries][: len(deltas)] != []
+    router.answer = "The sea"
+    plain = await client.responses.create(model=MODEL, input="Hello", include=include)
+    record = router.opened[-1]
+    told = plain.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert [entry.token for entry in told] == [router.tokenizer.decode([token]) for token in record.generated]  # type: ignore[union-attr]
+    without = await client.responses.create(model=MODEL, input="Hello", top_logprobs=2)
+    assert without.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+    assert router.opened[-1].logprobs is None
 
 
 async def test_a_response_that_is_cut_short_says_so(client: AsyncOpenAI) -> None:

@@ -77,11 +77,28 @@ def test_a_greedy_round_is_judged_by_changed_logits() -> None:
     assert logits[0, 4] == 9  # the step's own logits stay
 
 
+class Forbid:
+    """Masks tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def apply(self, logits: torch.Tensor, committed: object, proposed: object) -> None:
+        logits[:, self._tokens] = -torch.inf
+
+
 def test_a_mask_of_everything_is_said_to_leave_no_number() -> None:
-    sampling = Sampling(1.0, min_tokens=3)
-    rules = rules_of(sampling, 1, range(10))
-    (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], sampling, 1, rules, [5], logprobs=2)])
+    forbid = (Forbid(list(range(10))),)
+    (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], Sampling(1.0), 1, forbid, [5], logprobs=2)])
     assert not judged.finite
+
+
+def test_tokens_that_end_a_session_may_come_before_min_tokens_where_nothing_else_may() -> None:
+    sampling = Sampling(0.0, min_tokens=3)
+    for forbidden, token in ([0, 1, 2, 4, 5, 6, 8, 9], 3), ([0, 1, 2, 4, 5, 6, 9], 8):
+        rules = Forbid(forbidden), *rules_of(sampling, 1, STOPS)
+        (judged,) = judge_by_rules(torch.zeros(1, 1, 10), [Drafted([], [], sampling, 1, rules, [5])])
+        assert (judged.verdict, judged.finite) == ((0, token), True)
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:

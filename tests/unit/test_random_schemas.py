@@ -50,8 +50,8 @@ class Writer:
 
 def random_logits(writer: Writer, closing: np.ndarray, rows: int) -> torch.Tensor:
     """Noise, and what closes a string, an array or an object is the likelier the longer the text is."""
-    noise = writer.rng.normal(size=(rows, len(closing))) * 3
-    return torch.from_numpy((noise + closing * (2 + len(writer.tokens) / 20)).astype(np.float32))
+    noise = writer.rng.standard_normal((rows, len(closing)), np.float32) * 3
+    return torch.from_numpy(noise + closing * np.float32(2 + len(writer.tokens) / 20))
 
 
 def draft(writer: Writer, closing: np.ndarray) -> tuple[list[int], list[Support]]:
@@ -94,7 +94,7 @@ def check_outputs(tokenizer: Any, schemas: int, seeds: int) -> Counter[str]:
     """Write a text for each schema and seed, and check those that came to an end. Returns how they ended."""
     vocab = count_token_ids(tokenizer)
     grammars = Grammars(tokenizer, vocab, [END], Inline())
-    closing = np.array([any(each in tokenizer.decode([i]) for each in '"]}') for i in range(vocab)], dtype=float)
+    closing = np.array([any(each in tokenizer.decode([i]) for each in '"]}') for i in range(vocab)], np.float32)
     closing[END] = 1
     ends: Counter[str] = Counter()
     waiting: list[Writer] = []

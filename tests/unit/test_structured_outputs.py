@@ -26,7 +26,6 @@ from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import ChatRequest, read_request
 from orchestrator.structured_outputs import Structure
-from protos import inference_pb2
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
 from wire.errors import InvalidArgument
@@ -312,8 +311,3 @@ async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any,
     with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral"):
         await call_source(tokenizer, form, tool_choice="required")
     assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", form, tokenizer) == ""
-
-
-def test_grpc_has_the_same_fields() -> None:
-    names = set(inference_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
-    assert names == {"json", "regex", "choice", "grammar", "json_object"}
