@@ -35,23 +35,21 @@ class PromptLookup:
             self._key = (self._key << _TOKEN_BITS | tokens[place]) & _KEY_MASK
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the `count` tokens behind the latest of the longest matches of the text's last tokens; [] if there is
-        none. Where a match reaches into what it proposes, the text goes round in a circle, and so does the proposal.
+        """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none: as
+        many as match, and `count` at most. A match that reaches into what it proposes goes round in a circle.
         """
         self.extend(tokens, len(tokens))
-        place = self._best_match(tokens)
-        if not place:
-            return []
+        place, length = self._best_match(tokens)
         proposed: list[int] = []
-        for at in range(place, place + count):
+        for at in range(place, place + min(count, length)):
             proposed.append(tokens[at] if at < len(tokens) else proposed[at - len(tokens)])
         return proposed
 
-    def _best_match(self, tokens: Sequence[int]) -> int:
-        """Return the place behind the match; 0 if the last tokens have not occurred before."""
-        if len(tokens) < SHORTEST:
-            return 0
-        best, longest, place = 0, 0, self._latest.get(self._key, 0)
+    def _best_match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the place behind the match, and how many tokens match: 0 if the last ones have not occurred before."""
+        best, longest, place = 0, 0, 0
+        if len(tokens) >= SHORTEST:
+            place = self._latest.get(self._key, 0)
         for _ in range(PLACES):
             if not place or longest == LONGEST:
                 break
@@ -59,7 +57,7 @@ class PromptLookup:
             if length > longest:
                 best, longest = place, length
             place = self._before[place]
-        return best
+        return best, longest
 
 
 def _common_end(tokens: Sequence[int], place: int) -> int:

@@ -40,7 +40,7 @@ def searched(tokens: list[int], count: int) -> list[int]:
         if length > longest:
             best, longest = place, length
     found = list(tokens)
-    for at in range(best, best + count if best else 0):
+    for at in range(best, best + min(count, longest)):
         found.append(found[at])
     return found[len(tokens) :]
 
@@ -67,7 +67,8 @@ def test_proposals_by_hand() -> None:
     assert propose("the cat sat; the cat") == " sat"
     assert propose("abcd1234 bcd5678 abcd") == "1234", "the longer match, though it is older"
     assert propose("abcd1234 abcd5678 abcd") == "5678", "of two that are as long the later one"
-    assert propose("xyzxyz") == "xyzx", "a circle goes on"
+    assert propose("xyz12345 xyz") == "123", "no more than match"
+    assert propose("xyxyxyxy") == "xyxy", "a circle goes on"
 
 
 def test_a_token_is_indexed_once() -> None:
