@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -40,6 +41,7 @@ class RayPlacement:
         self._config = config
         self._settings = placed_settings(config)
         self._actors: dict[str, Any] = {}
+        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
@@ -53,23 +55,15 @@ class RayPlacement:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
         cluster = self._config.cluster
         gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
-        always = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
-        actor = ray.remote(ServiceActor)
         for pair in pairs_of(self._settings):
             needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
             group = placement_group(needs, strategy="PACK")
             _wait_for_room(group, pair, needs)
             for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
-                named = actor.options(
-                    name=settings.name,
-                    num_cpus=needed.pop("CPU"),
-                    num_gpus=needed.pop("GPU"),
-                    resources=needed,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-                    **always,
-                )
+                place = PlacementGroupSchedulingStrategy(group, index)
                 known_as = known_as_of(settings.side, cluster)
-                self._actors[settings.name] = named.remote(settings, known_as, trace_variables(settings))
+                self._start[settings.name] = partial(_start_actor, settings, known_as, needed, place)
+        self._actors = {name: start() for name, start in self._start.items()}
         self.services = _wait_for(self._actors)
 
     def stop(self) -> None:
@@ -93,7 +87,12 @@ class RayPlacement:
         done, _ = ray.wait([self._asked[name]], timeout=0)
         if not done:
             return ""
-        address, _ = ray.get(self._asked.pop(name))
+        try:
+            address, _ = ray.get(self._asked.pop(name))
+        except ray.exceptions.ActorDiedError as error:  # Ray does not start it again
+            log.error("the %s service could not even be loaded, it is tried anew: %s", name, error)
+            self._actors[name] = self._start[name]()
+            return ""
         return str(address)
 
     def replace(self, name: str) -> None:
@@ -113,6 +112,27 @@ class RayPlacement:
         self._leave()
         self._folder = connect_ray(self._config.cluster)
         self.start()
+
+
+def _start_actor(
+    settings: TargetSettings | DraftSettings,
+    known_as: str,
+    needs: Mapping[str, float],
+    place: PlacementGroupSchedulingStrategy,
+) -> Any:
+    """Have Ray start a service, and start it again whenever its process or its node is lost; return its handle."""
+    resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+    actor = ray.remote(ServiceActor).options(
+        name=settings.name,
+        num_cpus=needs["CPU"],
+        num_gpus=needs["GPU"],
+        resources=resources,
+        scheduling_strategy=place,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=2,
+    )
+    return actor.remote(settings, known_as, trace_variables(settings))
 
 
 @contextlib.contextmanager
