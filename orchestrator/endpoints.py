@@ -33,7 +33,7 @@ from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import keep_loaded, start_server
 from wire.streams import run_together
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ async def run(config: Config, access: Access, directories: Directories, placemen
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
+            keep_loaded()
             print("ready", flush=True)
             watching = []
             if placement is not None:

@@ -80,7 +80,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), code, headers)
 
 
-def _frontend(request: Request) -> Frontend:
+async def _frontend(request: Request) -> Frontend:  # else FastAPI would find it in a thread
     return request.app.state.frontend
 
 

@@ -22,7 +22,7 @@ from wire.access import read_peer_access
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, start_server
+from wire.server import RunningServer, check_free, keep_loaded, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    keep_loaded()
     with service_spans("specahead-target", settings.traces) as spans:
         await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans)
 

@@ -280,6 +280,7 @@ def test_gpus_of_the_services() -> None:
     from orchestrator.cluster import gpus_of  # imports Ray
 
     assert [gpus_of("auto", there, 2) for there in (0, 1, 2, 3)] == [0, 0, 1, 1]
+    assert [gpus_of("auto", there, 3) for there in (2, 3)] == [0, 1]
     assert [gpus_of("auto", there, 1) for there in (0, 1)] == [0, 1]
     assert (gpus_of("cuda", 0, 2), gpus_of("cpu", 2, 2)) == (1, 0)
 

@@ -27,7 +27,7 @@ PACKAGES = {
     "evaluation": {"config", "kernels", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
     "benchmarks": {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service", "evaluation"),
+        *("draft_service", "target_service", "evaluation", "orchestrator"),
     },
     # Of evaluations and benchmarks the flags; their modules by name, when their command runs.
     "cli": {"config", "orchestrator", "wire", "benchmarks", "evaluation"},
