@@ -18,19 +18,20 @@ TOKENS = 1000
 PROMPT = "The old man looked at the sea"
 # Ray takes 15 s or more to give a node up otherwise.
 IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
-ONE_SERVICE = 0.001  # of a resource
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Ray whose head has address 127.0.0.1 and the resource `small`."""
+    """A Ray whose head has address 127.0.0.1 and the resource `small`. It believes to have a GPU, as all its nodes do,
+    so that each runs one service."""
     for name, value in RAY_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1", "resources": {"small": 1}}
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": IMPATIENT})
+    head = {"num_cpus": 1, "num_gpus": 1, "node_ip_address": "127.0.0.1", "resources": {"small": 1}}
+    options = {"include_dashboard": False, "_system_config": IMPATIENT}
+    cluster = Cluster(initialize_head=True, head_node_args=head | options)
     yield cluster
     cluster.shutdown()
 
@@ -43,7 +44,7 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
     """Services run on nodes that have what they need, and listen there. A node is lost with raylet and all."""
 
     def add_node(host: str) -> Any:
-        return cluster.add_node(num_cpus=1, node_ip_address=host, resources={"large": ONE_SERVICE})
+        return cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address=host, resources={"large": 1})
 
     nodes = {host: add_node(host) for host in ("127.0.0.2", "127.0.0.3")}
     stack = start_stack(
