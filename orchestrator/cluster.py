@@ -55,14 +55,17 @@ class RayPlacement:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
         cluster = self._config.cluster
         gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
+        groups: dict[str, Any] = {}
         for pair in pairs_of(self._settings):
             needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
-            group = placement_group(needs, strategy="PACK")
-            _wait_for_room(group, pair, needs)
+            group = groups[" and ".join(settings.name for settings in pair)] = placement_group(needs, strategy="PACK")
             for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
                 place = PlacementGroupSchedulingStrategy(group, index)
                 known_as = known_as_of(settings.side, cluster)
                 self._start[settings.name] = partial(_start_actor, settings, known_as, needed, place)
+        for names, group in groups.items():
+            while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
+                log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
         self._actors = {name: start() for name, start in self._start.items()}
         self.services = _wait_for(self._actors)
 
@@ -143,13 +146,6 @@ def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
         yield placement
     finally:
         placement.stop()
-
-
-def _wait_for_room(group: Any, pair: list[TargetSettings | DraftSettings], needs: list[dict[str, float]]) -> None:
-    """Wait until Ray has room for services that are to be near each other; nodes may be on their way."""
-    while not group.wait(_ROOM_SECONDS):
-        names = " and ".join(settings.name for settings in pair)
-        log.warning("waiting until Ray has room for %s", names, extra={"needs": str(needs)})
 
 
 def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
