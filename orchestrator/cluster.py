@@ -14,7 +14,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from config import ClusterSettings, Config, DraftSettings, ServiceSettings, SettingsError, TargetSettings
+from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from orchestrator.directory import name_services
 from orchestrator.joining_ray import connect_ray
 from orchestrator.service_actor import ServiceActor
@@ -61,8 +61,7 @@ class RayPlacement:
             group = groups[" and ".join(settings.name for settings in pair)] = placement_group(needs, strategy="PACK")
             for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
                 place = PlacementGroupSchedulingStrategy(group, index)
-                known_as = known_as_of(settings.side, cluster)
-                self._start[settings.name] = partial(_start_actor, settings, known_as, needed, place)
+                self._start[settings.name] = partial(_start_actor, settings, needed, place)
         for names, group in groups.items():
             while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
                 log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
@@ -118,10 +117,7 @@ class RayPlacement:
 
 
 def _start_actor(
-    settings: TargetSettings | DraftSettings,
-    known_as: str,
-    needs: Mapping[str, float],
-    place: PlacementGroupSchedulingStrategy,
+    settings: TargetSettings | DraftSettings, needs: Mapping[str, float], place: PlacementGroupSchedulingStrategy
 ) -> Any:
     """Have Ray start a service, and start it again whenever its process or its node is lost; return its handle."""
     resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
@@ -135,7 +131,7 @@ def _start_actor(
         max_task_retries=-1,
         max_concurrency=2,
     )
-    return actor.remote(settings, known_as, trace_variables(settings))
+    return actor.remote(settings, trace_variables(settings))
 
 
 @contextlib.contextmanager
@@ -171,18 +167,12 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
 def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
     """Return the settings of each service, with its name and its port where that is given: one more for each service.
 
-    Only targets are deterministic; what a draft says changes no token then. Raises SettingsError for a name that others
-    are to reach a service by and that does not tell which, or at which port.
+    Only targets are deterministic; what a draft says changes no token then.
     """
     cluster, traces = config.cluster, config.clients.trace_share > 0
     placed: list[TargetSettings | DraftSettings] = []
     drafts = cluster.drafts if config.has_draft else 0
     for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
-        if count and known_as_of(side.side, cluster) and (not side.port or count > 1):
-            raise SettingsError(
-                f"{side.side}_host is given, by which others reach one service at one port: give {side.side}_port, and "
-                f"no number of {side.side}s"
-            )
         for index, name in enumerate(name_services(side.side, count)):
             port = side.port + index if side.port else 0
             deterministic = side.deterministic and side.side == "target"
@@ -199,11 +189,6 @@ def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[Target
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
     """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
-
-
-def known_as_of(side: str, cluster: ClusterSettings) -> str:
-    """Return the name by which others reach the service of a side; "": by its node's address."""
-    return {"target": cluster.target_host, "draft": cluster.draft_host}[side]
 
 
 def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
