@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="for the draft: what to dial")
     parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--branches", type=int, default=DraftSettings.branches, help="for the draft")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     plan = scripted_plan()
@@ -135,7 +136,8 @@ def main() -> None:
             settings = TargetSettings(port=flags.port, gamma=flags.gamma)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, gamma=flags.gamma)
+            drafting = {"gamma": flags.gamma, "branches": flags.branches}
+            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
     asyncio.run(serve_until_signal(flags.side, run))

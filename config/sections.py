@@ -159,6 +159,13 @@ class TargetSettings(ServiceSettings):
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
+    prompt_read_share: float = _limits(
+        1.0,
+        "share of the tokens before them that the tokens of long prompts of approximate sessions read, but for the "
+        "last 512 of a prompt, which read everything; below 1: not with deterministic",
+        above=0,
+        most=1,
+    )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"

@@ -82,10 +82,9 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = require_key(
-            make_app(frontend, read_status, read_addresses), access.callers, open_paths(clients), observer
-        )
-        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
+        app = make_app(frontend, read_status, read_addresses)
+        guarded = require_key(app, access.callers, open_paths(clients), observer)
+        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:

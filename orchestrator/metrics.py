@@ -1,6 +1,7 @@
 """Prometheus metrics. What vLLM counts too is there under both names, so that its dashboards draw it unchanged."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,9 +41,10 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a proposal")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
-        self._accepted_at = self._by(
+        accepted_at = self._by(
             "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
         )
+        self._accepted_at = cache(lambda position: accepted_at.labels(model_name, position))
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
         self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
@@ -96,7 +98,7 @@ class Metrics:
             self._draft_tokens.inc(commit.drafted)
             self._accepted.inc(commit.accepted)
             for position in range(commit.accepted):
-                self._accepted_at.labels(self._model, position).inc()
+                self._accepted_at(position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:
         """Count a request that came to its end `seconds` after it came, its last token so long after its first."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from config import TargetSettings
 from engine.grammars import Grammars, GrammarState
+from engine.inputs import SparsePrompt
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.logit_rules import rules_of
 from engine.runner import Runner
@@ -90,6 +91,9 @@ class Admission:
             traceparent=request.traceparent,
         )
         session.kv.dense = session.reads_all
+        share = self._settings.prompt_read_share
+        if share < 1 and not session.reads_all and session.prompt_logprobs is None:
+            session.prompt = SparsePrompt(share, self._plan.dense_layers)
         self.queue.append(session)
 
     def _reader(self, request: Open) -> Reader | None:
@@ -238,7 +242,7 @@ class Admission:
         # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
         known = session.prompt_tokens if self._deterministic else len(session.tokens)
         if session.prompt_logprobs is None:  # else the whole prompt is read
-            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1])
+            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1], session.prompt is not None)
         if self.preempted:
             self.preempted.remove(session)
         else:

@@ -50,7 +50,7 @@ class Verifier:
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
     measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
-    settings.
+    settings, or if the runner reads no prompts sparsely where they say so.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class Verifier:
         self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
+        if settings.prompt_read_share < 1:
+            runner.check_sparse_prompts()
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
 
@@ -180,6 +182,9 @@ class Verifier:
         for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
+                if given.prompt is not None:
+                    session.stats.sparse_prompt_tokens += len(given.tokens)
+                    session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
                 self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))

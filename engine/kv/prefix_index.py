@@ -8,14 +8,14 @@ from collections import Counter
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.kv.prefix_hash import extend_hash
 
-# The serial of the page before (0 at the start), and this page's tokens.
-Prefix = tuple[int, tuple[int, ...]]
+# The serial of the page before (0 at the start), this page's tokens, and whether its KV comes of a sparse read.
+Prefix = tuple[int, tuple[int, ...], bool]
 
 
 def next_prefix(sequence: SequenceKV, tokens: list[int]) -> Prefix:
     """Return the prefix that ends with the first page of a sequence that is not indexed yet."""
     start = sequence.indexed * PAGE_SIZE
-    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE])
+    return sequence.serial, tuple(tokens[start : start + PAGE_SIZE]), start + PAGE_SIZE > sequence.dense_tokens
 
 
 class PrefixIndex:
