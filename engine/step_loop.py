@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from kernels.prompt_attention import UNIT
+
 log = logging.getLogger(__name__)
 
 HUNG = 70  # the exit status of a process whose model hangs
@@ -91,11 +93,13 @@ def prefill_chunk(asked: int, device: torch.device) -> int:
     return asked or (8192 if device.type == "cuda" else 512)
 
 
-def share_prefill(remaining: list[int], budget: int) -> list[int]:
-    """Return how many prompt tokens each sequence may run in this step; `remaining` is in order of arrival.
+def share_prefill(starts: list[int], remaining: list[int], budget: int) -> list[int]:
+    """Return how many prompt tokens each sequence may run in this step, in order of arrival.
 
     Half of the budget goes to the shortest prompts first, so that they never queue behind a long one; the
-    rest to the oldest, so that a long one never starves.
+    rest to the oldest, so that a long one never starves. starts: tokens that each has behind it. A part that does not
+    end its prompt ends at a multiple of UNIT, what is over is not given: a part that began between two of them would be
+    filled up by as many queries as half of it (kernels/prompt_attention.py). Budgets below two of them are given whole.
     """
     shares = [0] * len(remaining)
 
@@ -109,4 +113,9 @@ def share_prefill(remaining: list[int], budget: int) -> list[int]:
     shortest = sorted(range(len(remaining)), key=remaining.__getitem__)
     left = give(shortest, budget - budget // 2)
     give(list(range(len(remaining))), left + budget // 2)
-    return shares
+    if budget < 2 * UNIT:
+        return shares
+    return [
+        share if share == left else max(0, (start + share) // UNIT * UNIT - start)
+        for start, share, left in zip(starts, shares, remaining, strict=True)
+    ]

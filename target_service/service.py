@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from config import TargetSettings
+from config.version import running_version
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
@@ -86,6 +87,7 @@ async def serve(
             refusal=speculation.refusal,
             counters={name: float(value) for name, value in verifier.totals.items()},
             gauges=verifier.gauges | {"pid": os.getpid()},
+            version=running_version(),
         )
 
     control = ControlServicer(verifier, wake, status)
