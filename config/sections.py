@@ -15,6 +15,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
+ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan")
@@ -268,6 +269,19 @@ class ClientSettings(ClientAccess):
     )
     request_timeout: float = setting(
         3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
+    )
+    routing: str = setting(
+        "prefix",
+        "which of several targets takes a request: the one that has most of its prompt cached unless others are less "
+        "busy, the least busy one, or one after the other",
+        group="client endpoints",
+        choices=ROUTING,
+    )
+    max_wait: float = setting(
+        0.0,
+        "seconds that a request may be expected to wait before its prompt is read, else it is refused; 0: any time",
+        group="client endpoints",
+        least=0,
     )
     shutdown_grace: float = setting(
         10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0

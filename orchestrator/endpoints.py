@@ -65,7 +65,8 @@ async def serve_clients(
     """
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
-    router = Router(directories["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    timeouts = clients.resume_timeout, clients.request_timeout
+    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
     async with contextlib.AsyncExitStack() as started:
         frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
         limits, observer = frontend.limits, frontend.observer
@@ -73,7 +74,7 @@ async def serve_clients(
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
 
-        await started.enter_async_context(router.connected_to_target())
+        await started.enter_async_context(router.connected_to_targets())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
@@ -81,10 +82,9 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = require_key(
-            make_app(frontend, read_status, read_addresses), access.callers, open_paths(clients), observer
-        )
-        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
+        app = make_app(frontend, read_status, read_addresses)
+        guarded = require_key(app, access.callers, open_paths(clients), observer)
+        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:

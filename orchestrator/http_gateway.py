@@ -226,9 +226,9 @@ async def show_version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request, frontend: Served) -> Response:
     """Give Prometheus its figures."""
-    state = request.app.state
+    state, router = request.app.state, frontend.router
     statuses, addresses = await state.read_status(), state.read_addresses()
-    text = frontend.observer.metrics.render(frontend.router.running, statuses, addresses)
+    text = frontend.observer.metrics.render(router.running, statuses, addresses, router.target_states())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -1,6 +1,7 @@
 """Prometheus metrics. What vLLM counts too is there under both names, so that its dashboards draw it unchanged."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -8,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from orchestrator.directory import side_of
 from orchestrator.ledger import Record
+from orchestrator.router import TargetState
 from orchestrator.service_status import gauges_of_targets
 from wire.messages import Commit, ServiceStatus
 
@@ -39,9 +41,10 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a proposal")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
-        self._accepted_at = self._by(
+        accepted_at = self._by(
             "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
         )
+        self._accepted_at = cache(lambda position: accepted_at.labels(model_name, position))
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
         self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
@@ -95,7 +98,7 @@ class Metrics:
             self._draft_tokens.inc(commit.drafted)
             self._accepted.inc(commit.accepted)
             for position in range(commit.accepted):
-                self._accepted_at.labels(self._model, position).inc()
+                self._accepted_at(position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:
         """Count a request that came to its end `seconds` after it came, its last token so long after its first."""
@@ -123,11 +126,16 @@ class Metrics:
         self._refused.labels(self._model, reason).inc()
 
     def render(
-        self, requests: int, services: Mapping[str, ServiceStatus | None], addresses: Mapping[str, str]
+        self,
+        requests: int,
+        services: Mapping[str, ServiceStatus | None],
+        addresses: Mapping[str, str],
+        targets: Mapping[str, TargetState],
     ) -> bytes:
         """The exposition text.
 
         requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
+        targets: how each is used.
         """
         gauges = gauges_of_targets(services)
         waiting = min(requests, int(gauges.get("queued_sessions", 0)))
@@ -135,6 +143,7 @@ class Metrics:
         self._running.set(requests - waiting)
         self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
+        families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
         return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
 
@@ -174,6 +183,19 @@ def _service_families(
         _add_all(states, values, status.gauges if status else {})
         _add_all(events, values, status.counters if status else {})
     yield from (info, up, attached, states, events)
+
+
+def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator[Metric]:
+    """What the router says of each target."""
+    labels = ["model_name", "target"]
+    serving = GaugeMetricFamily(f"{OURS}target_serving", "Whether a target takes new requests", labels=labels)
+    sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)
+    routed = CounterMetricFamily(f"{OURS}routed_requests", "Times that requests were sent to a target", labels=labels)
+    for name, state in targets.items():
+        serving.add_metric([model, name], float(state.serving))
+        sessions.add_metric([model, name], state.sessions)
+        routed.add_metric([model, name], state.routed)
+    yield from (serving, sessions, routed)
 
 
 def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:

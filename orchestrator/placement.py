@@ -24,7 +24,7 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | N
     cluster = config.cluster
     if cluster.target_address:
         targets = _named("target", cluster.target_address)
-        drafts = _named("draft", cluster.draft_address) if config.has_draft else {}
+        drafts = _named("draft", cluster.draft_address if config.has_draft else "")
         yield _by_side(targets | drafts), None
         return
     from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray

@@ -91,14 +91,44 @@ class ServedFrame(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[ServedEvent, _Mapping]]] = ...) -> None: ...
 
 class ServedEvent(_message.Message):
-    __slots__ = ("commit", "closed", "beat")
+    __slots__ = ("commit", "closed", "beat", "report")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     closed: Closed
     beat: _speculation_pb2.Beat
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ...) -> None: ...
+    report: Report
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("number", "opens", "sessions", "waiting", "free_places", "free_kv_pages", "queue_places", "unread_tokens", "tokens_per_second", "queue_seconds", "indexed", "evicted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_PLACES_FIELD_NUMBER: _ClassVar[int]
+    FREE_KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_PLACES_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INDEXED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    opens: int
+    sessions: int
+    waiting: int
+    free_places: int
+    free_kv_pages: int
+    queue_places: int
+    unread_tokens: int
+    tokens_per_second: float
+    queue_seconds: float
+    indexed: _containers.RepeatedScalarFieldContainer[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "sparse_prompt_tokens", "preemptions")

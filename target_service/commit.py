@@ -25,8 +25,8 @@ def commit_round(
     room = session.max_length - before.base
     tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
     # A draft that was lost or has asked for Begin during the step does not know this round.
-    judged = next((item for item in session.proposals.get(key, ()) if item is proposal), None)
-    agreed = judged is not None and following in session.drafted_outcomes(before.base + accepted + 1)
+    judged = proposal if key in session.proposals else None
+    agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
     tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
     commit = Commit(
         at=before,

@@ -14,7 +14,7 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
-from wire.messages import At, Begin, Closed, Proposal, ServedEvent, SessionReads, TargetEvent, Verdict
+from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -59,10 +59,9 @@ class TargetSession:
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
     None: everything. drafted: whether to wait for the draft's proposals.
     proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
-    round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held: what was
-    announced for the round judged last, by its key. last_judged: the round judged last, and its verdict. reads_wanted:
-    whether someone wants to look at which blocks the next round reads; reads: what the last round that was looked at
-    read.
+    round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
+    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
+    next round reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -86,7 +85,7 @@ class TargetSession:
     draft: DraftPeer | None = None
     drafted: bool = False
     usefulness: Usefulness = field(default_factory=Usefulness)
-    proposals: dict[RoundKey, list[Proposal]] = field(default_factory=dict)
+    proposals: dict[RoundKey, Proposals] = field(default_factory=dict)
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
@@ -142,19 +141,15 @@ class TargetSession:
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
-        for proposal in self.proposals.get(self.key, ()):
-            if self.continues(proposal) and not (proposal.announces and self.key not in self.announced):
-                return proposal
-        return None
+        proposals = self.proposals.get(self.key)
+        if proposals is None or (proposals.announces and self.key not in self.announced):
+            return None
+        return proposals.behind(len(self.tokens), self.tokens[-1])
 
-    def continues(self, proposal: Proposal) -> bool:
-        """Return whether a proposal builds on just the tokens that are committed."""
-        return proposal.at.base == len(self.tokens) and proposal.assumed_token == self.tokens[-1]
-
-    def drafted_outcomes(self, base: int) -> list[int]:
-        """Return the tokens that the draft assumed to be the last before `base` where it drafted the next round."""
-        ahead = self.proposals.get((self.epoch, self.round + 1), ())
-        return [proposal.assumed_token for proposal in ahead if proposal.at.base == base]
+    def foresaw(self, base: int, token: int) -> bool:
+        """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
+        ahead = self.proposals.get((self.epoch, self.round + 1))
+        return ahead is not None and (base, token) in ahead.outcomes
 
     def commit(self, tokens: list[int], agreed: bool, judged: Proposal | None) -> None:
         """Append tokens and go to the next round; the epoch rises unless the draft foresaw the outcome.
@@ -170,12 +165,7 @@ class TargetSession:
         self.foreseen = agreed
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
-        # Of the next round's proposals those for other outcomes are of no use any more.
-        self.proposals = {
-            k: [proposal for proposal in v if self.continues(proposal)]
-            for k, v in self.proposals.items()
-            if self._is_ahead(k)
-        }
+        self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
 
     def _is_ahead(self, key: RoundKey) -> bool:
         return key[0] == self.epoch and key[1] >= self.round

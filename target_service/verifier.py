@@ -28,6 +28,7 @@ from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
+from target_service.reporting import ReadingRate
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
@@ -68,6 +69,7 @@ class Verifier:
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
         self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
@@ -174,6 +176,9 @@ class Verifier:
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
+        read = sum(len(given.tokens) for _, given in step.prefills)
+        if 2 * read > self.settings.prefill_chunk:
+            self.reading.add(read, result.seconds)
         for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds

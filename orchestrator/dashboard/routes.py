@@ -90,7 +90,7 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
         "kv_pages": gauges.get("kv_pages", 0),
         "target": frontend.router.connected,
         "draft": frontend.draft_name in WITHOUT_DRAFT
-        or any(status and status.attached for status in services.values()),
+        or any(status is not None and status.attached for status in services.values()),
     }
 
 

@@ -81,20 +81,26 @@ async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
 
 
 async def run_gateway(
-    name: str, target: str, scenario: Scenario, services: list[str], placement: Placement, keep: Callable[[Any], None]
+    name: str,
+    targets: list[str],
+    scenario: Scenario,
+    services: list[str],
+    placement: Placement,
+    keep: Callable[[Any], None],
 ) -> None:
-    """Serve clients over a target, and watch services."""
-    targets = Directory({target: address_of(target)})
-    router = Router(targets, PeerAccess(), scenario.resume_timeout, scenario.request_timeout)
+    """Serve clients over targets, and watch services."""
+    directory = Directory({target: address_of(target) for target in targets})
+    timeouts = scenario.resume_timeout, scenario.request_timeout
+    router = Router(directory, PeerAccess(), *timeouts, scenario.routing)
     limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "sts", "streaming"))
     observer = Observer(Metrics(MODEL), Tokenizer())
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
     keep(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
-    async with router.connected_to_target():
+    async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
-        directory = Directory({service: address_of(service) for service in services})
-        async with lines_to([directory], PeerAccess()) as lines:
-            await supervise(asks_of(lines), placement, directory.put)
+        watched = Directory({service: address_of(service) for service in services})
+        async with lines_to([watched], PeerAccess()) as lines:
+            await supervise(asks_of(lines), placement, watched.put)

@@ -16,6 +16,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
+from orchestrator.router import TargetState
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 
@@ -48,6 +49,9 @@ class ScriptedRouter:
     @property
     def running(self) -> int:
         return len(self.ledger.records)
+
+    def target_states(self) -> dict[str, TargetState]:
+        return {"target": TargetState(True, self.running, len(self.opened))}
 
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records

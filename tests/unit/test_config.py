@@ -298,6 +298,7 @@ def test_what_a_launch_decides_for_its_services() -> None:
 
     config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
     target, draft = placed_settings(config)
+    assert isinstance(draft, DraftSettings)
     assert (target.name, target.port, target.host) == ("target", 4567, "")
     assert (draft.name, draft.port, draft.targets) == ("draft", 0, ())
     assert (target.deterministic, draft.deterministic) == (True, False)

@@ -115,7 +115,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(_KNOWN.get(module.__name__, {}))
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Have imports of vLLM's modules find what stands in for them, those of its conftests, too."""
     sys.meta_path.append(_Finder())
     utils = ModuleType("tests.utils")
     utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
