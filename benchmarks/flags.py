@@ -15,6 +15,24 @@ def add_stack_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE")
 
 
+def add_routing_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what `bench routing` takes."""
+    policies = ["prefix", "least-loaded", "round-robin"]
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="of requests, as Mooncake's: .jsonl or .jsonl.xz"
+    )
+    parser.add_argument("--requests", type=int, default=0, metavar="N", help="the first N of the trace; 0: all")
+    parser.add_argument("--policies", nargs="+", default=policies, choices=policies)
+    parser.add_argument("--speed", type=float, nargs="+", default=[1.0], metavar="X", help="of the requests' coming")
+    parser.add_argument("--targets", type=int, default=4)
+    parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--kv-tokens", type=int, default=800_000, metavar="N", help="KV room of each target")
+    parser.add_argument(
+        "--scale", type=int, default=8, metavar="N", help="by how much lengths are divided: 1, 2, 4, 8, 16 or 32"
+    )
+    parser.add_argument("--json", metavar="FILE")
+
+
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench codec` takes."""
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")

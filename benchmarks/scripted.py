@@ -38,9 +38,9 @@ class ScriptedRunner(Runner):
     as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
     """
 
-    def __init__(self, errs: bool) -> None:
+    def __init__(self, errs: bool, pages: int = 20_000) -> None:
         self.vocab_size = VOCAB
-        self.kv = KVCache(LAYERS, KV_HEADS, 1, 20_000)
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]

@@ -113,10 +113,11 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         token_ids=chunk.tokens,
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
         choice=chunk.choice,
-        accepted=chunk.accepted,
         logprobs=[vars(item) for item in chunk.logprobs[: len(chunk.tokens)]],
         prompt_logprobs=[vars(item) for item in chunk.prompt_logprobs],
     )
+    if chunk.accepted is not None:
+        response.accepted = chunk.accepted
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
             inference_pb2.Usage(

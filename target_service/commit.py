@@ -38,6 +38,7 @@ def commit_round(
         kv_tokens_total=tokens_total,
         kv_tokens_fetched=output.tokens_fetched,
         cached_tokens=stats.cached_tokens,
+        sparse_prompt_tokens=stats.sparse_prompt_tokens,
         queue_seconds=stats.queue_seconds,
         preemptions=stats.preemptions,
         announced_bytes=stats.announced_bytes,

@@ -31,6 +31,7 @@ class DraftProtocol:
     ) -> None:
         self.drafts: list[DraftPeer] = []
         self._sessions, self._counters = sessions, counters
+        self._number = _number(settings.name)
         self._plan, self._gamma, self._vocab_size = plan, settings.gamma, vocab_size
 
     # Which draft a session has.
@@ -50,13 +51,14 @@ class DraftProtocol:
             self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
-        """Have a session drafted by the draft with the fewest, unless it has a draft, is paused or there is none.
+        """Have a session drafted, unless it has a draft, is paused or there is none: by the draft with the fewest
+        sessions of this target, and of several by that which was placed beside it (draft-2 beside target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
         if not self.drafts or session.draft is not None or session.is_paused:
             return
-        peer = min(self.drafts, key=lambda draft: len(draft.sessions))
+        peer = min(self.drafts, key=lambda draft: (len(draft.sessions), _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait
         peer.sessions.add(session.id)
         peer.send(session.begin())
@@ -195,3 +197,8 @@ class DraftProtocol:
     def _refuse(self, peer: DraftPeer, session: TargetSession, reason: str) -> None:
         self._counters["refused_frames"] += 1
         peer.send(Refusal(session.at, reason))
+
+
+def _number(service: str) -> str:
+    """Return the number in the name of one of several services; "" for the only one of its side."""
+    return service.partition("-")[2]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.grammars import GrammarState
+from engine.inputs import SparsePrompt
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -31,12 +32,14 @@ class DraftPeer:
 class RoundStats:
     """Statistics of the round in the making; reset with every commit.
 
-    cached_tokens: of the prompt, that were found in the KV. queue_seconds: spent waiting for room. preemptions: how
+    cached_tokens: of the prompt, that were found in the KV. sparse_prompt_tokens: of the prompt, that were read
+    sparsely. queue_seconds: spent waiting for room. preemptions: how
     often the session gave way. waiting_since: when the target began to wait for the round's proposal, None if it does
     not.
     """
 
     cached_tokens: int = 0
+    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     stale_rounds: int = 0
@@ -53,7 +56,8 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
-    reader: how an approximate session reads; None: everything. drafted: whether to wait for the draft's proposals.
+    reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
+    None: everything. drafted: whether to wait for the draft's proposals.
     proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
     round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
     last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
@@ -73,6 +77,7 @@ class TargetSession:
     logprobs: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
+    prompt: SparsePrompt | None = None
     traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0

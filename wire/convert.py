@@ -18,7 +18,7 @@ from protos import speculation_pb2 as speculation
 from wire import messages as m
 from wire.errors import InvalidArgument
 
-MOST_NAME = 128  # characters of a session's name
+MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
 
 
 def _by_name(*kinds: type) -> dict[str, type]:
@@ -29,7 +29,7 @@ def _by_name(*kinds: type) -> dict[str, type]:
 _DRAFT_EVENTS = _by_name(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync, m.Beat)
 _TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
 _SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
-_SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Beat)
+_SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
 _ONEOF = {
     kind: name
     for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
@@ -129,7 +129,8 @@ def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
-    return _read_oneof(_SERVED_EVENTS, pb, "event", "served event: none of commit, closed, beat is set")
+    unset = "served event: none of commit, closed, report, beat is set"
+    return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
 
 
 def session_in(pb: Any, oneof: str) -> str:
@@ -239,6 +240,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "top_logprobs": list,
     "read": list,
     "fetched": list,
+    "indexed": list,
+    "evicted": list,
     "counters": dict,
     "gauges": dict,
 }

@@ -226,6 +226,7 @@ class Commit:
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
     cached_tokens: int = 0
+    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     announced_bytes: int = 0
@@ -246,6 +247,24 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
+
+    number: int = 0
+    opens: int = 0
+    sessions: int = 0
+    waiting: int = 0
+    free_places: int = 0
+    free_kv_pages: int = 0
+    queue_places: int = 0
+    unread_tokens: int = 0
+    tokens_per_second: float = 0.0
+    queue_seconds: float = 0.0
+    indexed: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class ServiceStatus:
     peer: str
     pid: int
@@ -253,6 +272,7 @@ class ServiceStatus:
     refusal: str
     counters: dict[str, float]
     gauges: dict[str, float]
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -275,4 +295,4 @@ class SessionReads:
 DraftEvent = Announcement | Proposals | Ready | Decline | Resync
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
-ServedEvent = Commit | Closed
+ServedEvent = Commit | Closed | Report

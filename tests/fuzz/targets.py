@@ -286,7 +286,8 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    app, loop = make_app(frontend, read_status), asyncio.new_event_loop()
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:
         path = path_of(data)

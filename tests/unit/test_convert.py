@@ -179,7 +179,7 @@ def test_a_distribution_that_cannot_be_is_refused(ids: list[int], probs: list[fl
 @pytest.mark.parametrize("name", ["", "x" * (convert.MOST_NAME + 1)])
 def test_a_session_has_a_name_and_not_too_long_a_one(name: str) -> None:
     frame = control_pb2.ServeFrame(abort=control_pb2.Abort(session=name))
-    with pytest.raises(InvalidArgument, match="expected 1 to 128 characters"):
+    with pytest.raises(InvalidArgument, match="expected 1 to 160 characters"):
         convert.serve_request_from_pb(frame)
     assert convert.session_in(frame, "body") == ""
 

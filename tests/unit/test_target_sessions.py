@@ -137,6 +137,26 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
         assert (by_layer.sum(1) == 19 * KV_HEADS).all() and reads.blocks == 19
 
 
+def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
+    """Each goes to the draft with the fewest; those of a draft that is lost go on with the others."""
+    drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
+    runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
+    verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
+    for draft in drafts.values():
+        verifier.protocol.attach(draft)
+
+    def open_session(name: str) -> list[int]:
+        opening = m.Open(name, [7] * 20, 20, 50, [], GREEDY, m.Exactness.EXACT)
+        verifier.admission.open(opening, lambda event: None)
+        verifier.plan_step()
+        return [len(draft.sessions) for draft in drafts.values()]
+
+    counts = [open_session(name) for name in ("a", "b", "c", "d")]
+    assert counts == [[0, 1, 0], [1, 1, 0], [1, 1, 1], [1, 2, 1]]
+    verifier.protocol.detach(drafts["draft-2"])
+    assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 2]
+
+
 def test_a_repeated_frame_changes_nothing() -> None:
     stand = Stand()
     for event in (stand.announcement(), stand.proposal()):

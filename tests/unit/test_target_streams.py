@@ -72,12 +72,12 @@ class Orchestrator:
         await self.call.write(convert.serve_request_to_pb(request))
 
     async def events(self) -> AsyncIterator[m.ServedEvent]:
-        """What comes, but for beats; this end says its own with each."""
+        """What comes, but for beats and reports; this end says its own beats with each."""
         while (frame := await self.call.read()) is not grpc.aio.EOF:
             await self.call.write(convert.serve_request_to_pb(m.Beat()))
             for pb in frame.events:
                 event = convert.served_event_from_pb(pb)
-                if not isinstance(event, m.Beat):
+                if not isinstance(event, m.Beat | m.Report):
                     yield event
 
     async def outcome(self, name: str) -> m.ServedEvent:

@@ -97,6 +97,7 @@ class World:
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
+        prompt_read_share: float = 1.0,
     ) -> None:
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
@@ -112,6 +113,7 @@ class World:
                 max_queued=5000,
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
+                prompt_read_share=prompt_read_share,
             ),
             on_round,
             grammars,
