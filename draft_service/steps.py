@@ -255,10 +255,10 @@ def _propose(
     drafted = [(branch.drafted, count) for branch, count in zip(branches, counts, strict=True)]
     supports: tuple[list[int], np.ndarray, np.ndarray] = [], _NO_IDS, _NO_PROBS
     if not session.sampling.greedy:
-        ids = np.concatenate([each.ids[:count] for each, count in drafted]).astype(np.uint32)
-        probs = np.concatenate([each.probs[:count] for each, count in drafted])
+        ids = np.concatenate([each.ids[:count] for each, count in drafted if each.ids is not None])
+        probs = np.concatenate([each.probs[:count] for each, count in drafted if each.probs is not None])
         held = probs > 0
-        supports = held.sum(-1).tolist(), ids[held], probs[held]
+        supports = held.sum(-1).tolist(), ids[held].astype(np.uint32), probs[held]
     counters["proposals"] += len(branches)
     offsets, assumed = [branch.base - at.base for branch in branches], [branch.token for branch in branches]
     tokens = [token for each, count in drafted for token in each.tokens[:count]]
