@@ -104,10 +104,10 @@ def dictated(item: VerifyRound, text: Dictation) -> tuple[int, int]:
 def run(flags: argparse.Namespace) -> None:
     """Print the table, and write it to the JSON file if one is named. Raises ValueError for too short a text."""
     text = load_tokenizer(flags.target).encode(Path(flags.text).read_text(encoding="utf-8"))
-    if len(text) < flags.context + flags.tokens or flags.context < 3 * max(LEAD, flags.tokens) / 2 + LEAD:
+    if len(text) < flags.context + flags.tokens or flags.context < 1.5 * (flags.tokens + LEAD):
         raise ValueError(
-            f"{flags.text} has {len(text)} tokens: {flags.context} of context and {flags.tokens} to say are needed, "
-            "and one and a half times as many of context as to say"
+            f"{flags.text} has {len(text)} tokens, --context is {flags.context} and --tokens {flags.tokens}: their sum "
+            "must be in the text, and what is copied in two thirds of the context"
         )
     device = default_device()
     most = max(flags.sessions)
