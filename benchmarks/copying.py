@@ -78,8 +78,9 @@ def measure(
     plan = load_served_plan(settings.plan_file, 0.0, "", settings.model)
     verifier = Verifier(runner, plan, settings)
     for number in range(sessions):
-        place = str(number), text.prompt, len(text.prompt), len(text.said), []
-        verifier.admission.open(Open(*place, Sampling(temperature=0.0), Exactness.EXACT), lambda event: None)
+        lengths = len(text.prompt), len(text.said)
+        request = Open(str(number), text.prompt, *lengths, [], Sampling(temperature=0.0), Exactness.EXACT)
+        verifier.admission.open(request, lambda event: None)
     seconds = 0.0
     while (step := verifier.plan_step()) is not None:
         began = clock()
@@ -104,10 +105,10 @@ def dictated(item: VerifyRound, text: Dictation) -> tuple[int, int]:
 def run(flags: argparse.Namespace) -> None:
     """Print the table, and write it to the JSON file if one is named. Raises ValueError for too short a text."""
     text = load_tokenizer(flags.target).encode(Path(flags.text).read_text(encoding="utf-8"))
-    if len(text) < flags.context + flags.tokens or flags.context < 3 * max(LEAD, flags.tokens) / 2 + LEAD:
+    if len(text) < flags.context + flags.tokens or flags.context < 1.5 * (flags.tokens + LEAD):
         raise ValueError(
-            f"{flags.text} has {len(text)} tokens: {flags.context} of context and {flags.tokens} to say are needed, "
-            "and one and a half times as many of context as to say"
+            f"{flags.text} has {len(text)} tokens, --context is {flags.context} and --tokens {flags.tokens}: their sum "
+            "must be in the text, and what is copied in two thirds of the context"
         )
     device = default_device()
     most = max(flags.sessions)
@@ -126,8 +127,17 @@ def run(flags: argparse.Namespace) -> None:
             seconds, counted = measure(runner, settings, item, sessions, clock)
             took[proposer].append(1e3 * seconds / flags.tokens / sessions)
         rounds = counted["rounds"] + counted["plain_rounds"]
-        shares = rounds / sessions, counted["rounds"] / rounds, counted["ngram_accepted_tokens"] / sessions
-        rows.append(CopyRow(item.name, sessions, *(statistics.median(took[each]) for each in PROPOSERS), *shares))
+        rows.append(
+            CopyRow(
+                item.name,
+                sessions,
+                plain=statistics.median(took["none"]),
+                looked_up=statistics.median(took["ngram"]),
+                rounds=rounds / sessions,
+                proposed=counted["rounds"] / rounds,
+                accepted=counted["ngram_accepted_tokens"] / sessions,
+            )
+        )
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench copy --sessions {' '.join(map(str, flags.sessions))} --context {flags.context} "

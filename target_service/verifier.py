@@ -110,6 +110,7 @@ class Verifier:
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
             "drafts": len(self.protocol.drafts),
+            "takes_drafts": self.settings.has_draft,
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
         }
