@@ -33,6 +33,7 @@ from wire.messages import (
     Open,
     Proposal,
     Ready,
+    Report,
     Support,
     Verdict,
 )
@@ -157,7 +158,7 @@ async def test_a_broken_draft_loses_its_session_and_no_token(hello: Hello, bare_
             while committed < 8:
                 for pb in (await serve.read()).events:
                     event = convert.served_event_from_pb(pb)
-                    assert isinstance(event, Commit | Beat)
+                    assert isinstance(event, Commit | Beat | Report)
                     committed += len(event.tokens) if isinstance(event, Commit) else 0
             if what == "no session":
                 with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -126,6 +126,7 @@ MUTANTS: list[Mutant] = [
         ("more tokens than were asked for", "return tokens[:room], FinishReason.LENGTH", "return tokens, FinishReason.LENGTH"),
         ("KV of rejected tokens is kept", "kv.truncate(session.kv, len(session.tokens) - 1)", "pass"),
         ("an accepted token is lost", "[*proposed[:accepted], following]", "[*proposed[: accepted - 1], following]"),
+        ("a round of an epoch that is over counts", "proposal is not None and (proposal.at.epoch, proposal.at.round) == key", "proposal is not None"),
     ),
     *_of(
         "target_service/planning.py",
