@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/admission.py",
         "test_target_sessions test_target_streams",
-        ("sessions run beyond the KV room", "need + kept <= free", "True"),
+        ("sessions run beyond the KV room", "need + self._kept(running) <= free", "True"),
         ("an aborted session goes on waiting", "(self.preempted if session in self.preempted else self.queue).remove(session)", "pass"),
         ("pages of ended sessions stay held", "            self._kv.release(session.kv)\n        self._closed.clear()", "            pass\n        self._closed.clear()"),
         ("places go to whoever has most", "key=lambda waiting: running[waiting.emit]", "key=lambda waiting: -running[waiting.emit]"),
