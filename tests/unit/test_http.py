@@ -463,7 +463,7 @@ async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: Scr
         assert response.status == 404 and response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
 async def test_a_short_request_waits_for_no_thread(
     raw: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -471,7 +471,8 @@ async def test_a_short_request_waits_for_no_thread(
     run = mock.AsyncMock()
     monkeypatch.setattr(anyio.to_thread, "run_sync", run)
     monkeypatch.setattr(asyncio, "to_thread", run)
-    sent = raw.post(path, json={"prompt": "The sea"}) if path == COMPLETIONS else raw.get(path)
+    body = {COMPLETIONS: {"prompt": "The sea"}, CHAT: {"messages": MESSAGES}}.get(path)
+    sent = raw.get(path) if body is None else raw.post(path, json=body)
     async with sent as response:
         assert response.status == 200
     run.assert_not_called()
