@@ -50,6 +50,9 @@ COMMANDS = {
     "bench codec": Command(
         bench.add_codec_flags, "benchmarks.codec", "announcement sizes and times over recorded selections"
     ),
+    "bench copy": Command(
+        bench.add_copy_flags, "benchmarks.copying", "prompt lookup beside plain decoding: copied, new and random text"
+    ),
     "bench reads": Command(
         bench.add_reads_flags,
         "benchmarks.read_trace",

@@ -19,6 +19,7 @@ from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
+from target_service.lookup import PromptLookup
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import Exactness, Open, Report, ServedEvent
@@ -88,6 +89,7 @@ class Admission:
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request),
+            lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
         )
         session.kv.dense = session.reads_all

@@ -1,6 +1,5 @@
 """What of a verified round is committed."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from engine.inputs import SequenceOutput
@@ -21,7 +20,7 @@ def commit_round(
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
     before, key, stats = session.at, session.key, session.stats
-    proposed: Sequence[int] = proposal.tokens if proposal is not None else []
+    proposed = item.proposed
     room = session.max_length - before.base
     tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
     # A draft that was lost or has asked for Begin during the step does not know this round.
@@ -79,7 +78,7 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
 
 def imposed_verdict(item: VerifyRound, rate: float, vocab_size: int) -> tuple[int, int]:
     """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate."""
-    session, count = item.session, len(item.input.tokens) - 1
+    session, count = item.session, len(item.proposed)
     rejected = uniforms(session.sampling.seed, len(session.tokens), count, USE_ACCEPT) >= rate
     kept = int(rejected.argmax()) if rejected.any() else count
     return kept, imposed_token(len(session.tokens) + kept, vocab_size)

@@ -1,5 +1,5 @@
 """What a step runs: every session whose proposal is here (γ + 1 tokens each), every session that no draft serves for
-now (one token each), and a share of the prompts still to be read.
+now (one token each, and those that it proposes by prompt lookup), and a share of the prompts still to be read.
 """
 
 from collections import Counter
@@ -24,13 +24,19 @@ SCORED_ROWS = 256  # tokens of prompts whose log probabilities are asked for, th
 class VerifyRound:
     """A session's part of a step: a proposal to verify, or none to decode one token plainly.
 
-    wait_seconds: how long the target has waited for the proposal.
+    proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
+    target has waited for the proposal.
     """
 
     session: TargetSession
     proposal: Proposal | None
     input: SequenceInput
     wait_seconds: float
+
+    @property
+    def proposed(self) -> list[int]:
+        """The tokens to verify, whoever proposed them."""
+        return self.input.tokens[1:]
 
 
 @dataclass
@@ -84,9 +90,9 @@ def plan_verify_step(
         elif session.grammar is not None and not session.grammar.ready:
             continue
         elif (proposal := session.ready_proposal()) is not None:
-            step.rounds.append(plan_round(session, proposal, now))
+            step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
-            step.rounds.append(plan_round(session, None, now))
+            step.rounds.append(plan_round(session, None, session.look_up(settings.gamma), now))
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
@@ -143,9 +149,11 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
     return True
 
 
-def plan_round(session: TargetSession, proposal: Proposal | None, now: float) -> VerifyRound:
-    """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed."""
-    proposed = proposal.tokens if proposal is not None else []
+def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float) -> VerifyRound:
+    """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
+
+    proposal: as of `VerifyRound`.
+    """
     base, read = len(session.tokens), None
     if session.reader is not None:
         selection = session.announced.get(session.key) if proposal is not None else None

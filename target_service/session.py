@@ -12,6 +12,7 @@ from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
+from target_service.lookup import PromptLookup
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
 from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
@@ -57,7 +58,8 @@ class TargetSession:
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
-    None: everything. drafted: whether to wait for the draft's proposals.
+    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
+    it gets. drafted: whether to wait for the draft's proposals.
     proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
     round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
     last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
@@ -78,6 +80,7 @@ class TargetSession:
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
     prompt: SparsePrompt | None = None
+    lookup: PromptLookup | None = None
     traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
@@ -121,7 +124,7 @@ class TargetSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it goes without a draft for now, because its proposals were of no use."""
+        """Whether nothing is proposed for now, because proposals were of no use."""
         return self.usefulness.is_paused(len(self.tokens))
 
     @property
@@ -138,6 +141,12 @@ class TargetSession:
         text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
         place = self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by
         return Begin(*place, *text, self.traceparent)
+
+    def look_up(self, gamma: int) -> list[int]:
+        """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier."""
+        if self.lookup is None or self.is_paused:
+            return []
+        return self.lookup.propose(self.tokens, min(gamma, self.max_length - len(self.tokens) - 1))
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""

@@ -38,7 +38,10 @@ log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
-_COUNTED = ("failed_steps", "failed_sessions", "drafting_pauses", "draft_timeouts", "plain_rounds")
+_COUNTED = (
+    *("failed_steps", "failed_sessions", "drafting_pauses", "draft_timeouts", "plain_rounds"),
+    *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
+)
 
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
@@ -107,6 +110,7 @@ class Verifier:
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
             "drafts": len(self.protocol.drafts),
+            "takes_drafts": self.settings.has_draft,
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
         }
@@ -185,6 +189,8 @@ class Verifier:
                 if given.prompt is not None:
                     session.stats.sparse_prompt_tokens += len(given.tokens)
                     session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
+                if session.lookup is not None:  # a part at a time: a long text takes milliseconds
+                    session.lookup.extend(session.tokens, session.kv.length)
                 self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))
@@ -235,23 +241,31 @@ class Verifier:
         self._trace(session, commit)
         if session.reads_all and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
-        self.counters["committed_tokens"] += len(commit.tokens)
-        self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
-        self.counters["foreseen_rounds"] += session.foreseen
+        self._count(item, commit)
         session.emit(commit)
         if commit.finish_reason is not FinishReason.NONE:
             self._close(session)
             return
-        # Verdicts that are imposed say nothing about the draft.
-        if item.proposal is not None and imposed < 0:
+        # Verdicts that are imposed say nothing about who proposed.
+        if item.proposed and imposed < 0:
             session.usefulness = session.usefulness.after_round(verdict[0], len(session.tokens))
+            self.counters["drafting_pauses"] += session.is_paused and (session.draft or session.lookup) is not None
         if session.draft is not None and session.is_paused:
-            self.counters["drafting_pauses"] += 1
             self.protocol.end(session)
         elif session.draft is not None:
             self.protocol.judge(session, key, answer)
         else:
             self.protocol.assign(session)
+
+    def _count(self, item: VerifyRound, commit: Commit) -> None:
+        """Count a round, with those who proposed in it."""
+        self.counters["committed_tokens"] += len(commit.tokens)
+        self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
+        self.counters["foreseen_rounds"] += item.session.foreseen
+        if commit.drafted and item.proposal is None:
+            self.counters["ngram_rounds"] += 1
+            self.counters["ngram_draft_tokens"] += commit.drafted
+            self.counters["ngram_accepted_tokens"] += commit.accepted
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

@@ -98,7 +98,9 @@ class World:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
         prompt_read_share: float = 1.0,
+        proposer: str = "none",
     ) -> None:
+        """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
         self.faults = faults or Faults()
@@ -114,6 +116,7 @@ class World:
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
                 prompt_read_share=prompt_read_share,
+                draft=proposer,
             ),
             on_round,
             grammars,

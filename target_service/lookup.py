@@ -1,0 +1,68 @@
+"""Prompt lookup: what followed the last tokens of a text when they occurred in it before.
+
+Prompt lookup decoding (Saxena, 2023), the n-gram proposer of vLLM. It needs no model, and proposes well where a text
+repeats itself: an agent that copies from its context, code that is edited, what is quoted. Knows no sessions.
+"""
+
+from collections.abc import Sequence
+
+SHORTEST = 3  # tokens that must have occurred before
+LONGEST = 16  # tokens that are compared
+PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
+_TOKEN_BITS = 24  # of a token id within the key of an n-gram
+_KEY_MASK = (1 << SHORTEST * _TOKEN_BITS) - 1
+
+
+class PromptLookup:
+    """An index of the n-grams of one text that only grows: each token is indexed once, when a token follows it.
+
+    The places behind all occurrences of an n-gram of SHORTEST tokens form a chain from the latest one back, as in LZ77.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, int] = {}  # by key of an n-gram: the place behind its latest occurrence
+        self._before: list[int] = []  # by place: the place behind the occurrence before; 0: there is none
+        self._key = 0  # of the tokens before the place len(_before)
+
+    def extend(self, tokens: Sequence[int], end: int) -> None:
+        """Index the n-grams that end before place `end`, of a text that begins with that of the last call."""
+        for place in range(len(self._before), end):
+            previous = 0
+            if place >= SHORTEST:
+                previous = self._latest.get(self._key, 0)
+                self._latest[self._key] = place
+            self._before.append(previous)
+            self._key = (self._key << _TOKEN_BITS | tokens[place]) & _KEY_MASK
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the tokens behind the latest of the longest matches of the text's last tokens, [] if there is none: as
+        many as match, and `count` at most. A match that reaches into what it proposes goes round in a circle.
+        """
+        self.extend(tokens, len(tokens))
+        place, length = self._best_match(tokens)
+        proposed: list[int] = []
+        for at in range(place, place + min(count, length)):
+            proposed.append(tokens[at] if at < len(tokens) else proposed[at - len(tokens)])
+        return proposed
+
+    def _best_match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return the place behind the match, and how many tokens match: 0 if the last ones have not occurred before."""
+        best, longest, place = 0, 0, 0
+        if len(tokens) >= SHORTEST:
+            place = self._latest.get(self._key, 0)
+        for _ in range(PLACES):
+            if not place or longest == LONGEST:
+                break
+            length = _common_end(tokens, place)
+            if length > longest:
+                best, longest = place, length
+            place = self._before[place]
+        return best, longest
+
+
+def _common_end(tokens: Sequence[int], place: int) -> int:
+    """Return how many tokens before `place` are the text's last ones, up to LONGEST."""
+    length, end = SHORTEST, len(tokens)
+    while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length

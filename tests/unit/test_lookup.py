@@ -1,0 +1,234 @@
+"""Prompt lookup: what it proposes, and sessions that it proposes for instead of a draft."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import models
+from config import TargetSettings
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.sampling import Sampling
+from sparsity.plan import load_plan
+from target_service.lookup import LONGEST, PLACES, SHORTEST, PromptLookup
+from target_service.planning import VerifyStep
+from target_service.verifier import Verifier
+from tests.unit.clock import Clock
+from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
+from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
+from tests.unit.world import World, changed_logits, prompts, target_probs, totals
+from wire import messages as m
+
+# What is proposed
+
+
+def searched(tokens: list[int], count: int) -> list[int]:
+    """The same by looking at the whole text."""
+    places = [p for p in range(SHORTEST, len(tokens)) if tokens[p - SHORTEST : p] == tokens[-SHORTEST:]]
+    best, longest = 0, 0
+    for place in places[::-1][:PLACES]:
+        length = 0
+        while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+            length += 1
+        if length > longest:
+            best, longest = place, length
+    found = list(tokens)
+    for at in range(best, best + min(count, longest)):
+        found.append(found[at])
+    return found[len(tokens) :]
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 20), min_size=1), st.integers(0, 9))
+def test_the_latest_of_the_longest_matches_is_found_however_the_text_grew(
+    tokens: list[int], parts: list[int], count: int
+) -> None:
+    lookup, length = PromptLookup(), 0
+    for part in parts:
+        length += part
+        if part % 2:
+            lookup.extend(tokens, min(length, len(tokens)))
+        else:
+            assert lookup.propose(tokens[:length], count) == searched(tokens[:length], count)
+    assert lookup.propose(tokens, count) == searched(tokens, count)
+
+
+def test_proposals_by_hand() -> None:
+    def propose(text: str) -> str:
+        return "".join(map(chr, PromptLookup().propose(list(map(ord, text)), 4)))
+
+    assert propose("") == propose("ab") == propose("abc") == propose("abcdefg") == propose("abXab") == ""
+    assert propose("the cat sat; the cat") == " sat"
+    assert propose("abcd1234 bcd5678 abcd") == "1234", "the longer match, though it is older"
+    assert propose("abcd1234 abcd5678 abcd") == "5678", "of two that are as long the later one"
+    assert propose("xyz12345 xyz") == "123", "no more than match"
+    assert propose("xyxyxyxy") == "xyxy", "a circle goes on"
+
+
+def test_a_token_is_indexed_once() -> None:
+    """Each call goes through the new tokens alone, so that a round's work does not grow with the text."""
+
+    class Counted(list[int]):
+        reads = 0
+
+        def __getitem__(self, at: object) -> object:  # type: ignore[override]
+            Counted.reads += 1
+            return super().__getitem__(at)  # type: ignore[call-overload]
+
+    lookup, tokens = PromptLookup(), Counted(range(3000))
+    lookup.propose(tokens, 4)
+    assert Counted.reads < 3100
+    for token in range(100):
+        tokens.append(token)
+        Counted.reads = 0
+        lookup.propose(tokens, 4)
+        assert Counted.reads <= 1 + 4 + 2 * LONGEST
+
+
+# Sessions
+
+
+class Repeating(FakeModel):
+    """Its next token follows from the last two, so that its texts soon go round in circles."""
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        return TABLE[hashed(tokens[-2:]) % len(TABLE)]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@given(
+    seed=st.integers(0, 999),
+    gamma=st.integers(1, 8),
+    pages=st.integers(24, 60),
+    aborted=st.sets(st.integers(0, 4)),
+    exactness=st.sampled_from(m.Exactness),
+)
+def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
+    clock: Clock, seed: int, gamma: int, pages: int, aborted: set[int], exactness: m.Exactness
+) -> None:
+    """Texts that repeat and texts that do not, in the same steps; some give way for room, some are aborted."""
+    world = World(clock, seed, Repeating(), gamma=gamma, pages=pages, proposer="ngram")
+    names = [world.open(prompt, 60, exactness=exactness) for prompt in prompts(random.Random(seed), 5, 100)]
+    for number in aborted:
+        world.script += [lambda: None] * 20 + [lambda name=names[number]: world.abort(name)]
+    world.run()
+    for number, name in enumerate(names):
+        if number not in aborted:
+            world.check_greedy(name)
+    drafted, accepted = totals(world)
+    counted = world.verifier.counters
+    assert (drafted, accepted) == (counted["ngram_draft_tokens"], counted["ngram_accepted_tokens"])
+    assert counted["rounds"] == counted["ngram_rounds"]
+    assert accepted > drafted / 4
+    world.check_nothing_left()
+
+
+def test_sessions_with_and_without_a_proposal_share_a_step(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(clock, 3, FakeModel(), proposer="ngram")
+    proposed: list[list[int]] = []
+    execute = world.verifier.execute
+
+    def record(step: VerifyStep) -> object:
+        proposed.append([len(item.proposed) for item in step.rounds])
+        return execute(step)
+
+    monkeypatch.setattr(world.verifier, "execute", record)
+    names = [world.open([5] * 40, 20), world.open([*range(20)], 20)]
+    world.run()
+    assert [4, 0] in proposed
+    for name in names:
+        world.check_greedy(name)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_nothing_is_proposed_beyond_the_end(clock: Clock, max_tokens: int) -> None:
+    world = World(clock, max_tokens, Repeating(), proposer="ngram")
+    name = world.open([*world.model.plain([1, 2], 60, [])[0]], max_tokens)
+    world.run()
+    world.check_greedy(name)
+    commits = world.commits[name]
+    assert [len(commit.tokens) for commit in commits] == [5] * (max_tokens // 5) + [max_tokens % 5] * (
+        max_tokens % 5 > 0
+    )
+    assert all(commit.accepted == commit.drafted == len(commit.tokens) - 1 for commit in commits)
+
+
+class Contrary(FakeModel):
+    """Behind three times the same token it says another one each time."""
+
+    def target(self, tokens: list[int]) -> np.ndarray:
+        logits = np.zeros(32, np.float32)
+        logits[7 if len(tokens) % 4 < 3 else 8 + len(tokens) // 4 % 24] = 1
+        return logits
+
+
+def test_proposals_that_are_never_right_are_left_out_and_tried_again(clock: Clock) -> None:
+    world = World(clock, 1, Contrary(), proposer="ngram")
+    name = world.open([7, 7, 7, 1], 90)
+    world.run()
+    world.check_greedy(name)
+    assert totals(world)[1] == 0
+    places = [commit.at.base for commit in world.commits[name] if commit.drafted]
+    assert places == [*range(7, 64, 4), 83, 87, 91]  # 15, and after a pause of 16 tokens
+    assert world.verifier.counters["drafting_pauses"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
+def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:
+    """Behind a prompt whose end occurred before: the first token of the proposal is drawn or not, given the target."""
+    model, prompt = FakeModel(), [*PROMPT, 3, *PROMPT]
+    sampling = replace(sampling, logit_bias={3: 3.5})  # else it is hardly ever accepted
+    world = World(clock, 5, model, gamma=2, prefill_chunk=512, proposer="ngram")
+    names = [world.open(prompt, 2, replace(sampling, seed=seed), STOPS) for seed in range(600)]
+    world.run()
+    drafted, accepted = totals(world)
+    assert drafted == 600 and 0.15 < accepted / drafted < 0.85
+    outcomes = [world.ledger.records[name].generated for name in names]
+    for start in ((), (3,)):
+        counts = Counter(outcome[len(start)] for outcome in outcomes if tuple(outcome[: len(start)]) == start)
+        tokens = [*prompt, *start]
+        logits = changed_logits(model.target(tokens), tokens, len(prompt), sampling, STOPS)
+        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+
+
+def test_a_grammar_is_followed(clock: Clock) -> None:
+    model = Repeating()
+    world = World(clock, 3, model, grammars=GRAMMARS, proposer="ngram")
+    texts = [[*start, *plain(model, SCHEMA, start, 40), *start] for start in ([1, 2, 3], [9, 8, 7], [30, 0, 30])]
+    names = [world.open(prompt, 40, GREEDY, [END], grammar=SCHEMA) for prompt in texts]
+    world.run()
+    for name, prompt in zip(names, texts, strict=True):
+        assert world.ledger.records[name].generated == plain(model, SCHEMA, prompt, 40)
+    assert totals(world)[1] > 8
+
+
+def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None:
+    model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(4, 4096, (length,), generator=generator).tolist() * 3 for length in (20, 90)]
+    runner = make_runner(model, 4000, 0, 1000, (), step_queries=5)
+    verifier = Verifier(runner, load_plan(models.PLAN), TargetSettings(draft="ngram", max_context=1000))
+    served: dict[str, list[int]] = {"0": [], "1": []}
+
+    def emit(event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit)
+        served[event.at.session] += event.tokens
+
+    for name, text in enumerate(texts):
+        verifier.admission.open(m.Open(str(name), text, len(text), 64, [], GREEDY, m.Exactness.EXACT), emit)
+    while (step := verifier.plan_step()) is not None:
+        verifier.finish_step(step, verifier.execute(step))
+    counted = verifier.counters
+    assert counted["ngram_accepted_tokens"] > 50
+    for name, text in enumerate(texts):
+        expected = model.generate(  # type: ignore[operator]
+            torch.tensor([text]), do_sample=False, max_new_tokens=64, eos_token_id=None, pad_token_id=0
+        )
+        assert served[str(name)] == expected[0, len(text) :].tolist()
