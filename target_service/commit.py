@@ -24,7 +24,8 @@ def commit_round(
     room = session.max_length - before.base
     tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
     # A draft that was lost or has asked for Begin during the step does not know this round.
-    judged = proposal if key in session.proposals else None
+    known = proposal is not None and (proposal.at.epoch, proposal.at.round) == key
+    judged = proposal if known else None
     agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
     tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
     commit = Commit(

@@ -368,8 +368,12 @@ def test_an_exact_session_takes_no_announcements() -> None:
         stand.receive(stand.announcement())
 
 
-def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
-    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it."""
+@pytest.mark.parametrize("proposes_anew", [False, True])
+def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: bool) -> None:
+    """The draft that is begun again does not know the round; it learns the tokens as if decoded without it.
+
+    So it does if it has proposed for the same round before the step ends.
+    """
     stand = Stand()
     for event in (stand.announcement(), stand.proposal()):
         stand.receive(event)
@@ -379,6 +383,9 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one() -> None:
     begin = stand.sent[-1]
     assert isinstance(begin, m.Begin)
     assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
+    if proposes_anew:
+        stand.receive(stand.announcement())
+        stand.receive(stand.proposal([4, 3, 2, 1]))
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     verdict = stand.sent[-1]
     assert isinstance(verdict, m.Verdict)
