@@ -38,9 +38,9 @@ class ScriptedRunner(Runner):
     as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
     """
 
-    def __init__(self, errs: bool) -> None:
+    def __init__(self, errs: bool, pages: int = 20_000) -> None:
         self.vocab_size = VOCAB
-        self.kv = KVCache(LAYERS, KV_HEADS, 1, 20_000)
+        self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
         noise = np.random.default_rng(0).random((_PERIOD + 1, LAYERS * KV_HEADS, _MAX_BLOCKS), np.float32)
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="for the draft: what to dial")
     parser.add_argument("--gamma", type=int, default=4)
+    parser.add_argument("--branches", type=int, default=DraftSettings.branches, help="for the draft")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     plan = scripted_plan()
@@ -135,7 +136,8 @@ def main() -> None:
             settings = TargetSettings(port=flags.port, gamma=flags.gamma)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, gamma=flags.gamma)
+            drafting = {"gamma": flags.gamma, "branches": flags.branches}
+            draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
     asyncio.run(serve_until_signal(flags.side, run))

@@ -12,14 +12,17 @@ import json
 import os
 import platform
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import grpc
+import psutil
 
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints
 from protos import inference_pb2, inference_pb2_grpc
@@ -28,11 +31,15 @@ from wire.options import OPTIONS
 PROMPT_TOKENS = 2000
 EXACTNESS = ("exact", "approximate")
 PASSES = 3
+SIDES = ("target", "draft", "endpoints", "clients")  # the processes, in the order in which they start
 
 
 @dataclass(frozen=True)
 class StackRow:
-    """A round, for its client, is the time from one message of a stream to the next."""
+    """A round, for its client, is the time from one message of a stream to the next.
+
+    cpu_ms: by process, the CPU time that a session's round takes, prompts included.
+    """
 
     sessions: int
     exactness: str
@@ -43,6 +50,7 @@ class StackRow:
     messages: int  # of all streams
     tokens_a_round: float
     announced_bytes_a_round: float
+    cpu_ms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -58,18 +66,20 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
 
     Raises ValueError for numbers that give nothing to measure, OSError if a process does not start.
     """
-    sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
+    sessions, tokens, gamma, branches = flags.sessions, flags.tokens, flags.gamma, flags.branches
     _check(sessions, tokens, gamma)
+    command = f"--sessions {' '.join(map(str, sessions))} --tokens {tokens} --gamma {gamma} --branches {branches}"
     head = {
         "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench stack --sessions {' '.join(map(str, sessions))} --tokens {tokens} --gamma {gamma}",
+        "command": f"specahead bench stack {command}",
     }
     cases = list(itertools.product(EXACTNESS, sessions))
-    with _stack(gamma) as address:
+    with _stack(gamma, branches) as (address, processes):
         # The first pass warms up: connections, prompts to reuse, code paths.
         passes = [
-            [asyncio.run(_measure(address, n, tokens, exactness)) for exactness, n in cases] for _ in range(1 + PASSES)
+            [asyncio.run(_measure(address, processes, n, tokens, exactness)) for exactness, n in cases]
+            for _ in range(1 + PASSES)
         ][1:]
     rows = [sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)]
     print(_report(head, rows))
@@ -93,25 +103,30 @@ def _report(head: dict[str, str], rows: list[StackRow]) -> str:
     lines = [f"{name}: {value}" for name, value in head.items()]
     lines.append(
         f"{'sessions':>8} {'exactness':>12} {'rounds':>7} {'round p50':>10} {'p95':>10} {'a session':>10} "
-        f"{'messages':>8} {'tokens':>6} {'announced':>9}"
+        f"{'messages':>8} {'tokens':>6} {'announced':>10}" + "".join(f"{side:>10}" for side in SIDES)
     )
     for row in rows:
         lines.append(
             f"{row.sessions:>8} {row.exactness:>12} {row.rounds:>7} {row.round_p50_ms:>7.2f} ms "
             f"{row.round_p95_ms:>7.2f} ms {row.session_round_ms:>7.2f} ms "
-            f"{row.messages:>8} {row.tokens_a_round:>6.2f} {row.announced_bytes_a_round:>7.1f} B"
+            f"{row.messages:>8} {row.tokens_a_round:>6.2f} {row.announced_bytes_a_round:>8.1f} B"
+            + "".join(f"{row.cpu_ms[side]:>7.2f} ms" for side in SIDES)
         )
     lines.append(
         f"Each row is the middle one of {PASSES} passes. Round: as a client sees it. A session: wall time over\n"
-        "the rounds of all sessions. Tokens, announced: a round."
+        "the rounds of all sessions. Tokens, announced: a round. By process: CPU time over the rounds of all sessions."
     )
     return "\n".join(lines)
 
 
-async def _measure(address: str, sessions: int, tokens: int, exactness: str) -> StackRow:
+async def _measure(
+    address: str, processes: list[psutil.Process], sessions: int, tokens: int, exactness: str
+) -> StackRow:
+    before = [_cpu_seconds(process) for process in processes]
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         streams = await asyncio.gather(*(_stream(stub, i, tokens, exactness) for i in range(sessions)))
+    cpu = [_cpu_seconds(process) - earlier for process, earlier in zip(processes, before, strict=True)]
     gaps = [1e3 * (b - a) for stream in streams for a, b in itertools.pairwise(stream.times)]
     # From the first message of any session to the last of all: prompts are not part of it.
     wall = 1e3 * (max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams))
@@ -126,7 +141,14 @@ async def _measure(address: str, sessions: int, tokens: int, exactness: str) -> 
         messages=sum(len(stream.times) for stream in streams),
         tokens_a_round=sessions * tokens / rounds,
         announced_bytes_a_round=sum(stream.summary.announced_bytes for stream in streams) / rounds,
+        cpu_ms={side: 1e3 * seconds / rounds for side, seconds in zip(SIDES, cpu, strict=True)},
     )
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time that a process has taken, in user mode and in the kernel."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> _Stream:
@@ -147,14 +169,25 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 
 @contextlib.contextmanager
-def _stack(gamma: int) -> Iterator[str]:
-    """Scripted target and draft, and the client endpoints over them; yields the gRPC address."""
+def _stack(gamma: int, branches: int) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the processes of
+    SIDES, of which this one is the last.
+    """
     target, draft = free_addresses(2)
     shared = ("--gamma", str(gamma))
+    drafting = ("--port", port_of(draft), "--target", target, "--branches", str(branches))
+    processes: list[psutil.Process] = []
     with children() as start:
-        start("benchmarks.scripted", "target", "--port", port_of(target), *shared)
-        start("benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *shared)
-        yield start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
+
+        def start_noted(*command: str, **options: Any) -> "subprocess.Popen[str]":
+            process = start(*command, **options)
+            processes.append(psutil.Process(process.pid))
+            return process
+
+        start_noted("benchmarks.scripted", "target", "--port", port_of(target), *shared)
+        start_noted("benchmarks.scripted", "draft", *drafting, *shared)
+        address = start_endpoints(start_noted, "--target-address", target, "--draft-address", draft, *shared)
+        yield address, [*processes, psutil.Process()]
 
 
 def _processor() -> str:

@@ -42,6 +42,11 @@ COMMANDS = {
         "benchmarks.stack",
         "what a round costs without the models: codec, gRPC, ledger, batching",
     ),
+    "bench routing": Command(
+        bench.add_routing_flags,
+        "benchmarks.routing",
+        "what choosing among targets by cached prefixes gains, on a trace of requests",
+    ),
     "bench codec": Command(
         bench.add_codec_flags, "benchmarks.codec", "announcement sizes and times over recorded selections"
     ),

@@ -27,7 +27,7 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def read_status(server: Server) -> dict[str, Any]:
-    """Return what is known of a server: of its requests, its models and, by side, its services."""
+    """Return what is known of a server: its requests, its models, its services by name and which nodes run which."""
     ready = json.loads(server.read("/ready", refused=True))["status"] == "ok"
     model = server.get("/v1/models")["data"][0]
     figures, services = _read_metrics(server.read("/metrics"))
@@ -43,21 +43,32 @@ def read_status(server: Server) -> dict[str, Any]:
         "requests_waiting": figures["num_requests_waiting"],
         "tokens_generated": figures["generation_tokens_total"],
         "acceptance": accepted / drafted if drafted else None,
+        "nodes": _nodes(services),
         "services": services,
     }
 
 
-def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the server's own figures by name, and each service's state by side. `up` and `attached` (how many peers
-    it has) are there beside what the service tells of itself; whole numbers are ints."""
+def _nodes(services: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the names of the services that each node runs, by the node's address."""
+    nodes: dict[str, list[str]] = {}
+    for name, values in services.items():
+        nodes.setdefault(values["address"].rpartition(":")[0], []).append(name)
+    return nodes
+
+
+def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Return the server's own figures by name, and each service's state by name. `side`, `address`, `version`, `up` and
+    `attached` (how many peers it has) are there beside what the service tells of itself; whole numbers are ints."""
     figures: dict[str, float] = {}
-    services: dict[str, dict[str, float]] = {}
+    services: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name, labels = sample.name.removeprefix("specahead:"), sample.labels
             value = int(sample.value) if sample.value.is_integer() else sample.value
-            if name == "service_up":
-                services.setdefault(labels["service"], {})["up"] = value
+            if name == "service_info":
+                services[labels["service"]] = {key: labels[key] for key in ("side", "address", "version")}
+            elif name == "service_up":
+                services[labels["service"]]["up"] = value
             elif name == "service_attached":
                 services[labels["service"]]["attached"] = value
             elif name == "service_state":
@@ -78,16 +89,18 @@ def _show(status: dict[str, Any], console: Console) -> None:
         f"{status['tokens_generated']} tokens generated{share}\n",
         soft_wrap=True,
     )
-    table = Table("service", "state", "pid", "sessions", "KV pages held", "of", "KV use", box=None)
-    for side, values in status["services"].items():
-        table.add_row(side, *_cells(values, status["draft_model"] not in WITHOUT_DRAFT))
+    columns = ("service", "state", "pid", "sessions", "KV pages held", "of", "KV use", "address", "version")
+    table = Table(*columns, box=None)
+    for name, values in status["services"].items():
+        cells = _cells(values, status["draft_model"] not in WITHOUT_DRAFT)
+        table.add_row(name, *cells, values["address"], values["version"])
     console.print(table)
 
 
-def _cells(values: dict[str, float], has_draft: bool) -> list[str]:
-    """Return a service's row of the table."""
+def _cells(values: dict[str, Any], has_draft: bool) -> list[str]:
+    """Return what a service tells of itself, as the table shows it."""
     if not values["up"]:
-        return ["does not answer"]
+        return ["does not answer", *[""] * 5]
     held, pages = values["kv_pages_held"], values["kv_pages"]
     state = "connected" if values["attached"] else "without its peer" if has_draft else "serves"
     return [state, *map(str, (values["pid"], values["sessions"], held, pages)), f"{held / pages:.1%}"]

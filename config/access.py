@@ -42,6 +42,9 @@ class ServiceAccess(ProcessSettings):
     tls_ca: str = _between(
         "", "certificates (PEM) that sign those of the services; each side must then show one", name="service_tls_ca"
     )
+    tls_name: str = _between(
+        "", "name that certificates of services bear; empty: the address that is dialled", name="service_tls_name"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
+ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan")
@@ -76,7 +77,10 @@ class ModelSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings(ServiceAccess, ModelSettings):
-    """What target and draft service have in common."""
+    """What target and draft service have in common.
+
+    `name` is no setting: a launch gives it to each of several services of a side; empty: it is called as its side.
+    """
 
     bundled: ClassVar[Path]  # the model that the bundled plan was made for
 
@@ -86,7 +90,11 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     prefill_chunk: int = _limits(
         0, "prompt tokens that one step may run, over all sessions; 0: 8192 on a GPU, 512 on a CPU", least=0
     )
-    host: str = _services("127.0.0.1", "address that draft and target services bind", name="service_host")
+    host: str = _services(
+        "127.0.0.1",
+        "address that draft and target services bind; empty: that of the node on which a launch's Ray runs them",
+        name="service_host",
+    )
     step_timeout: float = _limits(
         120.0, "seconds that one step of a model may take before its service ends itself as hung", above=0
     )
@@ -97,8 +105,12 @@ class ServiceSettings(ServiceAccess, ModelSettings):
         name="",
     )
     port: int = _port(
-        0, "port of the {side} service; 0: any free one", group="where the services listen", name="{side}_port"
+        0,
+        "port of the {side} service, the next ones for further services of a launch; 0: any free one",
+        group="where the services listen",
+        name="{side}_port",
     )
+    name: str = ""
 
     @property
     def draft_name(self) -> str:
@@ -146,6 +158,13 @@ class TargetSettings(ServiceSettings):
     )
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
+    )
+    prompt_read_share: float = _limits(
+        1.0,
+        "share of the tokens before them that the tokens of long prompts of approximate sessions read, but for the "
+        "last 512 of a prompt, which read everything; below 1: not with deterministic",
+        above=0,
+        most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
     synthetic_acceptance: float = _rounds(
@@ -251,6 +270,19 @@ class ClientSettings(ClientAccess):
     request_timeout: float = setting(
         3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
     )
+    routing: str = setting(
+        "prefix",
+        "which of several targets takes a request: the one that has most of its prompt cached unless others are less "
+        "busy, the least busy one, or one after the other",
+        group="client endpoints",
+        choices=ROUTING,
+    )
+    max_wait: float = setting(
+        0.0,
+        "seconds that a request may be expected to wait before its prompt is read, else it is refused; 0: any time",
+        group="client endpoints",
+        least=0,
+    )
     shutdown_grace: float = setting(
         10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0
     )
@@ -260,17 +292,23 @@ class ClientSettings(ClientAccess):
 class ClusterSettings(Section):
     """Where the services run."""
 
+    targets: int = setting(1, "target services that Ray is to run", group="placement", least=1)
+    drafts: int = setting(1, "draft services that Ray is to run; each serves all targets", group="placement", least=1)
     target_address: str = setting(
-        "", "HOST:PORT of a target service that runs already; then Ray is not used", group="placement"
+        "",
+        "HOST:PORT of a target service that runs already, or several with commas; then Ray is not used",
+        group="placement",
     )
-    draft_address: str = setting("", "HOST:PORT of its draft service, for its status in /metrics", group="placement")
+    draft_address: str = setting(
+        "", "HOST:PORT of a draft service of theirs, or several, for its status in /metrics", group="placement"
+    )
     connect_timeout: float = setting(
         30.0, "seconds that target and draft may take to be found at the start; 0: any time", group="placement", least=0
     )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
     target_host: str = setting(
-        "", "name by which others reach the target wherever Ray runs it; empty: service_host", group="placement"
+        "", "name by which others reach the target wherever Ray runs it; empty: what it binds", group="placement"
     )
     draft_host: str = setting("", "the same for the draft", group="placement")
     target_resource: str = setting(
@@ -283,8 +321,8 @@ class ClusterSettings(Section):
 class Config:
     """All settings of a launch. What both services need has the same value in both."""
 
-    target: TargetSettings = field(default_factory=partial(TargetSettings, max_context=0))
-    draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0))
+    target: TargetSettings = field(default_factory=partial(TargetSettings, max_context=0, host=""))
+    draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0, host=""))
     clients: ClientSettings = field(default_factory=ClientSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
 

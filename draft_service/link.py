@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -30,6 +32,39 @@ class LinkState:
     target: str
     attached: str = ""  # the target's name while the stream stands
     refusal: str = ""  # why the target refused the last handshake
+
+
+class Links:
+    """The links of a draft: one to each target that it is told to draft for. keep: keeps one until it is cancelled."""
+
+    def __init__(self, keep: Callable[[LinkState], Coroutine[Any, Any, None]]) -> None:
+        self._keep = keep
+        self._links: dict[str, tuple[LinkState, asyncio.Task[None]]] = {}
+
+    @property
+    def states(self) -> list[LinkState]:
+        """What may be known of each link there is."""
+        return [state for state, _ in self._links.values()]
+
+    def set_targets(self, targets: Iterable[str]) -> None:
+        """Draft for the targets at these addresses (HOST:PORT) from now on, and for no others.
+
+        A link that is there already is kept; one that is dropped ends its stream, and the target's sessions go on
+        without this draft.
+        """
+        wanted = list(dict.fromkeys(targets))
+        for target in [target for target in self._links if target not in wanted]:
+            self._links.pop(target)[1].cancel()
+        for target in wanted:
+            if target not in self._links:
+                state = LinkState(target)
+                self._links[target] = state, asyncio.create_task(self._keep(state))
+
+    async def close(self) -> None:
+        """Drop all links, and wait until their streams have ended."""
+        tasks = [task for _, task in self._links.values()]
+        self.set_targets(())
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from config import DraftSettings
+from config.version import running_version
 from draft_service.drafter import Drafter
-from draft_service.link import LinkState, keep_link
+from draft_service.link import Links, keep_link
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
@@ -22,7 +23,7 @@ from wire.access import read_peer_access
 from wire.convert import status_to_pb
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, start_server
+from wire.server import RunningServer, check_free, keep_loaded, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
@@ -47,16 +48,21 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    keep_loaded()
     with service_spans("specahead-draft", settings.traces) as spans:
         await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, spans)
 
 
 class _Control(control_pb2_grpc.DraftControlServicer):
-    def __init__(self, read_status: Callable[[], ServiceStatus]) -> None:
-        self._read_status = read_status
+    def __init__(self, read_status: Callable[[], ServiceStatus], set_targets: Callable[[Iterable[str]], None]) -> None:
+        self._read_status, self._set_targets = read_status, set_targets
 
     async def Status(self, request: Any, context: Any) -> control_pb2.ServiceStatus:
         return status_to_pb(self._read_status())
+
+    async def SetTargets(self, request: control_pb2.Targets, context: Any) -> control_pb2.TargetsSet:
+        self._set_targets(request.addresses)
+        return control_pb2.TargetsSet()
 
 
 async def serve(
@@ -77,8 +83,9 @@ async def serve(
     runner.warm_up_prompts(prefill_chunk(settings.prefill_chunk, runner.kv.device))
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
     runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
-    links = [LinkState(target) for target in settings.targets]
     wake = asyncio.Event()
+    access = read_peer_access(settings)
+    links = Links(lambda state: keep_link(state, access, hello, drafter, wake))
     if grammars is not None:
         grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
 
@@ -86,8 +93,8 @@ async def serve(
         return ServiceStatus(
             peer=hello.peer,
             pid=os.getpid(),
-            attached=[link.attached for link in links if link.attached],
-            refusal="; ".join(link.refusal for link in links if link.refusal),
+            attached=[link.attached for link in links.states if link.attached],
+            refusal="; ".join(link.refusal for link in links.states if link.refusal),
             counters={name: float(value) for name, value in drafter.counters.items()},
             gauges={
                 "pid": os.getpid(),
@@ -95,29 +102,26 @@ async def serve(
                 "kv_pages_held": runner.kv.pool.held,
                 "kv_pages": runner.kv.pool.num_pages,
             },
+            version=running_version(),
         )
 
     add = control_pb2_grpc.add_DraftControlServicer_to_server
-    access = read_peer_access(settings)
-    services = [(add, _Control(status), "specahead.v1.DraftControl")]
+    services = [(add, _Control(status, links.set_targets), "specahead.v1.DraftControl")]
     server = await start_server(settings.host, settings.port, services, access.guard())
     await server.set_serving(True)
     log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
     on_ready(server)
+    links.set_targets(settings.targets)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for link in links:
-                tasks.create_task(keep_link(link, access, hello, drafter, wake))
-            tasks.create_task(
-                run_step_loop(
-                    drafter.plan_step,
-                    drafter.execute,
-                    drafter.finish_step,
-                    drafter.fail_step,
-                    wake,
-                    lambda: None,
-                    settings.step_timeout,
-                )
-            )
+        await run_step_loop(
+            drafter.plan_step,
+            drafter.execute,
+            drafter.finish_step,
+            drafter.fail_step,
+            wake,
+            lambda: None,
+            settings.step_timeout,
+        )
     finally:
+        await links.close()
         await server.stop(0)

@@ -1,6 +1,7 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,13 +12,13 @@ from draft_service.sessions import BranchAhead, CodedSelection, DraftSession, Ro
 from engine.inputs import SequenceInput
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
-from engine.rounds.requests import AllowedTokens, Branch, DraftedTokens, RoundOutput, RoundRequest
-from engine.sampling import USE_DRAFT, Support, uniforms
+from engine.rounds.requests import AllowedTokens, Branch, RoundOutput, RoundRequest
+from engine.sampling import USE_DRAFT, uniforms
 from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
 from sparsity.selection import BlockSelection
-from wire.messages import Announcement, At, Proposal, Ready
+from wire.messages import Announcement, At, Proposals, Ready
 from wire.selection_codec import NamedSelection, encode_selection, with_header
 
 
@@ -203,10 +204,9 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
 
 def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:
     """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
-    at = session.at._replace(round=session.round + 1)
-    _announce(session, at._replace(base=ahead.base), ahead.selection, ahead.coded, session.newest_known, counters)
-    for branch in ahead.branches:
-        _propose(session, at._replace(base=branch.base), branch.token, branch.drafted, ahead.seconds, counters)
+    at = session.at._replace(round=session.round + 1, base=ahead.base)
+    _announce(session, at, ahead.selection, ahead.coded, session.newest_known, counters)
+    _propose(session, at, ahead.branches, ahead.seconds, counters)
 
 
 def send_round(session: DraftSession, counters: Counter[str]) -> None:
@@ -218,8 +218,9 @@ def send_round(session: DraftSession, counters: Counter[str]) -> None:
     at = session.at._replace(base=session.selection_base)
     # Of this round the target knows nothing yet.
     _announce(session, at, session.selection, session.coded, session.reference, counters)
-    last = session.tokens[session.committed - 1]
-    _propose(session, session.at, last, session.drafted, session.seconds, counters)
+    last, start = session.tokens[session.committed - 1], session.committed - 1
+    branch = BranchAhead(session.committed, last, session.drafted, start)
+    _propose(session, session.at, [branch], session.seconds, counters)
 
 
 def _announce(
@@ -245,15 +246,27 @@ def _announce(
 
 
 def _propose(
-    session: DraftSession, at: At, last: int, drafted: DraftedTokens, seconds: float, counters: Counter[str]
+    session: DraftSession, at: At, branches: Sequence[BranchAhead], seconds: float, counters: Counter[str]
 ) -> None:
-    """Propose what was drafted from at.base on, behind the token `last`."""
-    count = session.tokens_to_propose(at.base)
-    supports = []
-    if drafted.ids is not None and drafted.probs is not None:
-        for ids, probs in zip(drafted.ids[:count], drafted.probs[:count], strict=True):
-            held = probs > 0
-            supports.append(Support(ids[held], probs[held]))
-    counters["proposals"] += 1
-    announces = session.method is not None
-    session.peer.send(Proposal(at, announces, last, drafted.tokens[:count], supports, seconds))
+    """Propose what was drafted behind each of the branches. at.base: where the shortest of them begins."""
+    counts = [session.tokens_to_propose(branch.base) for branch in branches]
+    drafted = [(branch.drafted, count) for branch, count in zip(branches, counts, strict=True)]
+    held, ids, probs = (np.empty(0, kind) for kind in (bool, np.uint32, np.float32))
+    if not session.sampling.greedy:
+        ids = np.concatenate([each.ids[:count] for each, count in drafted]).astype(np.uint32)
+        probs = np.concatenate([each.probs[:count] for each, count in drafted])
+        held = probs > 0
+    counters["proposals"] += len(branches)
+    proposals = Proposals(
+        at=at,
+        announces=session.method is not None,
+        offsets=[branch.base - at.base for branch in branches],
+        assumed_tokens=[branch.token for branch in branches],
+        counts=counts,
+        tokens=[token for each, count in drafted for token in each.tokens[:count]],
+        support_counts=held.sum(-1).tolist() if held.size else [],
+        support_ids=ids[held],
+        support_probs=probs[held],
+        draft_seconds=seconds,
+    )
+    session.peer.send(proposals)

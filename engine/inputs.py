@@ -72,12 +72,23 @@ class SparseRead:
         return tuple(layer for layer, entry in enumerate(self.lists or []) if entry is None)
 
 
+@dataclass(frozen=True)
+class SparsePrompt:
+    """How a part of a prompt is read sparsely (kernels.sparse_prompt_attention).
+
+    share: of the tokens before them, that its tokens read. dense_layers: the layers that read everything.
+    """
+
+    share: float
+    dense_layers: tuple[int, ...] = ()
+
+
 @dataclass
 class SequenceInput:
     """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
 
-    read: None reads everything. drafted: of `tokens` all but the first, to be judged; then logits must be "all", and
-    the output is a verdict instead of them.
+    read, prompt: how queries read sparsely; with neither, they read everything. drafted: of `tokens` all but the first,
+    to be judged; then logits must be "all", and the output is a verdict instead of them.
     """
 
     kv: SequenceKV
@@ -85,6 +96,7 @@ class SequenceInput:
     logits: Logits = "none"
     read: SparseRead | None = None
     drafted: Drafted | None = None
+    prompt: SparsePrompt | None = None
 
     @property
     def logits_rows(self) -> int:

@@ -24,9 +24,12 @@ from kernels.paged_attention import (
     plan_work,
 )
 from kernels.prompt_attention import PromptReads, attend_to_prompts
+from kernels.sparse_prompt_attention import SparsePromptReads, attend_sparsely
 
 # The keys and values that a layer attends over, once its new ones are written: layer -> [pages, kv_heads, page, dim].
 LayerPages = Callable[[int], tuple[Tensor, Tensor]]
+# What the sequences of a pass over prompts read in a layer.
+PromptsOfLayer = Callable[[int], PromptReads | SparsePromptReads]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class LayerAttention:
 
     pages: where the layer's keys and values lie. tables_of: the block tables of a layer, where layers differ.
     weights: what the pass leaves of softmax weights, if anything; a tensor: filled by listed layers with the weight of
-    each listed block, [listed layers, sequences, kv_heads, width]. prompts: what sequences read by cuDNN, if they do.
+    each listed block, [listed layers, sequences, kv_heads, width]. prompts: what sequences read piece by piece, if so.
     """
 
     heads: Heads
@@ -105,7 +108,7 @@ class LayerAttention:
     listed: ListedReads | None = None
     weights: Tensor | Evidence | None = None
     tables_of: Callable[[int], Tensor] | None = None
-    prompts: PromptReads | None = None
+    prompts: PromptsOfLayer | None = None
     dense_work: Work | None = None
 
     def __call__(self, layer: int, queries: Tensor) -> Tensor:
@@ -129,7 +132,10 @@ class LayerAttention:
             weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
         if self.prompts is not None:
-            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale)
+            reads, of_layer = self.prompts(layer), (queries, batch.k_pages, batch.v_pages, batch.scale)
+            if isinstance(reads, SparsePromptReads):
+                return attend_sparsely(reads, *of_layer)
+            return attend_to_prompts(reads, *of_layer)
         return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:

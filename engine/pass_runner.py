@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.decoder import Decoder
 from engine.graphs import Captured, Graphs
-from engine.inputs import SequenceInput, SequenceOutput
+from engine.inputs import SequenceInput, SequenceOutput, SparsePrompt
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
-from engine.layer_attention import LayerPages
+from engine.layer_attention import LayerPages, PromptsOfLayer
 from engine.modules import ModulesDecoder
 from engine.passes.buffers import make_buffers
 from engine.passes.grouping import StepLimits
@@ -23,6 +23,7 @@ from engine.read_memories import ReadMemories
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.prompt_attention import PromptReads, cudnn_attends, make_room, plan_prompts
+from kernels.sparse_prompt_attention import SparsePromptReads, plan_sparse_prompts
 
 
 class PassRunner:
@@ -84,7 +85,8 @@ class PassRunner:
         """
         buffers = self._make_buffers(shape, sum(item.logits_rows for item in inputs))
         self._lay_out(buffers, shape, inputs, tables)
-        prompts = self._plan_prompts(buffers) if self._is_read_by_cudnn(shape) else None
+        prompt = inputs[0].prompt
+        prompts = self._plan_prompts(buffers, shape, prompt) if prompt or self._is_read_by_cudnn(shape) else None
         run_pass(self._decoder, self._kv, shape, buffers, self._attention, layer_pages, prompts)
         gives_nothing = not any(item.logits_rows or item.read or item.drafted for item in inputs)
         if gives_nothing and self._kv.device.type == "cuda" and not self._kv.offloads:
@@ -111,16 +113,32 @@ class PassRunner:
 
     # Prompts.
 
+    @property
+    def reads_sparsely(self) -> bool:
+        """Whether prompts can be read sparsely: on a GPU by cuDNN alone."""
+        return self._cudnn or self._kv.device.type == "cpu"
+
     def _is_read_by_cudnn(self, shape: PassShape) -> bool:
         return self._cudnn and not shape.pinned and not shape.width and shape.queries > self._limits.queries
 
-    def _plan_prompts(self, buffers: Buffers) -> PromptReads:
-        pages, host = self._kv.k_pages[0], buffers.inputs.host
+    def _plan_prompts(self, buffers: Buffers, shape: PassShape, sparse: SparsePrompt | None) -> PromptsOfLayer:
+        """Return what each layer reads of prompts; all inputs of a pass read alike."""
+        pages, host, given = self._kv.k_pages[0], buffers.inputs.host, buffers.tensors
         if self._room is None:
             sizes = self._limits.pages * PAGE_SIZE, self._kv.kv_heads, pages.shape[3]
             self._room = make_room(*sizes, pages.dtype, pages.device)
         starts, lengths = host["query_starts"].tolist(), host["lengths"].tolist()
-        return plan_prompts(starts, lengths, buffers.tensors["block_tables"], self._kv.kv_heads, PAGE_SIZE, self._room)
+        tables, whole = given["block_tables"], self._kv.kept_layers if sparse is None else sparse.dense_layers
+        how = self._kv.kv_heads, PAGE_SIZE, self._room, self._cudnn
+        others: PromptReads | SparsePromptReads
+        if sparse is None:
+            others = plan_prompts(starts, lengths, tables, *how)
+        else:
+            others = plan_sparse_prompts(starts, lengths, tables, *how, sparse.share)
+        if not whole:
+            return lambda layer: others
+        of_whole = plan_prompts(starts, lengths, given["kept_tables"] if shape.kept else tables, *how)
+        return lambda layer: of_whole if layer in whole else others
 
     def _wait_for_the_one_before(self) -> None:
         """Wait for the last pass that gave nothing, and leave the present one, which gives nothing either, to run.

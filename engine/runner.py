@@ -31,6 +31,9 @@ class Runner:
     def warm_up_prompts(self, tokens: int) -> None:
         """Make ready for prompts of which so many tokens are read at once. There may be nothing to do."""
 
+    def check_sparse_prompts(self) -> None:
+        """Raise ValueError if this runner reads no prompts sparsely."""
+
     def keep_memories(self, sequences: int) -> None:
         """Have room to share out the budgets of so many sequences, before the first step that does."""
 

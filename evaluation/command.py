@@ -8,7 +8,7 @@ from pathlib import Path
 
 import models
 from engine.loading.tokenizer import load_tokenizer
-from evaluation import cases, drafts, identity, plots, quality, report
+from evaluation import cases, drafts, identity, plots, prompts, quality, report
 from evaluation.run import Pair, evaluate, variants_of
 from sparsity.plan import Plan, load_plan
 
@@ -35,6 +35,9 @@ def run(flags: argparse.Namespace) -> None:
     for name, default in (("context", 4096), ("passages", 1), ("gamma", 3)):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
+    if flags.task == "prompts":
+        _evaluate_prompts(flags, plan, texts)
+        return
     tokenizer = load_tokenizer(flags.target)
     if flags.task == "perplexity":
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
@@ -68,6 +71,15 @@ def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
     print(identity.to_json(rows) if flags.json else identity.to_text(rows))
     if not all(row.identical for row in rows):
         sys.exit(1)
+
+
+def _evaluate_prompts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
+    shares = [float(share) for share in flags.read_shares.split(",")]
+    study = prompts.PromptStudy(flags.passages, flags.cases, tuple(flags.kinds.split(",")))
+    rows = study.run(flags.target, plan, texts, flags.context, shares)
+    print(prompts.to_json(rows) if flags.json else prompts.to_text(rows))
+    if flags.markdown:
+        Path(flags.markdown).write_text(prompts.to_markdown(rows) + "\n", encoding="utf-8")
 
 
 def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:

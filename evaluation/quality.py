@@ -14,9 +14,10 @@ from pathlib import Path
 
 import models
 from engine.loading.tokenizer import load_tokenizer
-from evaluation import cases, drafts, plots, report
+from evaluation import cases, drafts, plots, prompts, report
 from evaluation.cases import Case
 from evaluation.drafts import DraftRow, DraftStudy
+from evaluation.prompts import PromptStudy
 from evaluation.report import QualityRow
 from evaluation.rounds import Variant
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
@@ -25,6 +26,7 @@ from sparsity.plan import Plan, load_plan
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
 MASSES = ["p0.8", "p0.95"]
 LONG = 4096
+PROMPT_SHARES = [0.125, 0.0625, 0.25]
 COMPARED = "streaming quest pillar sts ahead oracle"
 
 
@@ -194,6 +196,7 @@ def main() -> None:
     if not flags.only:
         write_page(study, Path(flags.out), seconds)
         study_drafts(study, Path(flags.out) / "quality.md")
+        study_prompts(study, Path(flags.out) / "quality.md")
 
 
 def study_drafts(study: Study, page: Path) -> None:
@@ -202,6 +205,14 @@ def study_drafts(study: Study, page: Path) -> None:
     for name, rows in tables.items():
         print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
     write_drafts(tables, page, "make evaluate", time.perf_counter() - started)
+
+
+def study_prompts(study: Study, page: Path) -> None:
+    """Fill in the table of prompts that are read sparsely."""
+    of_pair = study.pair.target, study.plan, study.texts
+    rows = [row for context in (LONG, 2 * LONG) for row in PromptStudy().run(*of_pair, context, PROMPT_SHARES)]
+    print(f"\n## prompts\n{prompts.to_text(rows)}", flush=True)
+    page.write_text(_fill(page.read_text(encoding="utf-8"), "prompts", prompts.to_markdown(rows)), encoding="utf-8")
 
 
 def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, seconds: float) -> None:

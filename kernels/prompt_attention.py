@@ -36,10 +36,14 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class PromptReads:
-    """What a pass over prompts reads. room: [2, elements], where keys and values are copied to, of every layer."""
+    """What a pass over prompts reads. room: [2, elements], where keys and values are copied to, of every layer.
+
+    cudnn: whether cuDNN attends; else torch does, anywhere.
+    """
 
     parts: list[PromptPart]
     room: Tensor
+    cudnn: bool
 
 
 def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -59,7 +63,13 @@ def make_room(tokens: int, kv_heads: int, dim: int, dtype: torch.dtype, device: 
 
 
 def plan_prompts(
-    starts: Sequence[int], lengths: Sequence[int], tables: Tensor, kv_heads: int, page_size: int, room: Tensor
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    tables: Tensor,
+    kv_heads: int,
+    page_size: int,
+    room: Tensor,
+    cudnn: bool,
 ) -> PromptReads:
     """Return what each sequence with queries reads; made once for all layers of a pass.
 
@@ -67,27 +77,40 @@ def plan_prompts(
     queries' own included. tables: [sequences, max_pages] int32, on the device. room: of `make_room`, for the longest.
     Raises ValueError for more queries of a sequence than a piece may have.
     """
-    heads = torch.arange(kv_heads, device=tables.device)[:, None]
+    parts = [
+        plan_part(slice(starts[i], starts[i + 1]), length, tables[i], kv_heads, page_size)
+        for i, length in enumerate(lengths)
+        if starts[i] < starts[i + 1]
+    ]
+    return PromptReads(parts, room, cudnn)
+
+
+def plan_part(rows: slice, length: int, table: Tensor, kv_heads: int, page_size: int) -> PromptPart:
+    """Return what the queries of one sequence read, which are its last; raises ValueError if they are too many.
+
+    length: tokens with KV, the queries' own included. table: [pages] int32.
+    """
+    heads = torch.arange(kv_heads, device=table.device)[:, None]
 
     def places(pages: Tensor) -> Tensor:
         return (pages.long()[None] * kv_heads + heads).flatten()
 
-    parts = []
-    for i, length in enumerate(lengths):
-        rows = slice(starts[i], starts[i + 1])
-        if rows.start == rows.stop:
-            continue
-        base = length - (rows.stop - rows.start)
-        skipped = base % UNIT
-        first, size = base - skipped, size_of_own(length - base + skipped)
-        pieces = [places(tables[i, a // page_size : b // page_size]) for a, b in pieces_before(first)]
-        if size > PIECE:
-            raise ValueError(f"{length - base} tokens of a prompt in one pass, at most {PIECE}: lower prefill_chunk")
-        # What fills the piece up comes after every query: no weight is given to it, whatever page it is.
-        held = torch.arange(first // page_size, (first + size) // page_size, device=tables.device)
-        own = tables[i].index_select(0, held.clamp(max=(length - 1) // page_size))
-        parts.append(PromptPart(rows, skipped, size, pieces, places(own)))
-    return PromptReads(parts, room)
+    base = length - (rows.stop - rows.start)
+    skipped = base % UNIT
+    first, size = base - skipped, size_of_own(length - base + skipped)
+    pieces = [places(table[a // page_size : b // page_size]) for a, b in pieces_before(first)]
+    if size > PIECE:
+        raise ValueError(f"{length - base} tokens of a prompt in one pass, at most {PIECE}: lower prefill_chunk")
+    return PromptPart(rows, skipped, size, pieces, places(own_pages(table, first, size, length, page_size)))
+
+
+def own_pages(table: Tensor, first: int, size: int, length: int, page_size: int) -> Tensor:
+    """Return the pages [size / page_size] int32 of `size` tokens from the token `first` on, of `length` that there are.
+
+    What fills them up comes after every query: no weight is given to it, whatever page it is.
+    """
+    held = torch.arange(first // page_size, (first + size) // page_size, device=table.device)
+    return table.index_select(0, held.clamp(max=(length - 1) // page_size))
 
 
 def pieces_before(length: int) -> Iterator[tuple[int, int]]:
@@ -110,47 +133,61 @@ def size_of_own(tokens: int) -> int:
     return size
 
 
-def attend_to_prompts(
-    reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, cudnn: bool = True
-) -> Tensor:
+def attend_to_prompts(reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
     """Return the output [rows, heads, dim]; rows of no part are zeros.
 
-    queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim]. cudnn: False: by torch, anywhere.
+    queries: [rows, heads, dim]. k_pages, v_pages: [pages, kv_heads, page_size, dim].
     """
     out = torch.zeros_like(queries)
     for part in reads.parts:
-        count = part.rows.stop - part.rows.start
-        filled = queries[part.rows]
-        if count < part.size:
-            filled = queries.new_zeros(part.size, *queries.shape[1:])
-            filled[part.skipped : part.skipped + count] = queries[part.rows]
-        own = filled.transpose(0, 1)[None]
-        attended, total = _attend(own, *_copy(k_pages, v_pages, part.own, reads.room), True, scale, cudnn)
+        own = filled_up(queries[part.rows], part.skipped, part.size).transpose(0, 1)[None]
+
+        def attend(places: Tensor, causal: bool, own: Tensor = own) -> tuple[Tensor, Tensor]:
+            keys, values = copy_places((k_pages, v_pages), places, reads.room)
+            return attend_to_piece(own, keys[None], values[None], causal, scale, reads.cudnn)
+
+        attended, total = attend(part.own, True)
         if part.before:
             attended = attended.float()
         for piece in part.before:
-            of_piece, weight = _attend(own, *_copy(k_pages, v_pages, piece, reads.room), False, scale, cudnn)
+            of_piece, weight = attend(piece, False)
             attended.lerp_(of_piece.float(), torch.sigmoid(weight - total))
             total = torch.logaddexp(total, weight)
+        count = part.rows.stop - part.rows.start
         out[part.rows] = attended[0, :, part.skipped : part.skipped + count].transpose(0, 1)
     return out
 
 
-def _copy(k_pages: Tensor, v_pages: Tensor, places: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the keys and values of a piece to `room`, and return them: [1, kv_heads, tokens, dim] each."""
-    _, kv_heads, page_size, dim = k_pages.shape
+def filled_up(queries: Tensor, skipped: int, size: int) -> Tensor:
+    """Return [size, heads, dim]: zeros, but for the queries [rows, heads, dim] behind the first `skipped`."""
+    if len(queries) == size:
+        return queries
+    filled = queries.new_zeros(size, *queries.shape[1:])
+    filled[skipped : skipped + len(queries)] = queries
+    return filled
+
+
+def copy_places(pages: tuple[Tensor, ...], places: Tensor, room: Tensor) -> list[Tensor]:
+    """Copy what lies at places of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
+
+    pages: [pages, kv_heads, page_size, dim] each; places: int64, head by head, as `PromptPart` has them.
+    """
+    _, kv_heads, page_size, dim = pages[0].shape
     copies = []
-    for pages, own in zip((k_pages, v_pages), room, strict=True):
+    for source, own in zip(pages, room, strict=False):
         copy = own[: len(places) * page_size * dim].view(-1, page_size * dim)
-        torch.index_select(pages.view(-1, page_size * dim), 0, places, out=copy)
-        copies.append(copy.view(1, kv_heads, -1, dim))
-    return copies[0], copies[1]
+        torch.index_select(source.view(-1, page_size * dim), 0, places, out=copy)
+        copies.append(copy.view(kv_heads, -1, dim))
+    return copies
 
 
-def _attend(
+def attend_to_piece(
     queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float, cudnn: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [1, heads, rows, dim] and the log-sum-exp of the scores [1, heads, rows, 1], float32."""
+    """Attend with queries [batch, heads, rows, dim] to keys and values [batch, kv_heads, tokens, dim].
+
+    Returns the output, of the queries' shape, and the log-sum-exp of the scores [batch, heads, rows, 1], float32.
+    """
     if cudnn:
         out, total = torch.ops.aten._scaled_dot_product_cudnn_attention(
             queries, keys, values, None, True, 0.0, causal, False, scale=scale

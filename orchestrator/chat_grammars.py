@@ -9,6 +9,8 @@ from typing import Any
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import ChatRequest, Tool
 from orchestrator.structured_outputs import SPACES
+from orchestrator.xml_calls import RULES as XML_RULES
+from orchestrator.xml_calls import call_body
 from wire.errors import InvalidArgument
 
 # How calls are written, for which a grammar can be made: what opens and closes each, and the name of its arguments.
@@ -19,7 +21,7 @@ _JSON_CALLS = {
 }
 
 
-_OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
+_OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<tool_call>"}
 
 
 class _Lark:
@@ -90,38 +92,58 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
 
     Raises InvalidArgument if calls are forced in a format whose grammar is not known.
     """
-    known_format = form.own is None and form.tools in _JSON_CALLS
+    known_format = form.own is None and (form.tools in _JSON_CALLS or form.tools == "qwen3_coder")
     opened_by = _OPENINGS.get(form.tools, "")
     if not request.must_call and not (known_format and (not opened_by or lark.has_token(opened_by))):
         return ""
     if not known_format:
-        known = ", ".join(_JSON_CALLS)
+        known = ", ".join([*_JSON_CALLS, "qwen3_coder"])
         message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'its own'}"
         raise InvalidArgument(message, "tool_choice", "unsupported_value")
-    tools = request.callable_tools
     several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
-    rules = f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
-    if form.tools == "mistral" and lark.has_token("[ARGS]"):
-        for i, tool in enumerate(tools):
-            head = f"{lark.marker('[TOOL_CALLS]')} {_literal(tool.function.name)} {lark.marker('[ARGS]')}"
-            rules += f"call_{i}: {head} {_arguments(request, tool)}\n"
-        return f"calls: {'call+' if several else 'call'}\n{rules}"
-    opening, before, after, closing, between = _JSON_CALLS[form.tools]
-    for i, tool in enumerate(tools):
-        head = _literal(before.replace("NAME", json.dumps(tool.function.name)))
-        parts = head, _arguments(request, tool), _literal(after)
-        marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
-        rules += f"call_{i}: {marks[0]} {' '.join(parts)} {marks[1]}\n"
+    calls = [_call(request, tool, form, lark) for tool in request.callable_tools]
+    rules = f"call: {' | '.join(f'call_{i}' for i in range(len(calls)))}\n"
+    rules += "".join(f"call_{i}: {call}\n" for i, call in enumerate(calls))
+    return f"calls: {_sequence(form, several, lark)}\n{rules}{XML_RULES if form.tools == 'qwen3_coder' else ''}"
+
+
+def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: _Lark) -> str:
+    """Return a term for a call of a tool."""
+    name = tool.function.name
+    if form.tools == "qwen3_coder":
+        parameters = tool.function.parameters if _follows_schema(request, tool) else None
+        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, _literal)} {lark.marker('</tool_call>')}"
+    if _has_arguments_marked(form, lark):
+        return f"{lark.marker('[TOOL_CALLS]')} {_literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
+    opening, before, after, closing, _ = _JSON_CALLS[form.tools]
+    marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
+    head = _literal(before.replace("NAME", json.dumps(name)))
+    return f"{marks[0]} {head} {_arguments(request, tool)} {_literal(after)} {marks[1]}"
+
+
+def _sequence(form: ReplyFormat, several: bool, lark: _Lark) -> str:
+    """Return a term for one `call`, or for one or several."""
+    if _has_arguments_marked(form, lark):
+        return "call+" if several else "call"
+    between = "\n" if form.tools == "qwen3_coder" else _JSON_CALLS[form.tools][-1]
     listed = f"call ({_literal(between)} call)*" if several else "call"
-    if form.tools == "mistral":
-        listed = f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"'
-    return f"calls: {listed}\n{rules}"
+    return f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"' if form.tools == "mistral" else listed
+
+
+def _has_arguments_marked(form: ReplyFormat, lark: _Lark) -> bool:
+    """Return whether a model writes calls as later ones of Mistral's do, each behind a mark of its own."""
+    return form.tools == "mistral" and lark.has_token("[ARGS]")
+
+
+def _follows_schema(request: ChatRequest, tool: Tool) -> bool:
+    """Return whether the arguments of a tool's call must be of its schema."""
+    return request.must_call or bool(tool.function.strict)
 
 
 def _arguments(request: ChatRequest, tool: Tool) -> str:
     """Return a term for the arguments of a tool's call: by its schema if calls are forced or the tool is strict."""
     schema: dict[str, Any] = {"type": "object"}
-    if request.must_call or tool.function.strict:
+    if _follows_schema(request, tool):
         schema |= tool.function.parameters or {}
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
 

@@ -1,157 +1,46 @@
 """Placing the services with Ray. Ray starts, watches and restarts the processes; no token passes through it."""
 
-import asyncio
 import contextlib
 import logging
 import os
-import socket
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from tempfile import TemporaryDirectory
+from itertools import zip_longest
 from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._private.utils import read_ray_address
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config import ClusterSettings, Config, DraftSettings, ServiceSettings, SettingsError, TargetSettings
-from config.logs import Recorder, Said, configure_logs
-from draft_service.service import run as run_draft
-from target_service.service import run as run_target
+from orchestrator.directory import name_services
+from orchestrator.joining_ray import connect_ray
+from orchestrator.service_actor import ServiceActor
 from wire.errors import ClusterError
-from wire.server import RunningServer
 
 log = logging.getLogger(__name__)
 
 _LOG_SECONDS = 0.5
+_ROOM_SECONDS = 10.0
+_CPUS = 0.1  # of a service: placement asks for room, the models' threads are set by the settings
 # Of the processes of a Ray that was started here: without them it cannot go on.
 _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
 
 
-class ServiceActor:
-    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it.
-
-    Only where it fails before it ever served, `pid` says why instead. If the raylet that started the process dies, the
-    process ends, too: nobody would watch it, and its port is needed by the service that is placed anew.
-    """
-
-    def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        self._listening: Future[int] = Future()
-        configure_logs(settings)
-        self._said = Recorder()
-        logging.getLogger().addHandler(self._said)
-        self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
-        threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
-        threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
-
-    def _run(self, settings: DraftSettings | TargetSettings) -> None:
-        def on_ready(server: RunningServer) -> None:
-            self._listening.set_result(os.getpid())
-
-        try:
-            run = (
-                run_draft(settings, on_ready) if isinstance(settings, DraftSettings) else run_target(settings, on_ready)
-            )
-            asyncio.run(run)
-        except BaseException as error:
-            log.exception("the %s service failed", settings.side)
-            if self._listening.done() or self._served_before:  # let Ray start it anew
-                os._exit(1)
-            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
-            self._listening.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
-
-    def pid(self) -> int:
-        """Wait for the service to listen and return its process id, or raise what kept it from that."""
-        return self._listening.result()
-
-    def said(self) -> list[Said]:
-        """Return what the service wrote to its log since it was asked last."""
-        return self._said.take()
-
-
-def _end_with_parent() -> None:
-    """End this process as soon as the one that started it is gone."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        time.sleep(1)
-    log.error("the raylet of this service is gone, so the service ends")
-    os._exit(1)
-
-
-def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
-    """Join a running Ray, or start one on loopback; returns the folder of one that was started here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
-    address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
-    if address is not None:
-        log.info("joining the running Ray", extra={"address": address})
-        _check_ray_listens(address)
-    if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
-        _keep_ray_on_loopback()
-    if address is not None:
-        # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
-        ray.init(address=settings.ray_address, **options)
-        return None
-    log.info("starting Ray on 127.0.0.1")
-    folder = TemporaryDirectory(prefix="specahead-", ignore_cleanup_errors=True)
-    options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": folder.name}
-    ray.init(address="local", **options)
-    return folder
-
-
-def _running_ray() -> str | None:
-    """RAY_ADDRESS, or where `ray start` on this machine says that its head is, if that listens."""
-    named = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE)
-    if named:
-        return named
-    address = read_ray_address()
-    if not address:
-        return None
-    host, port = address.rsplit(":", 1)
-    with socket.socket() as probe:
-        return address if probe.connect_ex((host, int(port))) == 0 else None
-
-
-def _check_ray_listens(address: str) -> None:
-    """Raise ClusterError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError as error:
-        why = error.strerror or error
-        raise ClusterError(
-            f"no Ray answers at {address} ({why}): check that one runs there, or --ray-address"
-        ) from None
-
-
-def _keep_ray_on_loopback() -> None:
-    """Ray replaces a loopback address by the machine's own unless clusters are off, as on a laptop.
-
-    The switch is read from the environment at `import ray`; child processes read it again.
-    """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-
-
 class RayPlacement:
-    """Owns the actors that host the services, and our part of Ray. Ports stay the same over all restarts.
+    """Owns the actors that host the services, and our part of Ray.
 
     Made, it has joined or started Ray; `start` starts the services.
 
-    services: address and process id of each by side, as they were when they were placed.
+    services: address and process id of each by name, as they were when they were placed.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._settings = placed_settings(config)
-        self._addresses = addresses_of(self._settings, config.cluster)
         self._actors: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}  # what is to say where a service is
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
 
@@ -162,17 +51,26 @@ class RayPlacement:
 
     def start(self) -> None:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
-        services = len(self._settings)
-        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), services)
-        # Fractional CPUs: placement asks for room, the models' threads are set by the settings.
-        options = {"num_cpus": 0.1, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
+        cluster = self._config.cluster
+        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
+        always = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
         actor = ray.remote(ServiceActor)
-        for settings in self._settings:
-            needed = resources_of(settings.side, self._config.cluster)
-            named = actor.options(name=settings.side, num_gpus=gpus, resources=needed, **options)
-            self._actors[settings.side] = named.remote(settings, trace_variables(settings))
-        pids = _wait_for(self._actors)
-        self.services = {side: (self._addresses[side], pid) for side, pid in zip(self._actors, pids, strict=True)}
+        for pair in pairs_of(self._settings):
+            needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
+            group = placement_group(needs, strategy="PACK")
+            _wait_for_room(group, pair, needs)
+            for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
+                named = actor.options(
+                    name=settings.name,
+                    num_cpus=needed.pop("CPU"),
+                    num_gpus=needed.pop("GPU"),
+                    resources=needed,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+                    **always,
+                )
+                known_as = known_as_of(settings.side, cluster)
+                self._actors[settings.name] = named.remote(settings, known_as, trace_variables(settings))
+        self.services = _wait_for(self._actors)
 
     def stop(self) -> None:
         """Stop the services, and Ray itself if this process started it."""
@@ -183,13 +81,24 @@ class RayPlacement:
 
     def _leave(self) -> None:
         self._actors.clear()
+        self._asked.clear()
         ray.shutdown()
         if self._folder is not None:
             self._folder.cleanup()
 
-    def replace(self, side: str) -> None:
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" while it starts. A process that has just died may answer once more."""
+        if name not in self._asked:
+            self._asked[name] = self._actors[name].where.remote()
+        done, _ = ray.wait([self._asked[name]], timeout=0)
+        if not done:
+            return ""
+        address, _ = ray.get(self._asked.pop(name))
+        return str(address)
+
+    def replace(self, name: str) -> None:
         """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
-        ray.kill(self._actors[side], no_restart=False)
+        ray.kill(self._actors[name], no_restart=False)
 
     def is_alive(self) -> bool:
         """Return whether Ray watches this node: without its raylet, services that die here stay dead."""
@@ -216,49 +125,59 @@ def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
         placement.stop()
 
 
-def _wait_for(actors: Mapping[str, Any]) -> list[int]:
-    """Return the services' process ids once all listen; until then their logs are shown in ours.
+def _wait_for_room(group: Any, pair: list[TargetSettings | DraftSettings], needs: list[dict[str, float]]) -> None:
+    """Wait until Ray has room for services that are to be near each other; nodes may be on their way."""
+    while not group.wait(_ROOM_SECONDS):
+        names = " and ".join(settings.name for settings in pair)
+        log.warning("waiting until Ray has room for %s", names, extra={"needs": str(needs)})
+
+
+def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the services' addresses and process ids once all listen; until then their logs are shown in ours.
 
     Raises ClusterError with the words of one that failed.
     """
-    waiting = answers = [actor.pid.remote() for actor in actors.values()]
+    waiting = answers = [actor.where.remote() for actor in actors.values()]
     try:
         while waiting:
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_LOG_SECONDS)
             ready = [answer for answer in answers if answer not in waiting]
             ray.get(ready)  # raises what one of them raised, though others are still loading
-            for side, actor in actors.items():
-                for level, name, message, fields in ray.get(actor.said.remote()):
-                    logging.getLogger(name).log(level, message, extra=fields | {"service": side})
-        return ray.get(answers)
+            for name, actor in actors.items():
+                for level, logger, message, fields in ray.get(actor.said.remote()):
+                    logging.getLogger(logger).log(level, message, extra=fields | {"service": name})
+        return dict(zip(actors, ray.get(answers), strict=True))
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise ClusterError(f"a service could not start: {cause}") from None
 
 
 def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
-    """Each service's settings with what a launch decides: ports that stay over restarts, and the threads of two models.
+    """Return the settings of each service, with its name and its port where that is given: one more for each service.
 
-    The target comes first. Only it is deterministic; what a draft says changes no token then.
+    Only targets are deterministic; what a draft says changes no token then. Raises SettingsError for a name that others
+    are to reach a service by and that does not tell which, or at which port.
     """
-    for side in (config.target, config.draft) if config.has_draft else (config.target,):
-        if getattr(config.cluster, f"{side.side}_host") and not side.port:
-            raise SettingsError(f"{side.side}_host is given, and others need the port as well: give {side.side}_port")
-    threads = config.target.threads or max(1, (os.cpu_count() or 2) // 2)
-    traces = config.clients.trace_share > 0
-    port = config.target.port or _free_port(config.target.host)
-    target = replace(config.target, threads=threads, traces=traces, port=port)
-    if not config.has_draft:
-        return [target]
-    draft = replace(
-        config.draft,
-        threads=threads,
-        traces=traces,
-        port=config.draft.port or _free_port(config.draft.host),
-        targets=(addresses_of([target], config.cluster)["target"],),
-        deterministic=False,
-    )
-    return [target, draft]
+    cluster, traces = config.cluster, config.clients.trace_share > 0
+    placed: list[TargetSettings | DraftSettings] = []
+    drafts = cluster.drafts if config.has_draft else 0
+    for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
+        if count and known_as_of(side.side, cluster) and (not side.port or count > 1):
+            raise SettingsError(
+                f"{side.side}_host is given, by which others reach one service at one port: give {side.side}_port, and "
+                f"no number of {side.side}s"
+            )
+        for index, name in enumerate(name_services(side.side, count)):
+            port = side.port + index if side.port else 0
+            deterministic = side.deterministic and side.side == "target"
+            placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
+    return placed
+
+
+def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:
+    """Return which services are to be near each other: the first target and the first draft, and so on."""
+    targets, drafts = ([each for each in settings if each.side == side] for side in ("target", "draft"))
+    return [[each for each in pair if each is not None] for pair in zip_longest(targets, drafts)]
 
 
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
@@ -266,10 +185,9 @@ def trace_variables(settings: ServiceSettings) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
 
 
-def addresses_of(services: Iterable[DraftSettings | TargetSettings], cluster: ClusterSettings) -> dict[str, str]:
-    """Where others reach the services, by side."""
-    hosts = {"target": cluster.target_host, "draft": cluster.draft_host}
-    return {service.side: f"{hosts[service.side] or service.host}:{service.port}" for service in services}
+def known_as_of(side: str, cluster: ClusterSettings) -> str:
+    """Return the name by which others reach the service of a side; "": by its node's address."""
+    return {"target": cluster.target_host, "draft": cluster.draft_host}[side]
 
 
 def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
@@ -279,12 +197,5 @@ def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
 
 
 def gpus_of(device: str, there: float, services: int) -> int:
-    """How many of the `there` GPUs of Ray's cluster each of the services gets."""
+    """How many of the `there` GPUs of Ray's cluster each of the services gets: one or none."""
     return int(device == "cuda" or (device == "auto" and there >= services))
-
-
-def _free_port(host: str) -> int:
-    """A port that is free now. A service keeps it over restarts, so that its peers find it again."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

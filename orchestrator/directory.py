@@ -4,6 +4,18 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
+SIDES = "target", "draft"
+
+
+def name_services(side: str, count: int) -> list[str]:
+    """Return what the services of a side are called: as the side if there is one, else numbered from 1 (`target-1`)."""
+    return [side] if count == 1 else [f"{side}-{number}" for number in range(1, count + 1)]
+
+
+def side_of(name: str) -> str:
+    """Return the side of a service that `name_services` has named."""
+    return name.partition("-")[0]
+
 
 class Directory:
     """Addresses (HOST:PORT) of services of one side by name. A service that was restarted elsewhere keeps its name.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,22 +16,24 @@ from engine.loading.tokenizer import count_token_ids, load_generation_config, lo
 from orchestrator.access import Access, open_paths, require_key
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
+from orchestrator.directory import side_of
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.keys import watch_keys
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
+from orchestrator.placement import Directories, addresses_in
 from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
-from orchestrator.service_status import AskStatus, read_statuses, services_at
+from orchestrator.service_status import AskStatus, asks_of, keep_told, lines_to, read_statuses
 from orchestrator.supervision import Placement, supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
 from wire.messages import ServiceStatus
-from wire.server import start_server
+from wire.server import keep_loaded, start_server
 from wire.streams import run_together
 
 log = logging.getLogger(__name__)
@@ -53,16 +55,18 @@ def resolve_context(config: Config) -> Config:
 
 @contextlib.asynccontextmanager
 async def serve_clients(
-    config: Config, access: Access, addresses: Mapping[str, str], services: Mapping[str, AskStatus]
+    config: Config, access: Access, directories: Directories, services: Mapping[str, AskStatus]
 ) -> AsyncIterator[tuple[str, str]]:
     """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
 
-    addresses: of the services, by side. services: how each is asked for its status.
+    directories: where the services are, by side. services: how each is asked for its status, by name.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
     clients = config.clients
-    router = Router(addresses["target"], access.peers, clients.resume_timeout, clients.request_timeout)
+    read_addresses = partial(addresses_in, directories)
+    timeouts = clients.resume_timeout, clients.request_timeout
+    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
     async with contextlib.AsyncExitStack() as started:
         frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
         limits, observer = frontend.limits, frontend.observer
@@ -70,7 +74,7 @@ async def serve_clients(
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
 
-        await started.enter_async_context(router.connected_to_target())
+        await started.enter_async_context(router.connected_to_targets())
         servicer = InferenceServicer(frontend)
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, servicer, "specahead.v1.Inference")
@@ -78,14 +82,16 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = require_key(make_app(frontend, read_status), access.callers, open_paths(clients), observer)
-        http = serve_http(app, clients.host, clients.http_port, connections, access.client_tls)
+        app = make_app(frontend, read_status, read_addresses)
+        guarded = require_key(app, access.callers, open_paths(clients), observer)
+        http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
-            log.info("waiting for the services to find each other", extra=dict(addresses))
-            status = await wait_until_connected(router, services, addresses, config.cluster.connect_timeout)
-            room = round(status.gauges.get("kv_pages", 0)) * PAGE_SIZE - config.target.gamma - 1
+            log.info("waiting for the services to find each other", extra=read_addresses())
+            targets = await wait_until_connected(router, services, read_addresses, config.cluster.connect_timeout)
+            pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
+            room = pages * PAGE_SIZE - config.target.gamma - 1
             frontend.limits = replace(limits, kv_tokens=max(room, 0))
             yield server.address, http_address
         finally:
@@ -113,8 +119,8 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
 
-async def run(config: Config, access: Access, target: str, draft: str, placement: Placement | None = None) -> None:
-    """Serve clients over the services at these addresses until SIGINT or SIGTERM, which end a start that waits, too.
+async def run(config: Config, access: Access, directories: Directories, placement: Placement | None = None) -> None:
+    """Serve clients over the services of these directories until SIGINT or SIGTERM, which end a start that waits, too.
 
     placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
     lost for good, beside what `serve_clients` raises.
@@ -124,21 +130,39 @@ async def run(config: Config, access: Access, target: str, draft: str, placement
     starting = asyncio.current_task()
     assert starting is not None
     _call_on_signals(starting.cancel)
-    addresses = {"target": target, "draft": draft}
     with contextlib.suppress(asyncio.CancelledError):
         async with (
-            services_at(addresses, access.peers) as services,
-            serve_clients(config, access, addresses, services) as (grpc_address, http_address),
+            lines_to(directories.values(), access.peers) as lines,
+            _meanwhile(keep_told(lines if placement else {}, directories["target"])),
+            serve_clients(config, access, directories, asks_of(lines)) as (grpc_address, http_address),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
+            keep_loaded()
             print("ready", flush=True)
-            watching = [] if placement is None else [supervise(services, placement, stop_on_signals)]
+            watching = []
+            if placement is not None:
+                watching.append(supervise(asks_of(lines), placement, partial(_put, directories), stop_on_signals))
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
             print("stopping: requests in flight are given time to finish", flush=True)
+
+
+def _put(directories: Directories, name: str, address: str) -> None:
+    directories[side_of(name)].put(name, address)
+
+
+@contextlib.asynccontextmanager
+async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do work that has no end while the context lasts."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _call_on_signals(stop: Callable[[], object]) -> None:

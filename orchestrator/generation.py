@@ -26,7 +26,7 @@ from wire.messages import Commit, FinishReason
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message to the client adds to a choice. The choice's last one has a finish reason, and the totals.
+    """What one message to the client adds to a choice. The choice's last one has a finish reason, and counts.
 
     accepted: whether its tokens were drafted and accepted; None unless the request asks for it.
     logprobs: of each token, if asked for. prompt_logprobs: in the first one, of the prompt's tokens but its first.
@@ -148,18 +148,26 @@ class Frontend:
                 async for item in rounds:
                     if item.finish_reason is FinishReason.ABORT:
                         outcome = "abort"
-                        yield _last_chunk(record, "", [], FinishReason.ABORT, choice)
+                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT)
                         return
                     watch.round(item)
                     for part, accepted in _parts(item, bool(request.mark_accepted)):
                         text, stopped = shown.push(part)
+                        chunk = Chunk(
+                            text,
+                            part.tokens,
+                            totals=record.totals,
+                            choice=choice,
+                            logprobs=part.logprobs,
+                            prompt_logprobs=part.prompt_logprobs,
+                            accepted=accepted,
+                        )
                         if stopped or part.finish_reason is not FinishReason.NONE:
                             reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
-                            last = _last_chunk(record, text + shown.rest(), part.tokens, reason, choice)
-                            yield _told(last, part, accepted)
+                            yield _last(replace(chunk, text=text + shown.rest()), record, reason)
                             return
-                        yield _told(Chunk(text, part.tokens, choice=choice), part, accepted)
+                        yield chunk
         except ServiceError as error:
             outcome = error
             raise
@@ -231,19 +239,13 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
 
 
-def _told(chunk: Chunk, part: Commit, accepted: bool | None) -> Chunk:
-    """Return a chunk with what is told of its tokens."""
-    return replace(chunk, logprobs=part.logprobs, prompt_logprobs=part.prompt_logprobs, accepted=accepted)
-
-
-def _last_chunk(record: Record, text: str, tokens: list[int], reason: FinishReason, choice: int) -> Chunk:
-    return Chunk(
-        text,
-        tokens,
-        reason,
+def _last(chunk: Chunk, record: Record, reason: FinishReason) -> Chunk:
+    """Return a choice's last chunk, which has all but its text and tokens from the record."""
+    return replace(
+        chunk,
+        finish_reason=reason,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
         completion_tokens=len(record.generated),
         totals=record.totals,
-        choice=choice,
     )

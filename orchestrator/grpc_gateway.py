@@ -13,7 +13,6 @@ from orchestrator.generation import Chunk, Frontend
 from orchestrator.records import check_count, check_model
 from orchestrator.requests import CompletionRequest, read_request
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.convert import write_logprobs
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
 from wire.server import guarded, guarded_stream
@@ -114,10 +113,11 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         token_ids=chunk.tokens,
         finish_reason=control_pb2.FinishReason.Name(chunk.finish_reason),
         choice=chunk.choice,
-        accepted=chunk.accepted,
+        logprobs=[vars(item) for item in chunk.logprobs[: len(chunk.tokens)]],
+        prompt_logprobs=[vars(item) for item in chunk.prompt_logprobs],
     )
-    write_logprobs(response.logprobs, chunk.logprobs[: len(chunk.tokens)])
-    write_logprobs(response.prompt_logprobs, chunk.prompt_logprobs)
+    if chunk.accepted is not None:
+        response.accepted = chunk.accepted
     if chunk.finish_reason is not FinishReason.NONE:
         response.usage.CopyFrom(
             inference_pb2.Usage(

@@ -50,11 +50,11 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "What is wrong, in OpenAI's words"}})
 
 
-def make_app(frontend: Frontend, read_status: StatusReader) -> FastAPI:
-    """Return the application that serves HTTP clients."""
+def make_app(frontend: Frontend, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]) -> FastAPI:
+    """Return the application that serves HTTP clients. read_addresses: tells where the services are, by name."""
     most = max_body(frontend.limits)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
-    app.state.frontend, app.state.read_status = frontend, read_status
+    app.state.frontend, app.state.read_status, app.state.read_addresses = frontend, read_status, read_addresses
     app.include_router(router)
     app.include_router(dashboard)
     app.add_middleware(RequestId)
@@ -80,7 +80,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), code, headers)
 
 
-def _frontend(request: Request) -> Frontend:
+async def _frontend(request: Request) -> Frontend:  # else FastAPI would find it in a thread
     return request.app.state.frontend
 
 
@@ -226,7 +226,9 @@ async def show_version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request, frontend: Served) -> Response:
     """Give Prometheus its figures."""
-    text = frontend.observer.metrics.render(frontend.router.running, await request.app.state.read_status())
+    state, router = request.app.state, frontend.router
+    statuses, addresses = await state.read_status(), state.read_addresses()
+    text = frontend.observer.metrics.render(router.running, statuses, addresses, router.target_states())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

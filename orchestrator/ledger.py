@@ -19,7 +19,15 @@ class LedgerError(Exception):
 # Fields of a commit that are added to those of the same name.
 _SUMMED = (
     *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *("queue_seconds", "preemptions", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+    *(
+        "sparse_prompt_tokens",
+        "queue_seconds",
+        "preemptions",
+        "prefill_seconds",
+        "wait_seconds",
+        "draft_seconds",
+        "verify_seconds",
+    ),
 )
 
 
@@ -37,6 +45,7 @@ class SpeculationTotals:
     kv_tokens_read: int = 0
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
+    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     prefill_seconds: float = 0.0

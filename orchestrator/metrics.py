@@ -1,12 +1,16 @@
 """Prometheus metrics. What vLLM counts too is there under both names, so that its dashboards draw it unchanged."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from orchestrator.directory import side_of
 from orchestrator.ledger import Record
+from orchestrator.router import TargetState
+from orchestrator.service_status import gauges_of_targets
 from wire.messages import Commit, ServiceStatus
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -37,9 +41,10 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds with a proposal")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted")
-        self._accepted_at = self._by(
+        accepted_at = self._by(
             "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by place in the proposal", "position"
         )
+        self._accepted_at = cache(lambda position: accepted_at.labels(model_name, position))
         self._stale = self._counter("spec_decode_num_stale_rounds", "Proposals dropped as stale")
         self._announced = self._counter("spec_decode_announced_bytes", "Bytes of block announcements")
         self._kv_read = self._counter("kv_tokens_read", "KV read by verification, in (layer, KV head, token) triples")
@@ -93,7 +98,7 @@ class Metrics:
             self._draft_tokens.inc(commit.drafted)
             self._accepted.inc(commit.accepted)
             for position in range(commit.accepted):
-                self._accepted_at.labels(self._model, position).inc()
+                self._accepted_at(position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:
         """Count a request that came to its end `seconds` after it came, its last token so long after its first."""
@@ -120,15 +125,25 @@ class Metrics:
         """Count a request that got no token."""
         self._refused.labels(self._model, reason).inc()
 
-    def render(self, requests: int, services: Mapping[str, ServiceStatus | None]) -> bytes:
-        """The exposition text. requests: how many are open; services: their statuses now (None: no answer)."""
-        target = services.get("target")
-        gauges = target.gauges if target else {}
+    def render(
+        self,
+        requests: int,
+        services: Mapping[str, ServiceStatus | None],
+        addresses: Mapping[str, str],
+        targets: Mapping[str, TargetState],
+    ) -> bytes:
+        """The exposition text.
+
+        requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
+        targets: how each is used.
+        """
+        gauges = gauges_of_targets(services)
         waiting = min(requests, int(gauges.get("queued_sessions", 0)))
         self._waiting.set(waiting)
         self._running.set(requests - waiting)
         self._usage.set(gauges.get("kv_pages_held", 0) / max(1, gauges.get("kv_pages", 0)))
-        families = [*self.registry.collect(), *_service_families(self._model, services)]
+        families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
+        families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
         return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
 
@@ -150,19 +165,37 @@ def _as_vllm(family: Metric) -> Metric:
     return other
 
 
-def _service_families(model: str, services: Mapping[str, ServiceStatus | None]) -> Iterator[Metric]:
+def _service_families(
+    model: str, services: Mapping[str, ServiceStatus | None], addresses: Mapping[str, str]
+) -> Iterator[Metric]:
     """What the services say of themselves; counters begin anew when a service does."""
-    labels = ["model_name", "service"]
+    labels = ["model_name", "service", "side"]
+    info = GaugeMetricFamily(f"{OURS}service_info", "Where a service is", labels=[*labels, "address", "version"])
     up = GaugeMetricFamily(f"{OURS}service_up", "Whether a service answers", labels=labels)
     attached = GaugeMetricFamily(f"{OURS}service_attached", "Peers on its Speculate streams", labels=labels)
     states = GaugeMetricFamily(f"{OURS}service_state", "Gauges of the services", labels=[*labels, "name"])
     events = CounterMetricFamily(f"{OURS}service_events", "Counters of the services", labels=[*labels, "name"])
     for name, status in services.items():
-        up.add_metric([model, name], float(status is not None))
-        attached.add_metric([model, name], len(status.attached) if status else 0)
-        _add_all(states, [model, name], status.gauges if status else {})
-        _add_all(events, [model, name], status.counters if status else {})
-    yield from (up, attached, states, events)
+        values = [model, name, side_of(name)]
+        info.add_metric([*values, addresses[name], status.version if status else ""], 1)
+        up.add_metric(values, float(status is not None))
+        attached.add_metric(values, len(status.attached) if status else 0)
+        _add_all(states, values, status.gauges if status else {})
+        _add_all(events, values, status.counters if status else {})
+    yield from (info, up, attached, states, events)
+
+
+def _target_families(model: str, targets: Mapping[str, TargetState]) -> Iterator[Metric]:
+    """What the router says of each target."""
+    labels = ["model_name", "target"]
+    serving = GaugeMetricFamily(f"{OURS}target_serving", "Whether a target takes new requests", labels=labels)
+    sessions = GaugeMetricFamily(f"{OURS}target_sessions", "Requests that are open on a target", labels=labels)
+    routed = CounterMetricFamily(f"{OURS}routed_requests", "Times that requests were sent to a target", labels=labels)
+    for name, state in targets.items():
+        serving.add_metric([model, name], float(state.serving))
+        sessions.add_metric([model, name], state.sessions)
+        routed.add_metric([model, name], state.routed)
+    yield from (serving, sessions, routed)
 
 
 def _add_all(family: Any, labels: list[str], values: Mapping[str, float]) -> None:

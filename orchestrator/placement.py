@@ -1,32 +1,31 @@
-"""Where target and draft are: those that run already, or new ones on Ray."""
+"""Where the services are: those that run already, or new ones on Ray."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from config import Config
+from orchestrator.directory import SIDES, Directory, name_services, side_of
 from orchestrator.supervision import Placement
 from wire.server import check_free
 
+# Where the services of each side are.
+Directories = Mapping[str, Directory]
+
 
 def check_addresses(config: Config) -> None:
-    """Raise OSError for an address of this launch that something else listens on."""
-    listening = [(config.clients.host, config.clients.grpc_port), (config.clients.host, config.clients.http_port)]
-    if not config.cluster.target_address:
-        named = [(config.target, config.cluster.target_host), (config.draft, config.cluster.draft_host)]
-        named = named if config.has_draft else named[:1]
-        listening += [(side.host, side.port) for side, name in named if not name]  # else on any machine
-    for host, port in listening:
-        check_free(host, port)
+    """Raise OSError for an address of this launch's client endpoints that something else listens on."""
+    for port in (config.clients.grpc_port, config.clients.http_port):
+        check_free(config.clients.host, port)
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None]]:
-    """Addresses of target and draft, and what keeps them: those that run already, or new ones on Ray.
-
-    The draft's is empty if there is none.
-    """
-    if config.cluster.target_address:
-        yield config.cluster.target_address, config.cluster.draft_address if config.has_draft else "", None
+def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | None]]:
+    """Yield where the services are, and what keeps them: None for those that run already, else Ray."""
+    cluster = config.cluster
+    if cluster.target_address:
+        targets = _named("target", cluster.target_address)
+        drafts = _named("draft", cluster.draft_address if config.has_draft else "")
+        yield _by_side(targets | drafts), None
         return
     from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray
 
@@ -37,4 +36,22 @@ def placed_services(config: Config) -> Iterator[tuple[str, str, Placement | None
         for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
         addresses = {name: address for name, (address, _) in placement.services.items()}
-        yield addresses["target"], addresses.get("draft", ""), placement
+        yield _by_side(addresses), placement
+
+
+def addresses_in(directories: Directories) -> dict[str, str]:
+    """Return where all services are now, by name."""
+    return {name: address for each in directories.values() for name, address in each.addresses.items()}
+
+
+def _named(side: str, addresses: str) -> dict[str, str]:
+    """Return addresses that are given with commas between them, by the names of their services."""
+    given = [address.strip() for address in addresses.split(",") if address.strip()]
+    return dict(zip(name_services(side, len(given)), given, strict=True))
+
+
+def _by_side(addresses: Mapping[str, str]) -> Directories:
+    return {
+        side: Directory({name: address for name, address in addresses.items() if side_of(name) == side})
+        for side in SIDES
+    }

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.xml_calls import meant_properties
+
 # A call that is no JSON is given back as text.
 _CALLS = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
 _NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -118,8 +120,16 @@ class ReplyFormat:
         if not fields:
             return None
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
+        if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
+            tools = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         return ReplyParser(parser, self.tools == "mistral", stream)
+
+
+def _with_types(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function whose parameters say themselves of which types they are."""
+    parameters = function.get("parameters") or {}
+    return function | {"parameters": parameters | {"properties": meant_properties(parameters)}}
 
 
 def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:

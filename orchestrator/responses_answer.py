@@ -36,7 +36,8 @@ class ResponsesAnswer(Answer):
         self._items: list[Event] = []
         self._open: Event | None = None  # the item that text is added to
         self._status = "in_progress"
-        self._said = self._calls = 0
+        self._said = self._calls = self._reasoning_tokens = 0
+        self._untold = 0  # tokens whose text has not come yet
         self._decode = decode
         self._logprobs: list[Event] = []  # of tokens whose text has not come yet
 
@@ -50,6 +51,10 @@ class ResponsesAnswer(Answer):
         deltas = [Delta(chunk.text)] if chunk.text else []
         if self._parser is not None:
             deltas = self._parser.feed(chunk.text, chunk.reason is not None)
+        self._untold += len(chunk.tokens)
+        if deltas:
+            self._reasoning_tokens += self._untold if deltas[0].reasoning else 0
+            self._untold = 0
         if self._request.wanted_logprobs is not None:
             self._logprobs += chat_logprobs(chunk, self._decode)
             if deltas and not any(delta.content for delta in deltas):  # tokens of what is no message
@@ -97,7 +102,7 @@ class ResponsesAnswer(Answer):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": prompt + generated,
         }
 

@@ -1,60 +1,141 @@
-"""From a validated request to a stream of committed tokens: ledger, the stream to the target, resumption.
+"""From a validated request to a stream of committed tokens: ledger, the choice of a target, resumption.
 
-Every client request is one session of the ledger. When the target is lost, its sessions wait and are opened
-again from the ledger as soon as it is back; a client sees a pause. After `resume_timeout` they fail.
+Every client request is one session of the ledger, open on one target. When that is lost, its sessions are opened again
+from the ledger on another one as soon as that speaks, which it does every second; if there is none they wait, and a
+client sees a pause. After `resume_timeout` they fail.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import grpc
 
+from orchestrator import routing
+from orchestrator.directory import Directory
 from orchestrator.ledger import Ledger, LedgerError, Record
-from protos import control_pb2, control_pb2_grpc
-from wire import convert
+from orchestrator.target_stream import TargetStream
 from wire.access import PeerAccess
-from wire.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, error_from_code
-from wire.messages import Abort, At, Beat, Closed, Commit, FinishReason, ServedEvent, ServeRequest, SessionReads
-from wire.outbox import Outbox
-from wire.streams import BEAT_SECONDS, exchange, read_frames
+from wire.errors import DeadlineExceeded, InvalidArgument, NotFound, ServiceError, Unavailable, error_from_code
+from wire.messages import At, Closed, Commit, FinishReason, SessionReads
 
 log = logging.getLogger(__name__)
 
-_REDIAL_SECONDS = 0.1
-# A session that is there each time the target is lost, without a token in between, may be what kills it.
+# A session that is there each time its target is lost, without a token in between, may be what kills it.
 _MAX_RESUMPTIONS = 2
+# What is said later than this after a loss was not on its way before it.
+_SETTLING_SECONDS = 0.2
+
+
+class TargetState(NamedTuple):
+    """How a target is used. serving: whether it takes new sessions. sessions: open on it. routed: so far."""
+
+    serving: bool
+    sessions: int
+    routed: int
 
 
 class Router:
-    """Owns the ledger and the Serve stream to one target.
+    """Owns the ledger, the streams to the targets of a directory, and which session is open on which of them.
 
-    resume_timeout: seconds that requests wait for a lost target. request_timeout: seconds that a request may take in
-    all; 0: as long as it takes.
+    resume_timeout: seconds that requests wait where there is no target. request_timeout: seconds that a request may
+    take in all; 0: as long as it takes. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be
+    expected to wait before its prompt is read; 0: any time. routed: how often sessions were opened on each target.
     """
 
-    def __init__(self, target: str, access: PeerAccess, resume_timeout: float, request_timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        targets: Directory,
+        access: PeerAccess,
+        resume_timeout: float,
+        request_timeout: float = 0.0,
+        policy: str = "prefix",
+        max_wait: float = 0.0,
+    ) -> None:
         self.ledger = Ledger()
-        self.connected = False
-        self._target, self._access = target, access
+        self.routed: Counter[str] = Counter()
+        self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
+        self._policy, self._max_wait = policy, max_wait
+        self._origin = secrets.token_hex(4)
+        self._streams: dict[str, TargetStream] = {}
+        self._draining: set[str] = set()
+        self._places: dict[str, TargetStream] = {}  # of open sessions; those that wait for a target have none
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
-        self._outbox: Outbox[ServeRequest | Beat] | None = None
-        self._control: control_pb2_grpc.TargetControlStub | None = None
+        self._lost_at = float("-inf")  # when a target was lost last
+        self._giving_up: asyncio.TimerHandle | None = None
+
+    # Targets.
 
     @contextlib.asynccontextmanager
-    async def connected_to_target(self) -> AsyncIterator[None]:
-        """Keep the stream to the target while the context lasts, dialling again when it is lost."""
-        async with self._access.dial(self._target) as channel:
-            self._control = control_pb2_grpc.TargetControlStub(channel)
-            keeping = asyncio.create_task(self._keep_stream(channel))
-            try:
-                yield
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-                self.fail_all(Unavailable("the orchestrator is stopping"))
+    async def connected_to_targets(self) -> AsyncIterator[None]:
+        """Keep streams to the targets while the context lasts, dialling again when one is lost."""
+        following = asyncio.create_task(self._follow_directory())
+        try:
+            yield
+        finally:
+            self._streams.clear()  # nothing is opened again
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            self.fail_all(Unavailable("the orchestrator is stopping"))
+            self._stop_clock()
+
+    @property
+    def targets(self) -> Mapping[str, TargetStream]:
+        """The streams to all targets that there are, by name."""
+        return MappingProxyType(self._streams)
+
+    def target_states(self) -> dict[str, TargetState]:
+        """Return how each target is used, by name."""
+        usable = self._usable()
+        return {
+            name: TargetState(name in usable, stream.sessions, self.routed[name])
+            for name, stream in self._streams.items()
+        }
+
+    @property
+    def connected(self) -> bool:
+        """Whether new requests can be served."""
+        return bool(self._usable())
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        """Let no new sessions go to a target; those that run there finish. False: let them again."""
+        (self._draining.add if draining else self._draining.discard)(name)
+        self._resume_waiting()
+
+    async def _follow_directory(self) -> None:
+        """Keep a stream to each target that there is, where it is now. Runs until cancelled."""
+        tasks: dict[TargetStream, asyncio.Task[None]] = {}
+        try:
+            while True:
+                there = self._directory.addresses
+                for name, stream in list(self._streams.items()):
+                    if there.get(name) != stream.address:  # its sessions are told lost when it has ended
+                        del self._streams[name]
+                        tasks[stream].cancel()
+                for name in [name for name in there if name not in self._streams]:
+                    stream = self._streams[name] = TargetStream(name, there[name], self._access, self._origin, self)
+                    tasks[stream] = asyncio.create_task(stream.keep())
+                self._draining.intersection_update(there)
+                tasks = {stream: task for stream, task in tasks.items() if not task.done()}
+                await self._directory.changed()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def _usable(self) -> dict[str, TargetStream]:
+        """Return the targets that take sessions, by name."""
+        return {
+            name: stream for name, stream in self._streams.items() if stream.connected and name not in self._draining
+        }
+
+    # Requests.
 
     @property
     def running(self) -> int:
@@ -64,18 +145,20 @@ class Router:
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
         """Open the session and yield its rounds up to the last. Leaving early aborts it.
 
-        Raises ServiceError as the target or the loss of it demands.
+        Raises ServiceError as a target or the loss of it demands, and where no target takes it.
         """
-        if self._outbox is None:
-            raise Unavailable("the target is not connected; try again in a moment")
+        usable = self._usable()
+        if not usable:
+            raise Unavailable("no target is connected; try again in a moment")
+        views = routing.admit([stream.view for stream in usable.values()], len(record.tokens), self._max_wait)
         try:
             self.ledger.open(record)
         except LedgerError as error:
             raise InvalidArgument(str(error)) from None
         queue = self._readers[record.session] = asyncio.Queue()
-        self._outbox.put(record.to_open())
         deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
         try:
+            self._place(record, views)
             while True:
                 try:
                     async with asyncio.timeout_at(deadline):
@@ -92,8 +175,9 @@ class Router:
         finally:
             del self._readers[record.session]
             self.ledger.close(record.session)
-            if record.finish_reason is FinishReason.NONE and self._outbox is not None:
-                self._outbox.put(Abort(record.session))
+            place = self._places.pop(record.session, None)
+            if place is not None:
+                place.close(record.session, finished=record.finish_reason is not FinishReason.NONE)
 
     def is_open(self, session: str) -> bool:
         return session in self._readers
@@ -114,80 +198,87 @@ class Router:
             queue.put_nowait(error)
 
     async def reads(self, session: str) -> SessionReads:
-        """Ask the target which blocks a round of a session read. Raises ServiceError."""
-        assert self._control is not None
-        asked = control_pb2.ReadsRequest(session=session)
-        try:
-            pb = await self._control.Reads(asked, timeout=BEAT_SECONDS, metadata=self._access.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_code(error.code().value[0], error.details() or "the target does not answer") from None
-        return convert.reads_from_pb(pb)
+        """Ask its target which blocks a round of a session read. Raises ServiceError."""
+        place = self._places.get(session)
+        if place is None:
+            raise NotFound(f"no session {session!r} is open on a target")
+        return await place.reads(session)
 
-    async def _keep_stream(self, channel: grpc.aio.Channel) -> None:
-        """Serve over one stream after the other, whatever ends it. Runs until cancelled."""
-        lost_at: float | None = None
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                await self._serve(channel)
-            except TimeoutError:
-                pass  # not reachable yet
-            except grpc.aio.AioRpcError as error:
-                log.warning("stream to the target at %s ended: %s %s", self._target, error.code().name, error.details())
-            except ServiceError as error:
-                log.warning("stream to the target at %s ended: %s", self._target, error)
-            except Exception:
-                log.exception("stream to the target at %s failed; it is opened again", self._target)
-            if self.connected:
-                self.connected, lost_at = False, loop.time()
-            if lost_at is not None and loop.time() - lost_at > self._resume_timeout:
-                self.fail_all(Unavailable(f"the target at {self._target} was lost and did not come back"))
-                lost_at = None
-            await asyncio.sleep(_REDIAL_SECONDS)
+    # Places of sessions.
 
-    async def _serve(self, channel: grpc.aio.Channel) -> None:
-        """Serve until the stream ends. Raises what ended it; TimeoutError if the target cannot be reached."""
-        await asyncio.wait_for(channel.channel_ready(), 1.0)
-        call = control_pb2_grpc.TargetControlStub(channel).Serve(metadata=self._access.metadata)
-        outbox: Outbox[ServeRequest | Beat] = Outbox()
+    def _place(self, record: Record, views: list[routing.TargetView]) -> None:
+        """Open a session on one of some targets."""
+        view = routing.choose(self._policy, views, record.tokens)
+        self._places[record.session] = stream = self._streams[view.name]
+        self.routed[view.name] += 1
+        stream.open(record, self.routed.total())
 
-        def receive(frame: control_pb2.ServedFrame) -> None:
-            if self._outbox is None:  # the target has spoken: it lives
-                self._resume(outbox)
-            for event in frame.events:
-                self._receive(convert.served_event_from_pb(event))
-
-        async def write(requests: list[ServeRequest | Beat]) -> None:
-            for request in requests:
-                await call.write(convert.serve_request_to_pb(request))
-
-        try:
-            await exchange(read_frames(call), receive, outbox, write, "the target")
-        finally:
-            self._outbox = None
-            call.cancel()
-
-    def _resume(self, outbox: Outbox[ServeRequest | Beat]) -> None:
-        """Take a stream into use, and open all sessions on it that there are."""
-        for record in self.ledger.records.values():
-            if record.resumptions >= _MAX_RESUMPTIONS:
-                self._tell(record.session, Unavailable("the target was lost again and again while it ran this request"))
-                continue
-            record.resumptions += 1
-            outbox.put(record.to_open())
-        self._outbox, self.connected = outbox, True
-
-    def _receive(self, event: ServedEvent | Beat) -> None:
-        if isinstance(event, Beat):
+    def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
+        """Open a session again whose target is lost, on one of these."""
+        if record.resumptions >= _MAX_RESUMPTIONS:
+            self._tell(record.session, Unavailable("the target was lost again and again while it ran this request"))
             return
-        if isinstance(event, Closed):
-            # A target that stops is a target lost: its stream ends next, and the session waits for it.
+        record.resumptions += 1
+        self._place(record, views)
+
+    def _waiting(self) -> list[Record]:
+        """Return the sessions that have not ended and are open on no target."""
+        records = self.ledger.records.values()
+        return [item for item in records if item.session not in self._places and not item.finish_reason]
+
+    def _resume_waiting(self) -> None:
+        """Open the sessions that wait on targets that live, or have a clock run until they are given up."""
+        usable = self._usable().values()
+        living = [stream.view for stream in usable if self._lives(stream)]
+        for record in self._waiting() if living else []:
+            self._resume(record, living)
+        if usable:
+            self._stop_clock()
+        elif self._giving_up is None and self._waiting():
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._resume_timeout, self._give_up)
+
+    def _lives(self, stream: TargetStream) -> bool:
+        """Return whether a target has spoken since one was lost: whatever cut that off, it still stands."""
+        return stream.found_at > self._lost_at or stream.heard_at > self._lost_at + _SETTLING_SECONDS
+
+    def heard(self) -> None:
+        """Open sessions that wait for a target which lives."""
+        if len(self._places) < len(self._readers):
+            self._resume_waiting()
+
+    def lost(self, sessions: list[str]) -> None:
+        """Let these sessions wait for another target."""
+        self._lost_at = asyncio.get_running_loop().time()
+        for session in sessions:
+            del self._places[session]
+        self._resume_waiting()
+
+    def receive(self, session: str | None, event: Commit | Closed) -> None:
+        """Write a round down and tell its reader; or tell it why its session has ended."""
+        if session is None:
+            self.ledger.counters["unknown_session_commits"] += 1
+        elif isinstance(event, Closed):
+            # A target that stops is a target lost: its stream ends next, and its sessions go elsewhere.
             if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:
-                self._tell(event.session, error_from_code(event.code, event.message))
-            return
-        try:
-            if self.ledger.apply(event) is not None:
-                self._tell(event.at.session, event)
-        except LedgerError as error:
-            log.error("%s", error)
-            self._tell(event.at.session, ServiceError(str(error)))
+                self._tell(session, error_from_code(event.code, event.message))
+        else:
+            try:
+                if self.ledger.apply(event) is not None:
+                    self._tell(session, event)
+            except LedgerError as error:
+                log.error("%s", error)
+                self._tell(session, ServiceError(str(error)))
+
+    def _stop_clock(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    def _give_up(self) -> None:
+        """Tell the sessions that wait that no target has come."""
+        self._giving_up = None
+        for record in self._waiting():
+            self._tell(
+                record.session, Unavailable("the target was lost and did not come back, nor is there another one")
+            )

@@ -26,59 +26,84 @@ PAUSE_BEATS = 5  # between attempts
 class Placement(Protocol):
     """What places services. All of it may take long, and runs in a thread."""
 
-    def replace(self, side: str) -> None:
-        """End the process of a service, dead or alive, and have it started anew."""
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" as long as that is not known."""
+
+    def replace(self, name: str) -> None:
+        """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
 
     def is_alive(self) -> bool:
         """Return whether the services are watched, so that one that dies is started anew."""
 
     def restart(self) -> None:
-        """Place all services anew, at their addresses. Raises ClusterError or what Ray raises."""
+        """Place all services anew. Raises ClusterError or what Ray raises."""
 
 
 async def supervise(
-    services: Mapping[str, AskStatus], placement: Placement, after_restart: Callable[[], None] = lambda: None
+    services: Mapping[str, AskStatus],
+    placement: Placement,
+    put: Callable[[str, str], None],
+    after_restart: Callable[[], None] = lambda: None,
 ) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
-    services: how each is asked for its status, by side; raises AioRpcError, after BEAT_SECONDS at the latest.
+    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest.
+    put: told by name where a service listens that did not answer; it is asked there from then on.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
     """
     turn = asyncio.Lock()  # one repair at a time
-    watches = [_watch_service(side, ask, placement, turn) for side, ask in services.items()]
+    watches = [_watch_service(name, ask, placement, put, turn) for name, ask in services.items()]
     await run_together(_watch_placement(placement, turn, after_restart), *watches)
 
 
-async def _watch_service(side: str, ask: AskStatus, placement: Placement, turn: asyncio.Lock) -> None:
+async def _watch_service(
+    name: str, ask: AskStatus, placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+) -> None:
     missed, serves = 0, False
     while True:
         try:
             await ask()
             if not serves:
-                log.info("the %s service answers", side)
+                log.info("the %s service answers", name)
             missed, serves = 0, True
             await asyncio.sleep(BEAT_SECONDS)
+            continue
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 missed += 1
             else:  # nobody listens: it is gone, or does not listen yet
                 if serves:
-                    log.warning("the %s service is gone; it is being started again", side)
+                    log.warning("the %s service is gone; it is being started again", name)
                 missed, serves = 0, False
                 await asyncio.sleep(BEAT_SECONDS)
-        if serves and missed >= PATIENCE:
-            log.error("the %s service has not answered for %g s: it hangs and is replaced", side, missed * BEAT_SECONDS)
-            async with turn:
-                serves = not await _replace(side, placement)
-            missed = 0
+        async with turn:
+            if serves and missed >= PATIENCE:
+                log.error(
+                    "the %s service has not answered for %g s: it hangs and is replaced", name, missed * BEAT_SECONDS
+                )
+                missed, serves = 0, not await _replace(name, placement)
+            elif not serves:
+                await _locate(name, placement, put)
 
 
-async def _replace(side: str, placement: Placement) -> bool:
+async def _locate(name: str, placement: Placement, put: Callable[[str, str], None]) -> None:
+    """Look where a service is that does not answer: it may have been started elsewhere."""
+    try:
+        async with asyncio.timeout(RAY_PATIENCE):
+            address = await asyncio.to_thread(placement.locate, name)
+    except Exception:  # Ray is not there for the moment: it is asked again
+        log.debug("the %s service could not be located", name, exc_info=True)
+        return
+    if address:
+        put(name, address)
+
+
+async def _replace(name: str, placement: Placement) -> bool:
     """Have a service replaced; returns whether that worked."""
     try:
-        await asyncio.to_thread(placement.replace, side)
+        await asyncio.to_thread(placement.replace, name)
     except Exception:
-        log.exception("the %s service could not be replaced", side)
+        log.exception("the %s service could not be replaced", name)
         return False
     return True
 

@@ -201,6 +201,11 @@ class DraftControlStub(object):
                 request_serializer=protos_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=protos_dot_control__pb2.ServiceStatus.FromString,
                 _registered_method=True)
+        self.SetTargets = channel.unary_unary(
+                '/specahead.v1.DraftControl/SetTargets',
+                request_serializer=protos_dot_control__pb2.Targets.SerializeToString,
+                response_deserializer=protos_dot_control__pb2.TargetsSet.FromString,
+                _registered_method=True)
 
 
 class DraftControlServicer(object):
@@ -212,6 +217,13 @@ class DraftControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTargets(self, request, context):
+        """to draft for these from now on, and for no others
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -219,6 +231,11 @@ def add_DraftControlServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=protos_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=protos_dot_control__pb2.ServiceStatus.SerializeToString,
+            ),
+            'SetTargets': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTargets,
+                    request_deserializer=protos_dot_control__pb2.Targets.FromString,
+                    response_serializer=protos_dot_control__pb2.TargetsSet.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -248,6 +265,33 @@ class DraftControl(object):
             '/specahead.v1.DraftControl/Status',
             protos_dot_control__pb2.StatusRequest.SerializeToString,
             protos_dot_control__pb2.ServiceStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTargets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specahead.v1.DraftControl/SetTargets',
+            protos_dot_control__pb2.Targets.SerializeToString,
+            protos_dot_control__pb2.TargetsSet.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\x0cspecahead.v1\"A\n\x02\x41t\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\"\xa0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\".\n\x07Welcome\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.specahead.v1.Hello\"f\n\nDraftFrame\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.specahead.v1.HelloH\x00\x12*\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x19.specahead.v1.DraftEventsH\x00\x42\x06\n\x04\x62ody\"7\n\x0b\x44raftEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.specahead.v1.DraftEvent\"\x91\x02\n\nDraftEvent\x12\x32\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x1a.specahead.v1.AnnouncementH\x00\x12*\n\x08proposal\x18\x02 \x01(\x0b\x32\x16.specahead.v1.ProposalH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.specahead.v1.ReadyH\x00\x12(\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x15.specahead.v1.DeclineH\x00\x12&\n\x06resync\x18\x05 \x01(\x0b\x32\x14.specahead.v1.ResyncH\x00\x12\"\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"?\n\x0c\x41nnouncement\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tselection\x18\x02 \x01(\x0c\"\xcd\x01\n\x08Proposal\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tannounces\x18\x02 \x01(\x08\x12\x15\n\rassumed_token\x18\x03 \x01(\r\x12\x12\n\x06tokens\x18\x04 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esupport_counts\x18\x05 \x03(\rB\x02\x10\x01\x12\x17\n\x0bsupport_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x19\n\rsupport_probs\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x15\n\rdraft_seconds\x18\x08 \x01(\x02\"%\n\x05Ready\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\"*\n\x07\x44\x65\x63line\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\"l\n\x0bTargetFrame\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.specahead.v1.WelcomeH\x00\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1a.specahead.v1.TargetEventsH\x00\x42\x06\n\x04\x62ody\"9\n\x0cTargetEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.TargetEvent\"\xd6\x01\n\x0bTargetEvent\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.specahead.v1.BeginH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.specahead.v1.VerdictH\x00\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x11.specahead.v1.EndH\x00\x12(\n\x07refusal\x18\x04 \x01(\x0b\x32\x15.specahead.v1.RefusalH\x00\x12\"\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42\x65\x61t\"\xac\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.specahead.v1.Sampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\n \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\xe0\x01\n\x05\x42\x65gin\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x0f\n\x07grammar\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"\\\n\x07Verdict\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\x06tokens\x18\x03 \x03(\rB\x02\x10\x01\x12\r\n\x05plain\x18\x04 \x01(\x08\"\x16\n\x03\x45nd\x12\x0f\n\x07session\x18\x01 \x01(\t\"=\n\x07Refusal\x12\"\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x0e\n\x06reason\x18\x02 \x01(\t2S\n\x0bSpeculation\x12\x44\n\tSpeculate\x12\x18.specahead.v1.DraftFrame\x1a\x19.specahead.v1.TargetFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18protos/speculation.proto\x12\x0cspecahead.v1\"A\n\x02\x41t\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\"\xa0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\".\n\x07Welcome\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.specahead.v1.Hello\"f\n\nDraftFrame\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.specahead.v1.HelloH\x00\x12*\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x19.specahead.v1.DraftEventsH\x00\x42\x06\n\x04\x62ody\"7\n\x0b\x44raftEvents\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.specahead.v1.DraftEvent\"\x99\x02\n\nDraftEvent\x12\x32\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x1a.specahead.v1.AnnouncementH\x00\x12,\n\tproposals\x18\x07 \x01(\x0b\x32\x17.specahead.v1.ProposalsH\x00\x12$\n\x05ready\x18\x03 \x01(\x0b\x32\x13.specahead.v1.ReadyH\x00\x12(\n\x07\x64\x65\x63line\x18\x04 \x01(\x0b\x32\x15.specahead.v1.DeclineH\x00\x12&\n\x06resync\x18\x05 \x01(\x0b\x32\x14.specahead.v1.ResyncH\x00\x12\"\n\x04\x62\x65\x61t\x18\x06 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x02\x10\x03\"?\n\x0c\x41nnouncement\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tselection\x18\x02 \x01(\x0c\"\xf4\x01\n\tProposals\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x11\n\tannounces\x18\x02 \x01(\x08\x12\x13\n\x07offsets\x18\x03 \x03(\rB\x02\x10\x01\x12\x1a\n\x0e\x61ssumed_tokens\x18\x04 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x63ounts\x18\x05 \x03(\rB\x02\x10\x01\x12\x12\n\x06tokens\x18\x06 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esupport_counts\x18\x07 \x03(\rB\x02\x10\x01\x12\x13\n\x0bsupport_ids\x18\x08 \x01(\x0c\x12\x15\n\rsupport_probs\x18\t \x01(\x0c\x12\x15\n\rdraft_seconds\x18\n \x01(\x02\"%\n\x05Ready\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\"*\n\x07\x44\x65\x63line\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x19\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\t\"l\n\x0bTargetFrame\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.specahead.v1.WelcomeH\x00\x12+\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1a.specahead.v1.TargetEventsH\x00\x42\x06\n\x04\x62ody\"9\n\x0cTargetEvents\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.specahead.v1.TargetEvent\"\xd6\x01\n\x0bTargetEvent\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x13.specahead.v1.BeginH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.specahead.v1.VerdictH\x00\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x11.specahead.v1.EndH\x00\x12(\n\x07refusal\x18\x04 \x01(\x0b\x32\x15.specahead.v1.RefusalH\x00\x12\"\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x12.specahead.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42\x65\x61t\"\xac\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.specahead.v1.Sampling.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\n \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\xe0\x01\n\x05\x42\x65gin\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x12\n\x06tokens\x18\x02 \x03(\rB\x02\x10\x01\x12(\n\x08sampling\x18\x03 \x01(\x0b\x32\x16.specahead.v1.Sampling\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x0e\n\x06method\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x0f\n\x07grammar\x18\x08 \x01(\t\x12\x13\n\x0btraceparent\x18\x0f \x01(\t\"\\\n\x07Verdict\x12\x1c\n\x02\x61t\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x12\n\x06tokens\x18\x03 \x03(\rB\x02\x10\x01\x12\r\n\x05plain\x18\x04 \x01(\x08\"\x16\n\x03\x45nd\x12\x0f\n\x07session\x18\x01 \x01(\t\"=\n\x07Refusal\x12\"\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x10.specahead.v1.At\x12\x0e\n\x06reason\x18\x02 \x01(\t2S\n\x0bSpeculation\x12\x44\n\tSpeculate\x12\x18.specahead.v1.DraftFrame\x1a\x19.specahead.v1.TargetFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['tokens']._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['tokens']._serialized_options = b'\020\001'
-  _globals['_PROPOSAL'].fields_by_name['support_counts']._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['support_counts']._serialized_options = b'\020\001'
-  _globals['_PROPOSAL'].fields_by_name['support_ids']._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['support_ids']._serialized_options = b'\020\001'
-  _globals['_PROPOSAL'].fields_by_name['support_probs']._loaded_options = None
-  _globals['_PROPOSAL'].fields_by_name['support_probs']._serialized_options = b'\020\001'
+  _globals['_PROPOSALS'].fields_by_name['offsets']._loaded_options = None
+  _globals['_PROPOSALS'].fields_by_name['offsets']._serialized_options = b'\020\001'
+  _globals['_PROPOSALS'].fields_by_name['assumed_tokens']._loaded_options = None
+  _globals['_PROPOSALS'].fields_by_name['assumed_tokens']._serialized_options = b'\020\001'
+  _globals['_PROPOSALS'].fields_by_name['counts']._loaded_options = None
+  _globals['_PROPOSALS'].fields_by_name['counts']._serialized_options = b'\020\001'
+  _globals['_PROPOSALS'].fields_by_name['tokens']._loaded_options = None
+  _globals['_PROPOSALS'].fields_by_name['tokens']._serialized_options = b'\020\001'
+  _globals['_PROPOSALS'].fields_by_name['support_counts']._loaded_options = None
+  _globals['_PROPOSALS'].fields_by_name['support_counts']._serialized_options = b'\020\001'
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_BEGIN'].fields_by_name['tokens']._loaded_options = None
@@ -58,37 +60,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTEVENTS']._serialized_start=424
   _globals['_DRAFTEVENTS']._serialized_end=479
   _globals['_DRAFTEVENT']._serialized_start=482
-  _globals['_DRAFTEVENT']._serialized_end=755
-  _globals['_ANNOUNCEMENT']._serialized_start=757
-  _globals['_ANNOUNCEMENT']._serialized_end=820
-  _globals['_PROPOSAL']._serialized_start=823
-  _globals['_PROPOSAL']._serialized_end=1028
-  _globals['_READY']._serialized_start=1030
-  _globals['_READY']._serialized_end=1067
-  _globals['_DECLINE']._serialized_start=1069
-  _globals['_DECLINE']._serialized_end=1111
-  _globals['_RESYNC']._serialized_start=1113
-  _globals['_RESYNC']._serialized_end=1138
-  _globals['_TARGETFRAME']._serialized_start=1140
-  _globals['_TARGETFRAME']._serialized_end=1248
-  _globals['_TARGETEVENTS']._serialized_start=1250
-  _globals['_TARGETEVENTS']._serialized_end=1307
-  _globals['_TARGETEVENT']._serialized_start=1310
-  _globals['_TARGETEVENT']._serialized_end=1524
-  _globals['_BEAT']._serialized_start=1526
-  _globals['_BEAT']._serialized_end=1532
-  _globals['_SAMPLING']._serialized_start=1535
-  _globals['_SAMPLING']._serialized_end=1835
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1787
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1835
-  _globals['_BEGIN']._serialized_start=1838
-  _globals['_BEGIN']._serialized_end=2062
-  _globals['_VERDICT']._serialized_start=2064
-  _globals['_VERDICT']._serialized_end=2156
-  _globals['_END']._serialized_start=2158
-  _globals['_END']._serialized_end=2180
-  _globals['_REFUSAL']._serialized_start=2182
-  _globals['_REFUSAL']._serialized_end=2243
-  _globals['_SPECULATION']._serialized_start=2245
-  _globals['_SPECULATION']._serialized_end=2328
+  _globals['_DRAFTEVENT']._serialized_end=763
+  _globals['_ANNOUNCEMENT']._serialized_start=765
+  _globals['_ANNOUNCEMENT']._serialized_end=828
+  _globals['_PROPOSALS']._serialized_start=831
+  _globals['_PROPOSALS']._serialized_end=1075
+  _globals['_READY']._serialized_start=1077
+  _globals['_READY']._serialized_end=1114
+  _globals['_DECLINE']._serialized_start=1116
+  _globals['_DECLINE']._serialized_end=1158
+  _globals['_RESYNC']._serialized_start=1160
+  _globals['_RESYNC']._serialized_end=1185
+  _globals['_TARGETFRAME']._serialized_start=1187
+  _globals['_TARGETFRAME']._serialized_end=1295
+  _globals['_TARGETEVENTS']._serialized_start=1297
+  _globals['_TARGETEVENTS']._serialized_end=1354
+  _globals['_TARGETEVENT']._serialized_start=1357
+  _globals['_TARGETEVENT']._serialized_end=1571
+  _globals['_BEAT']._serialized_start=1573
+  _globals['_BEAT']._serialized_end=1579
+  _globals['_SAMPLING']._serialized_start=1582
+  _globals['_SAMPLING']._serialized_end=1882
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1834
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1882
+  _globals['_BEGIN']._serialized_start=1885
+  _globals['_BEGIN']._serialized_end=2109
+  _globals['_VERDICT']._serialized_start=2111
+  _globals['_VERDICT']._serialized_end=2203
+  _globals['_END']._serialized_start=2205
+  _globals['_END']._serialized_end=2227
+  _globals['_REFUSAL']._serialized_start=2229
+  _globals['_REFUSAL']._serialized_end=2290
+  _globals['_SPECULATION']._serialized_start=2292
+  _globals['_SPECULATION']._serialized_end=2375
 # @@protoc_insertion_point(module_scope)

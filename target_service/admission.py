@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from config import TargetSettings
 from engine.grammars import Grammars, GrammarState
+from engine.inputs import SparsePrompt
 from engine.kv.pages import PAGE_SIZE, pages_for
 from engine.logit_rules import rules_of
 from engine.runner import Runner
@@ -21,7 +22,7 @@ from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
-from wire.messages import Exactness, Open, ServedEvent
+from wire.messages import Exactness, Open, Report, ServedEvent
 
 
 class Admission:
@@ -92,6 +93,9 @@ class Admission:
             traceparent=request.traceparent,
         )
         session.kv.dense = session.reads_all
+        share = self._settings.prompt_read_share
+        if share < 1 and not session.reads_all and session.prompt_logprobs is None:
+            session.prompt = SparsePrompt(share, self._plan.dense_layers)
         self.queue.append(session)
 
     def _reader(self, request: Open) -> Reader | None:
@@ -155,16 +159,37 @@ class Admission:
 
     def _queued_with(self, tokens: int) -> int:
         """Return how many sessions the next step would leave in the queue if one more of so many tokens were in it."""
+        left, running, free = self._after_next_step()
+        if not left and self._may_run(self._need(tokens), running, free):
+            return 0
+        return min(left, len(self.queue)) + 1
+
+    def _after_next_step(self) -> tuple[int, int, int]:
+        """Return how many sessions the next step would leave waiting, how many run then, and the pages free then."""
         references = self._kv.pool.references
         leaving = sum(references[page] == 1 for session in self._closed for page in session.kv.pages)
         running, free = len(self.running), self._free_pages() + leaving
-        needs = [self._need(len(session.tokens)) for session in (*self.preempted, *self.queue)]
-        admitted = 0
-        for need in (*needs, self._need(tokens)):
+        for count, session in enumerate((*self.preempted, *self.queue)):
+            need = self._need(len(session.tokens))
             if not self._may_run(need, running, free):
-                break
-            admitted, running, free = admitted + 1, running + 1, free - need
-        return min(len(needs) + 1 - admitted, len(self.queue) + 1)
+                return len(self.preempted) + len(self.queue) - count, running, free
+            running, free = running + 1, free - need
+        return 0, running, free
+
+    def room(self, emit: Callable[[ServedEvent], None]) -> Report:
+        """Return a report that says how many more sessions of who owns `emit` would run at once, or wait."""
+        left, running, free = self._after_next_step()
+        waiting = Counter(session.emit for session in self.queue)
+        taken_over = (max(waiting.values(), default=0) - waiting[emit]) // 2  # see _make_place
+        return Report(
+            sessions=len(self.running) + len(self.preempted) + len(self.queue),
+            waiting=left,
+            free_places=max(0, self._settings.max_sessions - running),
+            free_kv_pages=max(0, free - self._kept(running)),
+            queue_places=max(0, self._settings.max_queued - min(left, len(self.queue)), taken_over),
+            unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
+            queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
+        )
 
     # Room.
 
@@ -183,8 +208,12 @@ class Admission:
 
         Some of the free pages are kept, so that it does not have to give way at once. By itself it always fits.
         """
-        kept = max(running, self._kv.pool.num_pages // 100)
-        return running == 0 or (running < self._settings.max_sessions and need + kept <= free)
+        places = running < self._settings.max_sessions
+        return running == 0 or (places and need + self._kept(running) <= free)
+
+    def _kept(self, running: int) -> int:
+        """Return how many pages stay free when a session begins to run beside so many others; none if it is alone."""
+        return max(running, self._kv.pool.num_pages // 100) if running else 0
 
     # Between steps.
 
@@ -215,7 +244,7 @@ class Admission:
         # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
         known = session.prompt_tokens if self._deterministic else len(session.tokens)
         if session.prompt_logprobs is None:  # else the whole prompt is read
-            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1])
+            self._kv.reuse_prefix(session.kv, session.tokens[: known - 1], session.prompt is not None)
         if self.preempted:
             self.preempted.remove(session)
         else:

@@ -24,8 +24,8 @@ def commit_round(
     room = session.max_length - before.base
     tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
     # A draft that was lost or has asked for Begin during the step does not know this round.
-    judged = next((item for item in session.proposals.get(key, ()) if item is proposal), None)
-    agreed = judged is not None and following in session.drafted_outcomes(before.base + accepted + 1)
+    judged = proposal if key in session.proposals else None
+    agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
     tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
     commit = Commit(
         at=before,
@@ -37,6 +37,7 @@ def commit_round(
         kv_tokens_total=tokens_total,
         kv_tokens_fetched=output.tokens_fetched,
         cached_tokens=stats.cached_tokens,
+        sparse_prompt_tokens=stats.sparse_prompt_tokens,
         queue_seconds=stats.queue_seconds,
         preemptions=stats.preemptions,
         announced_bytes=stats.announced_bytes,

@@ -13,6 +13,7 @@ from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from engine.step_loop import share_prefill
+from sparsity.prompts import sparse_tokens
 from target_service.session import TargetSession
 from wire.messages import Proposal
 
@@ -121,6 +122,10 @@ def _plan_reading(session: TargetSession, share: int, round_tokens: int, determi
     Where KV has to be that of the first time, tokens that were generated run in rounds again, as if they were proposed.
     """
     start, prompt_end = session.kv.length, session.prompt_tokens - 1
+    sparse_end = sparse_tokens(session.prompt_tokens)
+    if session.prompt is not None and start < sparse_end:
+        end = min(start + share, sparse_end)
+        return SequenceInput(session.kv, session.tokens[start:end], prompt=session.prompt)
     if session.prompt_logprobs is not None:
         return SequenceInput(session.kv, session.tokens[start : start + share], logits="all")
     if not deterministic:

@@ -2,14 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from config import TargetSettings
 from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import Announcement, Decline, DraftEvent, End, Proposal, Ready, Refusal, Resync, Verdict
+from wire.messages import Announcement, At, Decline, DraftEvent, End, Proposals, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class DraftProtocol:
     ) -> None:
         self.drafts: list[DraftPeer] = []
         self._sessions, self._counters = sessions, counters
+        self._number = _number(settings.name)
         self._plan, self._gamma, self._vocab_size = plan, settings.gamma, vocab_size
 
     # Which draft a session has.
@@ -50,13 +51,14 @@ class DraftProtocol:
             self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
-        """Have a session drafted by the draft with the fewest, unless it has a draft, is paused or there is none.
+        """Have a session drafted, unless it has a draft, is paused or there is none: by the draft with the fewest
+        sessions of this target, and of several by that which was placed beside it (draft-2 beside target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
         if not self.drafts or session.draft is not None or session.is_paused:
             return
-        peer = min(self.drafts, key=lambda draft: len(draft.sessions))
+        peer = min(self.drafts, key=lambda draft: (len(draft.sessions), _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait
         peer.sessions.add(session.id)
         peer.send(session.begin())
@@ -86,8 +88,8 @@ class DraftProtocol:
         match event:
             case Announcement():
                 self._take_announcement(peer, session, event)
-            case Proposal():
-                self._take_proposal(peer, session, event)
+            case Proposals():
+                self._take_proposals(peer, session, event)
             case Ready():
                 session.drafted = True
                 session.stats.waiting_since = None
@@ -112,88 +114,91 @@ class DraftProtocol:
         reader = session.reader
         if reader is None or not session.announced_by:
             raise InvalidArgument(f"session {session.id} takes no announcements")
-        if not self._is_current(peer, session, event):
+        if not self._is_current(peer, session, event, session.announced):
             return
-        key = (event.at.epoch, event.at.round)
-        if key in session.announced:
-            self._counters["repeated_frames"] += 1
-            return
+        self._check_announced_base(session, event.at)
         blocks = self._plan.num_blocks(event.at.base)
         try:
             selection = decode_selection(event.selection, session.known_selections, reader.announced_rows, blocks)
         except UnknownReference as error:
             self._refuse(peer, session, str(error))
             return
-        session.announced[key] = selection
+        session.announced[event.at.epoch, event.at.round] = selection
         session.stats.announced_bytes += len(event.selection)
         self._counters["announced_bytes"] += len(event.selection)
 
-    def _take_proposal(self, peer: DraftPeer, session: TargetSession, event: Proposal) -> None:
-        if not self._is_current(peer, session, event):
-            return
-        self._check_proposal(session, event)
-        present = session.proposals.setdefault((event.at.epoch, event.at.round), [])
-        if any((item.at.base, item.assumed_token) == (event.at.base, event.assumed_token) for item in present):
-            self._counters["repeated_frames"] += 1
-            return
-        if len(present) == MAX_BRANCHES:
-            raise InvalidArgument(f"session {session.id}: more than {MAX_BRANCHES} proposals for one round")
-        present.append(event)
+    def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
+        if self._is_current(peer, session, event, session.proposals):
+            self._check_outcomes(session, event)
+            self._check_tokens(session, event)
+            session.proposals[event.at.epoch, event.at.round] = event
 
-    def _check_proposal(self, session: TargetSession, event: Proposal) -> None:
-        """Raise InvalidArgument for a proposal that cannot be verified."""
-        vocab = self._vocab_size
-        if len(event.tokens) > self._gamma:
-            raise InvalidArgument(f"a proposal of {len(event.tokens)} tokens, γ is {self._gamma}")
-        if any(t >= vocab for t in event.tokens) or any((s.ids >= vocab).any() for s in event.supports):
-            raise InvalidArgument(f"a proposed token lies outside the vocabulary of {vocab}")
-        if session.sampling.greedy and event.supports:
-            raise InvalidArgument(f"session {session.id} is greedy; its proposals carry no distributions")
+    def _is_current(
+        self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposals, taken: Container[RoundKey]
+    ) -> bool:
+        """Return whether an event is of this round or the next, and the first of its kind.
 
-    def _is_current(self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposal) -> bool:
-        """Return whether an event is of this round or the next; else it is a repeat, stale, or a gap that is refused.
-
-        Raises InvalidArgument for a base that the round cannot have.
+        Else it is a repeat, stale, or a gap that is refused. taken: the rounds whose event of this kind is here.
         """
-        at, is_proposal = event.at, isinstance(event, Proposal)
-        if session.last_judged is not None and (at.epoch, at.round) == session.last_judged[0]:
+        at, proposes = event.at, isinstance(event, Proposals)
+        key = (at.epoch, at.round)
+        if session.last_judged is not None and key == session.last_judged[0]:
             self._counters["repeated_frames"] += 1
-            if is_proposal:
+            if proposes:
                 peer.send(session.last_judged[1])
             return False
         if at.epoch < session.epoch or at.round < session.round:
             self._counters["stale_frames"] += 1
-            session.stats.stale_rounds += is_proposal
+            session.stats.stale_rounds += proposes
             return False
         if at.epoch > session.epoch or at.round > session.round + 1:
             self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
             return False
-        return self._fits(session, event)
+        self._counters["repeated_frames"] += key in taken
+        return key not in taken
 
-    def _fits(self, session: TargetSession, event: Announcement | Proposal) -> bool:
-        """Return whether an event of this round or the next fits the committed tokens; if not, it is stale.
+    def _check_announced_base(self, session: TargetSession, at: At) -> None:
+        """Raise InvalidArgument for an announcement that ends where no outcome of a verdict can."""
+        committed, gamma = len(session.tokens), self._gamma
+        if at.round == session.round:  # made for the shortest of the outcomes that were drafted
+            fits = committed - gamma <= at.base <= committed
+        else:
+            fits = committed < at.base <= committed + gamma + 1
+        if not fits:
+            raise InvalidArgument(f"session {session.id}: announced up to {at.base}, {committed} tokens are committed")
 
-        Raises InvalidArgument for a base or an assumed token that no honest draft names.
+    def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
+        """Raise InvalidArgument for proposals behind outcomes that cannot be.
+
+        Those of this round that come after its verdict build on the committed tokens.
         """
         base, committed, gamma = event.at.base, len(session.tokens), self._gamma
-        if event.at.round == session.round + 1:
-            if not committed < base <= committed + gamma + 1:
+        if event.at.round > session.round:
+            if not committed < base <= base + max(event.offsets) <= committed + gamma + 1:
                 raise InvalidArgument(f"session {session.id}: base {base} cannot follow {committed} tokens")
-            return True
-        if isinstance(event, Announcement):  # made for the shortest of the outcomes that were drafted
-            if not committed - gamma <= base <= committed:
-                raise InvalidArgument(f"session {session.id}: base {base}, {committed} tokens are committed")
-            return True
-        if session.continues(event):
-            return True
-        if session.foreseen and abs(base - committed) <= gamma:
-            self._counters["stale_frames"] += 1  # for another outcome of the last verdict
-            return False
-        raise InvalidArgument(
-            f"session {session.id}: base {base} behind token {event.assumed_token}; {committed} tokens are committed, "
-            f"the last of them {session.tokens[-1]}"
-        )
+        elif event.outcomes != [(committed, session.tokens[-1])]:
+            raise InvalidArgument(
+                f"session {session.id}: proposals behind {event.outcomes[:MAX_BRANCHES]} (base, assumed token); "
+                f"{committed} tokens are committed, the last of them {session.tokens[-1]}"
+            )
+
+    def _check_tokens(self, session: TargetSession, event: Proposals) -> None:
+        """Raise InvalidArgument for proposals that cannot be verified."""
+        vocab, ids = self._vocab_size, event.support_ids
+        if len(event.counts) > MAX_BRANCHES:
+            raise InvalidArgument(f"{len(event.counts)} proposals for one round, expected {MAX_BRANCHES} at most")
+        if max(event.counts) > self._gamma:
+            raise InvalidArgument(f"a proposal of {max(event.counts)} tokens, γ is {self._gamma}")
+        if max(event.tokens) >= vocab or (ids.size and ids.max() >= vocab):
+            raise InvalidArgument(f"a proposed token lies outside the vocabulary of {vocab}")
+        if session.sampling.greedy and ids.size:
+            raise InvalidArgument(f"session {session.id} is greedy; its proposals carry no distributions")
 
     def _refuse(self, peer: DraftPeer, session: TargetSession, reason: str) -> None:
         self._counters["refused_frames"] += 1
         peer.send(Refusal(session.at, reason))
+
+
+def _number(service: str) -> str:
+    """Return the number in the name of one of several services; "" for the only one of its side."""
+    return service.partition("-")[2]

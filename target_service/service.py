@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from config import TargetSettings
+from config.version import running_version
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
@@ -21,7 +22,7 @@ from wire.access import read_peer_access
 from wire.errors import Unavailable
 from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
-from wire.server import RunningServer, check_free, start_server
+from wire.server import RunningServer, check_free, keep_loaded, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ async def run(
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    keep_loaded()
     with service_spans("specahead-target", settings.traces) as spans:
         await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans)
 
@@ -85,6 +87,7 @@ async def serve(
             refusal=speculation.refusal,
             counters={name: float(value) for name, value in verifier.totals.items()},
             gauges=verifier.gauges | {"pid": os.getpid()},
+            version=running_version(),
         )
 
     control = ControlServicer(verifier, wake, status)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from wire import convert
@@ -116,8 +117,11 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
         outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
         opened: set[str] = set()
+        verifier = self._verifier
+        reporter = Reporter(verifier.admission, verifier.reading, verifier.runner.kv.pool.prefixes, outbox.put)
 
         def receive(frame: control_pb2.ServeFrame) -> None:
+            reporter.opens += frame.HasField("open")
             try:
                 self._receive(frame, opened, outbox)
             except ServiceError as error:
@@ -128,7 +132,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             self._wake.set()
 
         async def write(events: list[ServedEvent | Beat]) -> None:
-            await context.write(convert.served_events_to_pb(events))
+            await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
             for event in events:
                 if isinstance(event, Closed):
                     opened.discard(event.session)
@@ -138,6 +142,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         try:
             await exchange(frames, receive, outbox, write, "the orchestrator")
         finally:
+            reporter.close()
             for session in sorted(opened):  # in an order that repeats
                 self._verifier.abort(session)
             self._wake.set()

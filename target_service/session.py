@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.grammars import GrammarState
+from engine.inputs import SparsePrompt
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -14,7 +15,7 @@ from sparsity.selection import BlockSelection
 from target_service.lookup import PromptLookup
 from target_service.usefulness import Usefulness
 from wire.errors import ServiceError
-from wire.messages import At, Begin, Closed, Proposal, ServedEvent, SessionReads, TargetEvent, Verdict
+from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
 
 RoundKey = tuple[int, int]  # (epoch, round)
 
@@ -32,12 +33,14 @@ class DraftPeer:
 class RoundStats:
     """Statistics of the round in the making; reset with every commit.
 
-    cached_tokens: of the prompt, that were found in the KV. queue_seconds: spent waiting for room. preemptions: how
+    cached_tokens: of the prompt, that were found in the KV. sparse_prompt_tokens: of the prompt, that were read
+    sparsely. queue_seconds: spent waiting for room. preemptions: how
     often the session gave way. waiting_since: when the target began to wait for the round's proposal, None if it does
     not.
     """
 
     cached_tokens: int = 0
+    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     stale_rounds: int = 0
@@ -54,13 +57,13 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
-    reader: how an approximate session reads; None: everything. lookup: what proposes tokens instead of a draft; None:
-    nothing. usefulness: of the proposals that it gets. drafted: whether to wait for the draft's proposals.
+    reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
+    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
+    it gets. drafted: whether to wait for the draft's proposals.
     proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
-    round was proposed before the last verdict, so that proposals for other outcomes may still arrive. held: what was
-    announced for the round judged last, by its key. last_judged: the round judged last, and its verdict. reads_wanted:
-    whether someone wants to look at which blocks the next round reads; reads: what the last round that was looked at
-    read.
+    round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
+    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
+    next round reads; reads: what the last round that was looked at read.
     """
 
     id: str
@@ -77,6 +80,7 @@ class TargetSession:
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
     lookup: PromptLookup | None = None
+    prompt: SparsePrompt | None = None
     traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
@@ -84,7 +88,7 @@ class TargetSession:
     draft: DraftPeer | None = None
     drafted: bool = False
     usefulness: Usefulness = field(default_factory=Usefulness)
-    proposals: dict[RoundKey, list[Proposal]] = field(default_factory=dict)
+    proposals: dict[RoundKey, Proposals] = field(default_factory=dict)
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
@@ -146,19 +150,15 @@ class TargetSession:
 
     def ready_proposal(self) -> Proposal | None:
         """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
-        for proposal in self.proposals.get(self.key, ()):
-            if self.continues(proposal) and not (proposal.announces and self.key not in self.announced):
-                return proposal
-        return None
+        proposals = self.proposals.get(self.key)
+        if proposals is None or (proposals.announces and self.key not in self.announced):
+            return None
+        return proposals.behind(len(self.tokens), self.tokens[-1])
 
-    def continues(self, proposal: Proposal) -> bool:
-        """Return whether a proposal builds on just the tokens that are committed."""
-        return proposal.at.base == len(self.tokens) and proposal.assumed_token == self.tokens[-1]
-
-    def drafted_outcomes(self, base: int) -> list[int]:
-        """Return the tokens that the draft assumed to be the last before `base` where it drafted the next round."""
-        ahead = self.proposals.get((self.epoch, self.round + 1), ())
-        return [proposal.assumed_token for proposal in ahead if proposal.at.base == base]
+    def foresaw(self, base: int, token: int) -> bool:
+        """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
+        ahead = self.proposals.get((self.epoch, self.round + 1))
+        return ahead is not None and (base, token) in ahead.outcomes
 
     def commit(self, tokens: list[int], agreed: bool, judged: Proposal | None) -> None:
         """Append tokens and go to the next round; the epoch rises unless the draft foresaw the outcome.
@@ -174,12 +174,7 @@ class TargetSession:
         self.foreseen = agreed
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
-        # Of the next round's proposals those for other outcomes are of no use any more.
-        self.proposals = {
-            k: [proposal for proposal in v if self.continues(proposal)]
-            for k, v in self.proposals.items()
-            if self._is_ahead(k)
-        }
+        self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
 
     def _is_ahead(self, key: RoundKey) -> bool:
         return key[0] == self.epoch and key[1] >= self.round

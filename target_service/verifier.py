@@ -28,6 +28,7 @@ from target_service.commit import commit_round, imposed_verdict
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
+from target_service.reporting import ReadingRate
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
@@ -52,7 +53,7 @@ class Verifier:
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
     measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
-    settings.
+    settings, or if the runner reads no prompts sparsely where they say so.
     """
 
     def __init__(
@@ -71,10 +72,13 @@ class Verifier:
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
         self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
+        if settings.prompt_read_share < 1:
+            runner.check_sparse_prompts()
         if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
 
@@ -176,11 +180,17 @@ class Verifier:
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
         """Commit what a step gave; sessions that have ended meanwhile are passed over."""
+        read = sum(len(given.tokens) for _, given in step.prefills)
+        if 2 * read > self.settings.prefill_chunk:
+            self.reading.add(read, result.seconds)
         for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
                 if session.lookup is not None:  # a part at a time: a long text takes milliseconds
                     session.lookup.extend(session.tokens, session.kv.length)
+                if given.prompt is not None:
+                    session.stats.sparse_prompt_tokens += len(given.tokens)
+                    session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
                 self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))

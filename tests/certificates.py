@@ -1,10 +1,13 @@
-"""Certificates for tests, made where they are used: an authority, and what it signed for 127.0.0.1."""
+"""Certificates for tests, made where they are used: an authority, and what it signed, mostly for 127.0.0.1."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import trustme
+
+HERE = ("127.0.0.1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,12 @@ class Files:
         return [f"{prefix}tls-cert", self.cert, f"{prefix}tls-key", self.key, f"{prefix}tls-ca", self.ca]
 
 
-def make_certificate(folder: Path, name: str, authority: trustme.CA, expired: bool = False) -> Files:
-    """Sign a certificate for 127.0.0.1 and localhost and write it with its key and its authority's."""
+def make_certificate(
+    folder: Path, name: str, authority: trustme.CA, expired: bool = False, hosts: Sequence[str] = HERE
+) -> Files:
+    """Sign a certificate for hosts and write it with its key and its authority's."""
     dates = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2020, 1, 2, tzinfo=UTC)}
-    leaf = authority.issue_cert("127.0.0.1", "localhost", **(dates if expired else {}))
+    leaf = authority.issue_cert(*hosts, **(dates if expired else {}))
     files = Files(*(str(folder / f"{name}-{part}.pem") for part in ("cert", "key", "ca")))
     leaf.cert_chain_pems[0].write_to_path(files.cert)
     leaf.private_key_pem.write_to_path(files.key)

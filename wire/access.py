@@ -46,10 +46,14 @@ OPEN = Guard()
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """How the services of one deployment know one another. The default: not at all, on loopback and in tests."""
+    """How the services of one deployment know one another. The default: not at all, on loopback and in tests.
+
+    tls_name: what a service's certificate must be for; empty: for the address that is dialled.
+    """
 
     token: str = field(default="", repr=False)
     tls: Tls | None = None
+    tls_name: str = ""
 
     @property
     def metadata(self) -> Metadata:
@@ -60,7 +64,8 @@ class PeerAccess:
         """Open a channel to another service of the deployment; its calls are to carry `metadata`."""
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=OPTIONS)
-        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=OPTIONS)
+        options = [*OPTIONS, *([("grpc.ssl_target_name_override", self.tls_name)] if self.tls_name else [])]
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
 
     def guard(self) -> Guard:
         """What a service asks of its callers."""
@@ -69,7 +74,8 @@ class PeerAccess:
 
 def read_peer_access(settings: ServiceAccess) -> PeerAccess:
     """Raises SettingsError for a token file or a certificate that cannot be used."""
-    return PeerAccess(settings.read_token(), read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca))
+    tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
+    return PeerAccess(settings.read_token(), tls, settings.tls_name)
 
 
 def check_token(expected: str, given: str) -> None:

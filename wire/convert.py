@@ -1,34 +1,42 @@
 """Domain types to protobuf messages and back. What arrives is checked here; a wrong message is InvalidArgument.
 
-Fields have the same names on both sides and are copied, but for a proposal's distributions. A oneof names a message by
-its type in lower case. Range checks against a session (base, indices, vocabulary) are the services': here only what a
-message says alone.
+Fields have the same names on both sides and are copied, arrays as bytes. A oneof names a message by its type in lower
+case. Range checks against a session (base, indices, vocabulary) are the services': here only what a message says alone.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from engine.logprobs import TokenLogprobs
-from engine.sampling import LEAST_TEMPERATURE, Sampling, Support
+from engine.sampling import LEAST_TEMPERATURE, Sampling
 from protos import control_pb2 as control
 from protos import speculation_pb2 as speculation
 from wire import messages as m
 from wire.errors import InvalidArgument
 
-MOST_NAME = 128  # characters of a session's name
-_KINDS: tuple[Any, ...] = (
-    *(m.Hello, m.ServiceStatus, m.SessionReads, m.Beat, Sampling, TokenLogprobs),
-    *(m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync),
-    *(m.Begin, m.Verdict, m.End, m.Refusal),
-    *(m.Open, m.Abort, m.Commit, m.Closed, m.Beat),
-)
-# The fields that are copied: all but a proposal's distributions.
-_OF_LOGPROBS = "logprobs", "prompt_logprobs"
-_NAMES = {kind: tuple(each.name for each in fields(kind) if each.name != "supports") for kind in _KINDS}
+MOST_NAME = 160  # characters of a session's name: an orchestrator makes those of its clients unique
+
+
+def _by_name(*kinds: type) -> dict[str, type]:
+    """Return types of messages by the names that they have in a oneof."""
+    return {kind.__name__.lower(): kind for kind in kinds}
+
+
+_DRAFT_EVENTS = _by_name(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync, m.Beat)
+_TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
+_SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
+_SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
+_ONEOF = {
+    kind: name
+    for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
+    for name, kind in kinds.items()
+}
+_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
+_NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
 
 # To protobuf
 
@@ -42,72 +50,53 @@ def status_to_pb(status: m.ServiceStatus) -> control.ServiceStatus:
 
 
 def reads_to_pb(reads: m.SessionReads) -> control.SessionReads:
-    pb = control.SessionReads()
-    _write(pb, reads)
-    return pb
+    return control.SessionReads(**_values(reads))
 
 
 def draft_events_to_pb(events: Iterable[m.DraftEvent | m.Beat]) -> speculation.DraftFrame:
-    frame = speculation.DraftFrame()
-    for event in events:
-        _write_oneof(frame.batch.events.add(), event)
-    return frame
+    return speculation.DraftFrame(batch={"events": list(map(_named_values, events))})
 
 
 def target_events_to_pb(events: Iterable[m.TargetEvent | m.Beat]) -> speculation.TargetFrame:
-    frame = speculation.TargetFrame()
-    for event in events:
-        _write_oneof(frame.batch.events.add(), event)
-    return frame
+    return speculation.TargetFrame(batch={"events": list(map(_named_values, events))})
 
 
 def serve_request_to_pb(request: m.ServeRequest | m.Beat) -> control.ServeFrame:
-    frame = control.ServeFrame()
-    _write_oneof(frame, request)
-    return frame
+    return control.ServeFrame(**_named_values(request))
 
 
 def served_events_to_pb(events: Iterable[m.ServedEvent | m.Beat]) -> control.ServedFrame:
-    frame = control.ServedFrame()
-    for event in events:
-        _write_oneof(frame.events.add(), event)
-    return frame
+    return control.ServedFrame(events=list(map(_named_values, events)))
 
 
-def _write_oneof(pb: Any, message: Any) -> None:
-    """Set the field of `pb` that is named as the message's type."""
-    field = getattr(pb, type(message).__name__.lower())
-    field.SetInParent()  # also where all values are the defaults
-    _write(field, message)
+def _named_values(message: Any) -> dict[str, Any]:
+    """Return what a oneof's constructor takes: a message's values by the name of its field there."""
+    return {_ONEOF[type(message)]: _values(message)}
 
 
-def _write(pb: Any, message: Any) -> None:
-    """Copy a message's values; those of the messages in it, and lists, into what `pb` has already."""
-    for name in _NAMES[type(message)]:
-        value = getattr(message, name)
-        if isinstance(value, m.At):
-            at = getattr(pb, name)
-            at.session, at.epoch, at.round, at.base = value
-        elif name in _OF_LOGPROBS:
-            write_logprobs(getattr(pb, name), value)
-        elif isinstance(value, list | tuple):
-            getattr(pb, name).extend(value)
-        elif isinstance(value, dict):
-            getattr(pb, name).update(value)
-        elif isinstance(value, Sampling):
-            _write(getattr(pb, name), value)
-        else:
-            setattr(pb, name, value)
-    if isinstance(message, m.Proposal) and message.supports:
-        pb.support_counts.extend(len(support.ids) for support in message.supports)
-        pb.support_ids.extend(i for support in message.supports for i in support.ids.tolist())
-        pb.support_probs.extend(p for support in message.supports for p in support.probs.tolist())
+def _values(message: Any) -> dict[str, Any]:
+    """Return a message's values as protobuf's constructors take them, which is faster than to set each."""
+    values = dict(vars(message))
+    for name, write in _WRITES[type(message)]:
+        values[name] = write(values[name])
+    return values
 
 
-def write_logprobs(pbs: Any, logprobs: list[TokenLogprobs]) -> None:
-    """Append log probabilities to a repeated field."""
-    for item in logprobs:
-        _write(pbs.add(), item)
+def _logprobs_values(logprobs: list[TokenLogprobs]) -> list[dict[str, Any]]:
+    return [vars(item) for item in logprobs]
+
+
+# How fields are written that are not taken as they are.
+_WRITERS: dict[str, Callable[[Any], Any]] = {
+    "at": m.At._asdict,
+    "expected": m.At._asdict,
+    "sampling": vars,
+    "support_ids": np.ndarray.tobytes,
+    "support_probs": np.ndarray.tobytes,
+    "logprobs": _logprobs_values,
+    "prompt_logprobs": _logprobs_values,
+}
+_WRITES = {kind: tuple((name, _WRITERS[name]) for name in names if name in _WRITERS) for kind, names in _NAMES.items()}
 
 
 # From protobuf
@@ -126,21 +115,22 @@ def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
-    unset = "draft event: none of announcement, proposal, ready, decline, resync, beat is set"
-    return _read_oneof((m.Announcement, m.Proposal, m.Ready, m.Decline, m.Resync, m.Beat), pb, "event", unset)
+    unset = "draft event: none of announcement, proposals, ready, decline, resync, beat is set"
+    return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
 
 
 def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent | m.Beat:
     unset = "target event: none of begin, verdict, end, refusal, beat is set"
-    return _read_oneof((m.Begin, m.Verdict, m.End, m.Refusal, m.Beat), pb, "event", unset)
+    return _read_oneof(_TARGET_EVENTS, pb, "event", unset)
 
 
 def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
-    return _read_oneof((m.Open, m.Abort, m.Beat), pb, "body", "serve frame: none of open, abort, beat is set")
+    return _read_oneof(_SERVE_REQUESTS, pb, "body", "serve frame: none of open, abort, beat is set")
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
-    return _read_oneof((m.Commit, m.Closed, m.Beat), pb, "event", "served event: none of commit, closed, beat is set")
+    unset = "served event: none of commit, closed, report, beat is set"
+    return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
 
 
 def session_in(pb: Any, oneof: str) -> str:
@@ -151,21 +141,24 @@ def session_in(pb: Any, oneof: str) -> str:
     return session if len(session) <= MOST_NAME else ""
 
 
-def _read_oneof(kinds: tuple[type, ...], pb: Any, oneof: str, unset: str) -> Any:
-    """Return the message that is set in `pb`, of one of `kinds`; raise InvalidArgument with text `unset` for none."""
+def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, unset: str) -> Any:
+    """Return the message that is set in `pb`, one of `kinds`; raise InvalidArgument with text `unset` for none."""
     name = pb.WhichOneof(oneof)
-    for kind in kinds:
-        if kind.__name__.lower() == name:
-            return _read(kind, getattr(pb, name))
-    raise InvalidArgument(unset)
+    if name not in kinds:
+        raise InvalidArgument(unset)
+    return _read(kinds[name], getattr(pb, name))
 
 
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
-    values = {name: getattr(pb, name) if read is None else read(getattr(pb, name)) for name, read in _READS[kind]}
-    if kind is m.Proposal:
-        values["supports"] = _read_supports(pb)
-    return kind(**values)
+    names, reads = _READS[kind]
+    values = [getattr(pb, name) for name in names]
+    for index, read in reads:
+        values[index] = read(values[index])
+    message = kind(*values)
+    if kind is m.Proposals:
+        _check_proposals(message)
+    return message
 
 
 def _read_session(session: str) -> str:
@@ -202,13 +195,25 @@ def _read_exactness(number: int) -> m.Exactness:
 
 
 def _read_finish_reason(number: int) -> m.FinishReason:
-    if number not in list(m.FinishReason):
-        raise InvalidArgument(f"commit: {number} is no finish reason")
-    return m.FinishReason(number)
+    try:
+        return m.FinishReason(number)
+    except ValueError:
+        raise InvalidArgument(f"commit: {number} is no finish reason") from None
 
 
 def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
     return [_read(TokenLogprobs, pb) for pb in pbs]
+
+
+def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
+    nothing = np.empty(0, dtype)
+
+    def read(data: bytes) -> np.ndarray:
+        if len(data) % 4:
+            raise InvalidArgument(f"proposals: {len(data)} bytes of distributions, expected numbers of 4 bytes each")
+        return np.frombuffer(data, dtype) if data else nothing
+
+    return read
 
 
 # How fields are read that are not taken as they are.
@@ -220,6 +225,12 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "exactness": _read_exactness,
     "finish_reason": _read_finish_reason,
     "tokens": list,
+    "offsets": list,
+    "assumed_tokens": list,
+    "counts": list,
+    "support_counts": list,
+    "support_ids": _read_array("<u4"),
+    "support_probs": _read_array("<f4"),
     "stop_token_ids": list,
     "attached": list,
     "logit_bias": dict,
@@ -229,44 +240,54 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "top_logprobs": list,
     "read": list,
     "fetched": list,
+    "indexed": list,
+    "evicted": list,
     "counters": dict,
     "gauges": dict,
 }
-_READS = {kind: tuple((name, _READERS.get(name)) for name in names) for kind, names in _NAMES.items()}
+_READS = {
+    kind: (names, [(index, _READERS[name]) for index, name in enumerate(names) if name in _READERS])
+    for kind, names in _NAMES.items()
+}
 
 
-def _read_supports(pb: speculation.Proposal) -> list[Support]:
-    """Return the distributions of a proposal's tokens, none if it is greedy. Raises InvalidArgument for bad numbers."""
-    if not math.isfinite(pb.draft_seconds):
-        raise InvalidArgument("proposal: draft_seconds is not finite")
-    if not pb.tokens:
-        raise InvalidArgument("proposal: no tokens")
-    if not (pb.support_counts or pb.support_ids or pb.support_probs):
-        return []
-    tokens, counts = list(pb.tokens), list(pb.support_counts)
-    if counts and len(counts) != len(tokens):
-        raise InvalidArgument(f"proposal: {len(counts)} distributions for {len(tokens)} tokens")
-    if not sum(counts) == len(pb.support_ids) == len(pb.support_probs):
+def _check_proposals(proposals: m.Proposals) -> None:
+    """Raise InvalidArgument for proposals whose numbers do not fit each other, or that name an outcome twice."""
+    offsets, assumed, counts = proposals.offsets, proposals.assumed_tokens, proposals.counts
+    if not math.isfinite(proposals.draft_seconds):
+        raise InvalidArgument("proposals: draft_seconds is not finite")
+    if not (counts and len(offsets) == len(assumed) == len(counts) and min(counts) > 0):
         raise InvalidArgument(
-            f"proposal: distributions of {sum(counts)} entries in all, {len(pb.support_ids)} ids, "
-            f"{len(pb.support_probs)} probabilities"
+            f"proposals: {len(offsets)} offsets, {len(assumed)} assumed tokens and the counts {counts[:32]}, expected "
+            "one or more of each, and no tokens for none"
         )
-    if not counts:
-        return []
-    ends = np.cumsum(counts)[:-1]
-    ids = np.split(np.array(pb.support_ids, dtype=np.int64), ends)
-    probs = np.split(np.array(pb.support_probs, dtype=np.float32), ends)
-    supports = [Support(i, p) for i, p in zip(ids, probs, strict=True)]
-    for token, support in zip(tokens, supports, strict=True):
-        _check_support(token, support)
-    return supports
+    if sum(counts) != len(proposals.tokens):
+        raise InvalidArgument(f"proposals: {len(proposals.tokens)} tokens, the counts have {sum(counts)}")
+    if len(set(zip(offsets, assumed, strict=True))) != len(offsets):
+        raise InvalidArgument("proposals: two behind one outcome")
+    if proposals.support_counts or proposals.support_ids.size or proposals.support_probs.size:
+        _check_supports(proposals)
 
 
-def _check_support(token: int, support: Support) -> None:
-    probs = support.probs
-    if not np.isfinite(probs).all() or (probs < 0).any() or abs(float(probs.sum()) - 1) > 1e-3:
-        raise InvalidArgument("proposal: a distribution with entries that are no probabilities or do not sum to 1")
-    if len(set(support.ids.tolist())) != len(support.ids):
-        raise InvalidArgument("proposal: a distribution names a token twice")
-    if not (probs[support.ids == token] > 0).any():
-        raise InvalidArgument(f"proposal: token {token} has no probability in the distribution it is drawn from")
+def _check_supports(proposals: m.Proposals) -> None:
+    """Raise InvalidArgument unless each token has a distribution in which it has a chance."""
+    tokens, ids, probs = proposals.tokens, proposals.support_ids, proposals.support_probs
+    counts = np.array(proposals.support_counts, dtype=np.int64)
+    if len(counts) != len(tokens) or not counts.all():
+        raise InvalidArgument(f"proposals: {np.count_nonzero(counts)} distributions for {len(tokens)} tokens")
+    if not counts.sum() == len(ids) == len(probs):
+        raise InvalidArgument(
+            f"proposals: distributions of {counts.sum()} entries in all, {len(ids)} ids, {len(probs)} probabilities"
+        )
+    starts = np.cumsum(counts) - counts
+    sums = np.add.reduceat(probs, starts, dtype=np.float64)
+    if not (np.isfinite(probs).all() and (probs >= 0).all() and (abs(sums - 1) <= 1e-3).all()):
+        raise InvalidArgument("proposals: a distribution with entries that are no probabilities or do not sum to 1")
+    keys = np.repeat(np.arange(len(tokens), dtype=np.uint64) << np.uint64(32), counts) | ids
+    keys.sort()
+    if (keys[1:] == keys[:-1]).any():
+        raise InvalidArgument("proposals: a distribution names a token twice")
+    possible = np.logical_or.reduceat((ids == np.repeat(tokens, counts)) & (probs > 0), starts)
+    if not possible.all():
+        token = tokens[int(possible.argmin())]
+        raise InvalidArgument(f"proposals: token {token} has no probability in the distribution it is drawn from")

@@ -8,7 +8,7 @@ from wire.messages import Hello
 def make_hello(settings: ServiceSettings, plan: Plan, vocab_size: int, tokenizer_hash: str) -> Hello:
     """What both sides must agree on, as the side of these settings sees it."""
     return Hello(
-        peer=settings.side,
+        peer=settings.name or settings.side,
         model=settings.model,
         vocab_size=vocab_size,
         tokenizer_hash=tokenizer_hash,

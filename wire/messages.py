@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class At(NamedTuple):
@@ -76,8 +78,7 @@ class Announcement:
 class Proposal:
     """Tokens for a round behind `assumed_token`, which is the last committed one, or will be if the verdict falls so.
 
-    A round that is drafted ahead may have several, for different outcomes of the verdict. `supports` has one entry a
-    token, or none if the draft is greedy. `announces`: its round has an announcement.
+    `supports` has one entry a token, or none if the draft is greedy. `announces`: its round has an announcement.
     """
 
     at: At
@@ -86,6 +87,51 @@ class Proposal:
     tokens: list[int]
     supports: list[Support] = field(default_factory=list)
     draft_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Proposals:
+    """All proposals for a round, one for each outcome of the verdict before it that was drafted for.
+
+    Proposal i begins at position at.base + offsets[i], behind assumed_tokens[i]. It has counts[i] tokens; `tokens` has
+    those of all proposals, one after another. support_counts: entries of the distribution of each token, empty if the
+    draft is greedy; support_ids (uint32) and support_probs (float32) have the entries of all tokens. announces: whether
+    the round has an announcement.
+    """
+
+    at: At
+    announces: bool
+    offsets: list[int]
+    assumed_tokens: list[int]
+    counts: list[int]
+    tokens: list[int]
+    support_counts: list[int]
+    support_ids: np.ndarray
+    support_probs: np.ndarray
+    draft_seconds: float = 0.0
+
+    @property
+    def outcomes(self) -> list[tuple[int, int]]:
+        """Where each proposal begins, and the token that it assumes before."""
+        return [(self.at.base + offset, token) for offset, token in zip(self.offsets, self.assumed_tokens, strict=True)]
+
+    def behind(self, base: int, assumed_token: int) -> Proposal | None:
+        """Return the proposal that begins at position `base` behind that token, None if there is none."""
+        outcomes = self.outcomes
+        if (base, assumed_token) not in outcomes:
+            return None
+        index = outcomes.index((base, assumed_token))
+        start = sum(self.counts[:index])
+        end = start + self.counts[index]
+        supports = []
+        if self.support_counts:
+            at = sum(self.support_counts[:start])
+            for count in self.support_counts[start:end]:
+                ids, probs = self.support_ids[at : at + count], self.support_probs[at : at + count]
+                supports.append(Support(ids.astype(np.int64), probs))
+                at += count
+        at_base = self.at._replace(base=base)
+        return Proposal(at_base, self.announces, assumed_token, self.tokens[start:end], supports, self.draft_seconds)
 
 
 @dataclass(frozen=True)
@@ -180,6 +226,7 @@ class Commit:
     kv_tokens_total: int = 0
     kv_tokens_fetched: int = 0
     cached_tokens: int = 0
+    sparse_prompt_tokens: int = 0
     queue_seconds: float = 0.0
     preemptions: int = 0
     announced_bytes: int = 0
@@ -200,6 +247,24 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
+
+    number: int = 0
+    opens: int = 0
+    sessions: int = 0
+    waiting: int = 0
+    free_places: int = 0
+    free_kv_pages: int = 0
+    queue_places: int = 0
+    unread_tokens: int = 0
+    tokens_per_second: float = 0.0
+    queue_seconds: float = 0.0
+    indexed: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class ServiceStatus:
     peer: str
     pid: int
@@ -207,6 +272,7 @@ class ServiceStatus:
     refusal: str
     counters: dict[str, float]
     gauges: dict[str, float]
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,7 +292,7 @@ class SessionReads:
     fetched: list[int]
 
 
-DraftEvent = Announcement | Proposal | Ready | Decline | Resync
+DraftEvent = Announcement | Proposals | Ready | Decline | Resync
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
-ServedEvent = Commit | Closed
+ServedEvent = Commit | Closed | Report

@@ -64,7 +64,7 @@ def decode_selection(
         raise InvalidArgument(f"announcement: {shape[0]} heads x {shape[1]} blocks, expected {heads} x {blocks}")
     if refers and (epoch, round_) not in references:
         raise UnknownReference(f"announcement: no selection of epoch {epoch}, round {round_} is held")
-    words = _read_difference(data[_HEADER.size :], heads, row_words(blocks))
+    words = _read_difference(np.frombuffer(data, np.uint8, offset=_HEADER.size), heads, row_words(blocks))
     if refers:
         words ^= _words_of(references[epoch, round_], heads, blocks)
     if _checksum(words) != checksum:
@@ -74,15 +74,17 @@ def decode_selection(
     return BlockSelection(heads, blocks, words)
 
 
-def _read_difference(body: bytes, heads: int, width: int) -> np.ndarray:
+def _read_difference(body: np.ndarray, heads: int, width: int) -> np.ndarray:
     """Return the difference, uint64 [heads, width]. Raises InvalidArgument for bytes of another length."""
     size = heads * width  # bytes of the bitmap, of which each bit stands for a byte of these words
-    flags, values = np.frombuffer(body[:size], np.uint8), np.frombuffer(body[size:], np.uint8)
-    expected = size + int(np.bitwise_count(flags).sum())
-    if len(body) != expected:
-        raise InvalidArgument(f"announcement: {len(body)} bytes behind the header, its bitmap asks for {expected}")
+    flags, values = body[:size], body[size:]
+    (differing,) = np.unpackbits(flags, bitorder="little").view(bool).nonzero()
+    if len(flags) < size or len(values) != len(differing):
+        raise InvalidArgument(
+            f"announcement: {len(body)} bytes behind the header, its bitmap asks for {size + len(differing)}"
+        )
     difference = np.zeros((heads, width), dtype="<u8")
-    difference.view(np.uint8).ravel()[np.flatnonzero(np.unpackbits(flags, bitorder="little").view(bool))] = values
+    difference.view(np.uint8).ravel()[differing] = values
     return difference
 
 

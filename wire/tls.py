@@ -95,7 +95,7 @@ def read_tls(cert: str, key: str, ca: str = "") -> Tls | None:
         return None
     files = cert, key, ca
     versions = tuple(map(version_of, files))
-    content = [_read(path) if path else None for path in files]
+    cert_pem, key_pem, ca_pem = (_read(path) if path else None for path in files)
     try:
         if cert:
             _try(cert, key, ca)
@@ -109,7 +109,7 @@ def read_tls(cert: str, key: str, ca: str = "") -> Tls | None:
         raise SettingsError(
             f"TLS files {named}: {reason}; expected PEM, the key being that of the certificate"
         ) from None
-    return Tls(*content, files, versions)
+    return Tls(cert_pem, key_pem, ca_pem, files, versions)
 
 
 def _read(path: str) -> bytes:

@@ -37,7 +37,7 @@ from target_service.commit import imposed_token
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
 from target_service.verifier import Verifier
-from wire.messages import Proposal, Verdict
+from wire.messages import Proposals, Verdict
 from wire.server import serve_until_signal
 
 
@@ -179,7 +179,7 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
             def recorder_of(verifier: Verifier) -> Recorder:
                 return Recorder(flags.timeline, _rounds_verified, lambda: not verifier.admission.running)
 
-            _time_service(patches, target_service.service, DraftProtocol, Proposal, recorder_of)
+            _time_service(patches, target_service.service, DraftProtocol, Proposals, recorder_of)
         asyncio.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
 
 
@@ -218,7 +218,7 @@ def _time_service(
     patches: contextlib.ExitStack,
     service: ModuleType,
     receiver: type,
-    message: type[Proposal] | type[Verdict],
+    message: type[Proposals] | type[Verdict],
     recorder_of: Callable[[Any], Recorder],
 ) -> None:
     """Have a service's steps timed, and the arrival of messages of a kind. receiver: the class that takes them.

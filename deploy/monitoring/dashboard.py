@@ -33,13 +33,13 @@ def _quantiles(histogram: str) -> dict[str, str]:
     return {f"p{percent}": f"histogram_quantile({percent / 100}, {buckets})" for percent in (50, 95, 99)}
 
 
-def _event(name: str, service: str = "target") -> str:
-    labels = f'{_OF}, service="{service}", name="{name}"'
-    return f"max(rate(specahead:service_events_total{{{labels}}}[$__rate_interval]))"
+def _event(name: str, side: str = "target") -> str:
+    labels = f'{_OF}, side="{side}", name="{name}"'
+    return f"sum(max by (service) (rate(specahead:service_events_total{{{labels}}}[$__rate_interval])))"
 
 
-def _state(name: str, service: str = "target") -> str:
-    return f'max(specahead:service_state{{{_OF}, service="{service}", name="{name}"}})'
+def _state(name: str, side: str = "target") -> str:
+    return f'sum(max by (service) (specahead:service_state{{{_OF}, side="{side}", name="{name}"}}))'
 
 
 ROWS: dict[str, list[Panel]] = {

@@ -9,6 +9,7 @@ same questions, so that nobody outside asks which of them it has. The order of a
     count_step        after a step that fetched: its counters, and whether everything found room
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -216,7 +217,7 @@ class KVCache:
         """
         self.pool.release(sequence.pages[::-1])
         sequence.drop_pages(0)
-        sequence.length, sequence.indexed, sequence.serial = 0, 0, 0
+        sequence.length, sequence.indexed, sequence.serial, sequence.dense_tokens = 0, 0, 0, math.inf
         if self.means is not None:
             self.means.truncate(sequence)
 
@@ -234,10 +235,17 @@ class KVCache:
             for tensor in tensors:
                 tensor.index_fill_(0, index, 0.0)
 
-    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
-        """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered."""
+    def reuse_prefix(self, sequence: SequenceKV, tokens: list[int], sparse: bool = False) -> int:
+        """Let an empty sequence take over indexed pages that hold a prefix of `tokens`; returns the tokens covered.
+
+        sparse: also pages whose KV comes of a sparse read, behind those whose does not.
+        """
         while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
             found = self.pool.match(next_prefix(sequence, tokens))
+            if found is None and sparse and sequence.dense_tokens == math.inf:
+                sequence.dense_tokens = sequence.indexed * PAGE_SIZE
+                found = self.pool.match(next_prefix(sequence, tokens))
+                sequence.dense_tokens = math.inf if found is None else sequence.dense_tokens
             if found is None:
                 break
             page, sequence.serial = found
@@ -247,7 +255,10 @@ class KVCache:
         return sequence.length
 
     def index_prefix(self, sequence: SequenceKV, tokens: list[int], committed: int | None = None) -> None:
-        """Offer full pages, whose KV must be dense, to later sequences: of the `committed` first tokens, or of all."""
+        """Offer full pages to later sequences: of the `committed` first tokens, or of all.
+
+        Their KV must not come of a sparse read, but for that of a prompt behind its `dense_tokens`.
+        """
         count = len(tokens) if committed is None else committed
         while (sequence.indexed + 1) * PAGE_SIZE <= min(count, sequence.length):
             page = sequence.pages[sequence.indexed]

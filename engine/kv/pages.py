@@ -27,6 +27,7 @@ class SequenceKV:
     pages: list[int] = field(default_factory=list)
     indexed: int = 0  # leading pages offered to the prefix index
     serial: int = 0  # of the last of them
+    dense_tokens: float = math.inf  # leading tokens at least whose KV does not come of a sparse read
     stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
     dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens

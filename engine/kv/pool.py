@@ -20,8 +20,8 @@ from engine.kv.prefix_index import Prefix, PrefixIndex
 class PagePool:
     """Page numbers 0 … n-1, each free, referenced by sequences, or unreferenced and kept for its prefix.
 
-    freed: pages that went back to the free list, in order, for who keeps anything else of them, sets the list and
-    empties it.
+    prefixes: which page holds which prefix. freed: pages that went back to the free list, in order, for who keeps
+    anything else of them, sets the list and empties it.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -29,7 +29,7 @@ class PagePool:
         self.freed: list[int] | None = None
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex()
         # Unreferenced pages with a prefix, the one that was released longest ago first.
         self._reusable: OrderedDict[int, None] = OrderedDict()
 
@@ -66,19 +66,19 @@ class PagePool:
                 raise ValueError(f"page {page} is released more often than it is held")
             self.references[page] -= 1
             if self.references[page] == 0:
-                if page in self._prefixes:
+                if page in self.prefixes:
                     self._reusable[page] = None
                 else:
                     self._give_back(page)
 
     def match(self, prefix: Prefix) -> tuple[int, int] | None:
         """The page that holds `prefix`, referenced once more, and its serial, or None."""
-        page = self._prefixes.page_of(prefix)
+        page = self.prefixes.page_of(prefix)
         if page is None:
             return None
         self._reusable.pop(page, None)
         self.references[page] += 1
-        return page, self._prefixes.serial_of(page)
+        return page, self.prefixes.serial_of(page)
 
     def index(self, page: int, prefix: Prefix) -> int:
         """Let later sequences reuse a full, held page; the first page indexed for a prefix stays.
@@ -87,22 +87,22 @@ class PagePool:
         """
         if self.references[page] < 1:
             raise ValueError(f"page {page} is not held")
-        known = self._prefixes.page_of(prefix)
+        known = self.prefixes.page_of(prefix)
         if known is None:
-            self._prefixes.add(page, prefix)
+            self.prefixes.add(page, prefix)
             known = page
-        return self._prefixes.serial_of(known)
+        return self.prefixes.serial_of(known)
 
     def forget(self, pages: list[int]) -> None:
         """Offer held pages to nobody from now on."""
         for page in pages:
-            if page in self._prefixes:
-                self._prefixes.remove(page)
+            if page in self.prefixes:
+                self.prefixes.remove(page)
 
     def evict_one(self) -> None:
         """Forget the reusable page that was released longest ago."""
         page, _ = self._reusable.popitem(last=False)
-        self._prefixes.remove(page)
+        self.prefixes.remove(page)
         self._give_back(page)
 
     def _give_back(self, page: int) -> None:
@@ -116,6 +116,6 @@ class PagePool:
         held = {page for page, count in enumerate(self.references) if count}
         assert len(free) == self.free and not free & reusable and not held & (free | reusable)
         assert len(free) + len(reusable) + len(held) == self.num_pages
-        self._prefixes.check_integrity()
-        assert all(page in self._prefixes for page in reusable)
-        assert not any(page in self._prefixes for page in free)
+        self.prefixes.check_integrity()
+        assert all(page in self.prefixes for page in reusable)
+        assert not any(page in self.prefixes for page in free)

@@ -39,13 +39,13 @@ class StepLimits:
         # A prompt's last part may be short or long, by what else is read: where steps are pinned that must make no
         # difference.
         plain = item.drafted is None and item.read is None
-        return len(item.tokens) > self.queries or (self.pinned and plain)
+        return item.prompt is not None or len(item.tokens) > self.queries or (self.pinned and plain)
 
 
 def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     """Return the same value for inputs that run in one pass."""
     read = item.read
-    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None)
+    kind: tuple[Hashable, ...] = (limits.is_prompt(item), item.drafted is not None, item.prompt)
     if read is None:
         return kind
     kind += (read.block_size, read.group_means, read.emit_weights, read.dense_layers)

@@ -7,13 +7,12 @@ from engine.decoder import Decoder
 from engine.judging import are_finite, judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, Rows, plan_reads
+from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.paged_attention import BlockLists, GroupMeans, Tuning, pinned_tuning
-from kernels.prompt_attention import PromptReads
 from kernels.shared_budget import remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
@@ -30,12 +29,12 @@ def run_pass(
     buffers: Buffers,
     attention: Backend,
     layer_pages: LayerPages | None = None,
-    prompts: PromptReads | None = None,
+    prompts: PromptsOfLayer | None = None,
 ) -> None:
     """Run what the buffers hold: launches only, the same for all passes of a shape.
 
-    layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a dense
-    pass read by cuDNN, if they do.
+    layer_pages: where a layer's keys and values lie; the KV's own pages if None. prompts: what the sequences of a pass
+    without lists read piece by piece, if they do.
     """
     given = buffers.tensors
     if shape.decay is not None:

@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from config.sections import WITHOUT_DRAFT
 from orchestrator.callers import Caller, current_caller
 from orchestrator.generation import Frontend
+from orchestrator.service_status import gauges_of_targets
 from wire.errors import ServiceError
 from wire.messages import ServiceStatus
 
@@ -79,8 +80,7 @@ async def _events(
 
 
 def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
-    target = services.get("target")
-    gauges = target.gauges if target else {}
+    gauges = gauges_of_targets(services)
     waiting = min(frontend.router.running, int(gauges.get("queued_sessions", 0)))
     return {
         "type": "status",
@@ -89,7 +89,8 @@ def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) ->
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
         "target": frontend.router.connected,
-        "draft": bool(target and target.attached) or frontend.draft_name in WITHOUT_DRAFT,
+        "draft": frontend.draft_name in WITHOUT_DRAFT
+        or any(status is not None and status.attached for status in services.values()),
     }
 
 

@@ -17,6 +17,7 @@ from sparsity.announce import BY_TARGET_HEAD
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
 from tests.client import generate
+from tests.proposals import together
 from tests.stack import Services, start_gateway, start_service, start_services
 from wire import convert
 from wire.messages import (
@@ -122,16 +123,16 @@ BAD_EVENTS = {
     "heads the plan does not have": lambda at: Announcement(at, _selection(HEADS + 1)),
     "garbage announcement": lambda at: Announcement(at, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
     "2^31 blocks": lambda at: Announcement(at, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
-    "empty proposal": lambda at: Proposal(at, False, 0, []),
-    "too many tokens": lambda at: Proposal(at, False, 0, [1] * 5),
-    "token outside the vocabulary": lambda at: Proposal(at, False, 0, [4096]),
-    "token 2^32 - 1": lambda at: Proposal(at, False, 0, [2**32 - 1]),
-    "NaN probability": lambda at: Proposal(at, False, 0, [5], [_support(5, float("nan"))]),
-    "negative probability": lambda at: Proposal(at, False, 0, [5], [_support(5, -0.5)]),
-    "impossible token": lambda at: Proposal(at, False, 0, [5], [_support(9, 0.5)]),
-    "wrong base": lambda at: Proposal(at._replace(base=at.base - 1), False, 0, [5]),
-    "base 2^31": lambda at: Proposal(at._replace(base=2**31), False, 0, [5]),
-    "NaN time": lambda at: Proposal(at, False, 0, [5], [], float("nan")),
+    "empty proposal": lambda at: together(Proposal(at, False, 0, [])),
+    "too many tokens": lambda at: together(Proposal(at, False, 0, [1] * 5)),
+    "token outside the vocabulary": lambda at: together(Proposal(at, False, 0, [4096])),
+    "token 2^32 - 1": lambda at: together(Proposal(at, False, 0, [2**32 - 1])),
+    "NaN probability": lambda at: together(Proposal(at, False, 0, [5], [_support(5, float("nan"))])),
+    "negative probability": lambda at: together(Proposal(at, False, 0, [5], [_support(5, -0.5)])),
+    "impossible token": lambda at: together(Proposal(at, False, 0, [5], [_support(9, 0.5)])),
+    "wrong base": lambda at: together(Proposal(at._replace(base=at.base - 1), False, 0, [5])),
+    "base 2^31": lambda at: together(Proposal(at._replace(base=2**31), False, 0, [5])),
+    "NaN time": lambda at: together(Proposal(at, False, 0, [5], [], float("nan"))),
     "no session": lambda at: Ready(At("", 0, 0, 0)),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from sparsity.selection import BlockSelection
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.fuzz.mutators import mutate_bytes, mutate_message
+from tests.proposals import together
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 from wire import convert
 from wire import messages as m
@@ -35,9 +36,9 @@ def seeds() -> list[bytes]:
         ahead = m.At(name, 0, 1, len(PROMPT) + 4)
         events += [
             m.Announcement(at, selection),
-            m.Proposal(at, name == "approximate", PROMPT[-1], EXPECTED[:3]),
-            m.Proposal(at, False, PROMPT[-1], EXPECTED[:1], [support]),
-            m.Proposal(ahead, False, EXPECTED[3], EXPECTED[4:]),
+            together(m.Proposal(at, name == "approximate", PROMPT[-1], EXPECTED[:3])),
+            together(m.Proposal(at, False, PROMPT[-1], EXPECTED[:1], [support])),
+            together(*(m.Proposal(ahead, False, token, EXPECTED[4:]) for token in (EXPECTED[3], 3))),
             m.Ready(at),
             m.Decline(name, "full"),
             m.Resync(name),

@@ -33,6 +33,7 @@ from protos import control_pb2, inference_pb2, speculation_pb2
 from sparsity.selection import BlockSelection
 from tests.fuzz import hostile_draft
 from tests.fuzz.mutators import mutate_bytes, mutate_json, mutate_message
+from tests.proposals import together
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 from wire import convert
 from wire import messages as m
@@ -105,7 +106,8 @@ def _read_served_frame(frame: control_pb2.ServedFrame) -> None:
 def messages() -> list[Target]:
     """Return a target for each message that a service, an orchestrator or a client receives."""
     hello = m.Hello("draft", "any", 4096, "hash", "plan", 4, 16)
-    proposal = m.Proposal(AT, True, 7, [5, 5], [SUPPORT, SUPPORT], 0.1)
+    items = [m.Proposal(AT, True, token, [5, 5], [SUPPORT, SUPPORT], 0.1) for token in (7, 8)]
+    proposal = together(*items)
     drafted = [m.Announcement(AT, b"123"), proposal, m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Beat()]
     told = [m.Begin(AT, [1, 2], OPEN.sampling, 9, "ahead"), m.Verdict(AT, 1, [5, 6], False), m.End("a")]
     served = [m.Commit(AT, [5], 4, 1, m.FinishReason.STOP), m.Closed("a", 8, "full"), m.Beat()]
@@ -284,7 +286,8 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    app, loop = make_app(frontend, read_status), asyncio.new_event_loop()
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:
         path = path_of(data)

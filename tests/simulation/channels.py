@@ -24,6 +24,9 @@ class Channel:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         for call in self._calls:
             call.cancel()
 

@@ -60,8 +60,11 @@ class Cluster:
 
     # What supervision asks for, in a thread.
 
-    def replace(self, side: str) -> None:
-        self.processes[side].end()
+    def locate(self, name: str) -> str:
+        return ""  # where it always was
+
+    def replace(self, name: str) -> None:
+        self.processes[name].end()
 
     def is_alive(self) -> bool:
         return self.is_up

@@ -4,14 +4,17 @@
 """
 
 import argparse
+import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from orchestrator import supervision
 from orchestrator.ledger import Ledger, Record
 from orchestrator.router import Router
+from orchestrator.routing import TargetView
 from target_service.admission import Admission
 from target_service.servicer import ControlServicer
 from target_service.session import TargetSession
@@ -57,14 +60,14 @@ def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
 
 def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
     """A target that stops says so of each session, and the router tells the clients instead of waiting for it."""
-    real = Router._receive
+    real = Router.receive
 
-    def receive(self: Any, event: Any) -> None:
-        real(self, event)
+    def receive(self: Any, session: Any, event: Any) -> None:
+        real(self, session, event)
         if isinstance(event, Closed):
-            self._tell(event.session, error_from_code(event.code, event.message))
+            self._tell(session, error_from_code(event.code, event.message))
 
-    return patch.object(Router, "_receive", receive)
+    return patch.object(Router, "receive", receive)
 
 
 def pages_are_freed_during_steps() -> AbstractContextManager[Any]:
@@ -92,12 +95,19 @@ def repeats_are_written_down_again() -> AbstractContextManager[Any]:
 
 
 def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
-    """Nothing is opened again when a target comes back."""
+    """Nothing is opened again when a target is lost."""
+    return patch.object(Router, "_resume", lambda self, record, views: None)
 
-    def resume(self: Any, outbox: Any) -> None:
-        self._outbox, self.connected = outbox, True
 
-    return patch.object(Router, "_resume", resume)
+def what_targets_evict_is_remembered() -> AbstractContextManager[Any]:
+    """A router takes prefixes for cached that its target has given up."""
+    real = TargetView.take
+    return patch.object(TargetView, "take", lambda self, report: real(self, replace(report, evicted=[])))
+
+
+def other_orchestrators_sessions_have_the_same_names() -> AbstractContextManager[Any]:
+    """Two gateways name their sessions alike, and one of them is told that its session is open already."""
+    return patch.object(secrets, "token_hex", lambda size: "0")
 
 
 OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -110,6 +120,8 @@ OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         pages_are_freed_during_steps,
         repeats_are_written_down_again,
         lost_targets_are_not_resumed_on,
+        what_targets_evict_is_remembered,
+        other_orchestrators_sessions_have_the_same_names,
     )
 }
 

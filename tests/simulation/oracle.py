@@ -18,12 +18,12 @@ _LOSSES = 3
 
 
 def is_connected(processes: Iterable[Process], made: Mapping[Process, Any], scenario: Scenario) -> bool:
-    """Return whether all processes run, every router has its target, and every target all drafts."""
+    """Return whether all processes run, every router has its targets, and every target all drafts."""
     for process in processes:
         actor = made.get(process)
         if not process.alive or actor is None:
             return False
-        if isinstance(actor, Frontend) and not actor.router.connected:
+        if isinstance(actor, Frontend) and not all(stream.connected for stream in actor.router.targets.values()):
             return False
         if isinstance(actor, Verifier) and len(actor.protocol.drafts) != scenario.drafts:
             return False
@@ -43,6 +43,7 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
         held = _sizes(actor.admission) | {"pages": actor.runner.kv.pool.held, "sessions": actor.session_count}
     elif isinstance(actor, Frontend):
         held = {"records": len(actor.router.ledger.records), "readers": actor.router.running}
+        held |= {f"sessions on {name}": stream.sessions for name, stream in actor.router.targets.items()}
     for name, count in held.items():
         if count:
             yield f"{process.name} is left with {count} {name}"
@@ -60,11 +61,25 @@ def _sizes(owner: Any) -> dict[str, int]:
     return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
 
 
+def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> Iterator[str]:
+    """Yield which routers do not know what their targets hold."""
+    for name, process in processes.items():
+        frontend = made.get(process)
+        for stream in frontend.router.targets.values() if isinstance(frontend, Frontend) else ():
+            target = made.get(processes[stream.view.name])
+            view = stream.view
+            if isinstance(target, Verifier) and view.prefixes != set(target.runner.kv.pool.prefixes.hashes):
+                yield f"{name} does not know which prefixes {view.name} holds"
+            if view.unreported or view.report.sessions:
+                yield f"{name} counts {view.report.sessions} + {len(view.unreported)} sessions of {view.name}"
+
+
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
     """Yield which clients got an error that nothing explains."""
-    names = Counter(client.request.name for client in clients)
+    names = Counter((client.request.gateway, client.request.name) for client in clients)
     for client in clients:
-        if not _may_end_so(client, faults, scenario, is_only=names[client.request.name] == 1):
+        is_only = names[client.request.gateway, client.request.name] == 1
+        if not _may_end_so(client, faults, scenario, is_only):
             yield (
                 f"client {client.request.name} of gateway-{client.request.gateway} got {client.outcome} "
                 f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
@@ -73,7 +88,7 @@ def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) ->
 
 def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool) -> bool:
     request, took = client.request, client.ended - client.started
-    gateway, target = f"gateway-{request.gateway}", f"target-{scenario.gateways[request.gateway]}"
+    gateway, targets = f"gateway-{request.gateway}", scenario.targets_of(request.gateway)
     match client.outcome:
         case "stop" | "length" | "abort" | "left":
             return True
@@ -86,21 +101,21 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
             return not is_only
         case "INTERNAL":
             kinds = ("failing target steps", "no numbers")
-            return any(faults.count({target}, 0, client.ended, kind) for kind in kinds)
+            return any(faults.count(set(targets), 0, client.ended, kind) for kind in kinds)
         case "UNAVAILABLE":
-            return _may_be_unavailable(client, faults, {gateway, target}, gateway, scenario)
+            return _may_be_unavailable(client, faults, gateway, targets, scenario)
     return False
 
 
-def _may_be_unavailable(client: Client, faults: Faults, concerned: set[str], gateway: str, scenario: Scenario) -> bool:
-    """Return whether faults explain that a client was told so."""
+def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: list[str], scenario: Scenario) -> bool:
+    """Return whether faults explain that a client was told so: there must be some of each target."""
     details, end = client.details, client.ended
     if "again and again" in details:
-        return faults.count(concerned, client.started - 10, end) >= _LOSSES
+        return faults.count({gateway, *targets}, client.started - 10, end) >= _LOSSES
     if "did not come back" in details:
-        return faults.count(concerned, 0, end - scenario.resume_timeout) > 0
-    if "is not connected" in details:
-        return not any(client.got.values()) and faults.count(concerned, 0, end) > 0
+        return all(faults.count({gateway, target}, 0, end - scenario.resume_timeout) > 0 for target in targets)
+    if "no target is connected" in details:
+        return not any(client.got.values()) and all(faults.count({gateway, target}, 0, end) > 0 for target in targets)
     return faults.count({gateway}, 0, end) > 0
 
 

@@ -7,6 +7,8 @@ times.
 from dataclasses import dataclass, fields
 from random import Random
 
+from config.sections import ROUTING
+
 FAULTS = (
     *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
     *("terminate target", "terminate draft"),
@@ -17,15 +19,16 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """Of one run. gateways: by the index of each, the target that it serves. faults: kinds that may happen, as often as
-    `fault_count` in all, within `seconds`. names: that clients have to choose from for their requests. step_seconds:
-    that a model's step takes at most, unless it is slow.
+    """Of one run. gateways: by the index of each, the targets that it routes to, by the policy `routing`. faults: kinds
+    that may happen, as often as `fault_count` in all, within `seconds`. names: that clients have to choose from for
+    their requests. step_seconds: that a model's step takes at most, unless it is slow.
     """
 
     seed: int
     targets: int
     drafts: int
-    gateways: tuple[int, ...]
+    gateways: tuple[tuple[int, ...], ...]
+    routing: str
     sessions: int
     names: int
     seconds: float
@@ -53,7 +56,7 @@ class Scenario:
         """Return the scenario of a seed."""
         random = Random(seed)
         targets = random.choice((1, 1, 1, 2, 2, 3, 4))
-        gateways = [*range(targets), *random.choices(range(targets), k=random.random() < 0.4)]
+        gateways = _gateways(random, targets)
         calm = random.random() < 0.15
         some = tuple(kind for kind in FAULTS if random.random() < 0.4)
         faults = () if calm else some if random.random() < 0.7 else (random.choice(FAULTS),)
@@ -61,7 +64,8 @@ class Scenario:
             seed=seed,
             targets=targets,
             drafts=random.choice((1, 1, 2, 3)),
-            gateways=tuple(gateways),
+            gateways=gateways,
+            routing=random.choice(ROUTING),
             sessions=50 if random.random() < 0.03 else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
             names=random.choice((2, 1000, 1000)),
             seconds=random.choice((0.3, 1.0, 3.0)),
@@ -85,5 +89,18 @@ class Scenario:
             fault_count=random.choice((2, 4, 8)) if len(faults) > 1 else 1,
         )
 
+    def targets_of(self, gateway: int) -> list[str]:
+        """Return the names of the targets that a gateway routes to."""
+        return [f"target-{target}" for target in self.gateways[gateway]]
+
     def __str__(self) -> str:
         return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in fields(self))
+
+
+def _gateways(random: Random, targets: int) -> tuple[tuple[int, ...], ...]:
+    """Return the targets of each gateway: all of them, some, or one; each target is somebody's."""
+    everything = tuple(range(targets))
+    if random.random() < 0.5:  # a cluster, with one gateway or more
+        return (everything,) * random.choice((1, 1, 2))
+    some = [(target,) for target in random.choices(everything, k=random.random() < 0.4)]
+    return (*((target,) for target in everything), *some)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -31,6 +32,7 @@ def replaced(loop: VirtualLoop, network: Network) -> Iterator[None]:
         free = lambda host, port: network.check_free(f"{host}:{port}")  # noqa: E731
         stack.enter_context(patch("wire.server.check_free", free))
         stack.enter_context(patch.object(os, "getpid", lambda: 1))
+        stack.enter_context(patch.object(secrets, "token_hex", lambda size: loop.random.randbytes(size).hex()))
         stack.enter_context(patch.object(os, "_exit", _exit))
         stack.enter_context(patch.object(logging, "shutdown", lambda: None))
         handlers, root.handlers = root.handlers, [log]

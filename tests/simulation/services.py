@@ -1,19 +1,19 @@
 """The processes of a run: each is the product's own main, on scripted models and without HTTP and Ray."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from engine.runner import Runner
+from orchestrator.directory import Directory
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, max_message
 from orchestrator.router import Router
-from orchestrator.service_status import AskStatus, services_at
+from orchestrator.service_status import asks_of, lines_to
 from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from target_service import service as target_service
@@ -81,23 +81,26 @@ async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:
 
 
 async def run_gateway(
-    name: str, target: str, scenario: Scenario, services: list[str], placement: Placement, keep: Callable[[Any], None]
+    name: str,
+    targets: list[str],
+    scenario: Scenario,
+    services: list[str],
+    placement: Placement,
+    keep: Callable[[Any], None],
 ) -> None:
-    """Serve clients over a target, and watch services."""
-    router = Router(address_of(target), PeerAccess(), scenario.resume_timeout, scenario.request_timeout)
+    """Serve clients over targets, and watch services."""
+    directory = Directory({target: address_of(target) for target in targets})
+    timeouts = scenario.resume_timeout, scenario.request_timeout
+    router = Router(directory, PeerAccess(), *timeouts, scenario.routing)
     limits = Limits(MODEL, VOCAB, CONTEXT, [STOP], ("ahead", "sts", "streaming"))
     observer = Observer(Metrics(MODEL), Tokenizer())
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
     keep(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
-    asks: dict[str, AskStatus] = {}
-    async with router.connected_to_target():
+    async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
-        async with contextlib.AsyncExitStack() as stack:
-            for service in services:
-                side = service.partition("-")[0]
-                ask = await stack.enter_async_context(services_at({side: address_of(service)}, PeerAccess()))
-                asks[service] = ask[side]
-            await supervise(asks, placement)
+        watched = Directory({service: address_of(service) for service in services})
+        async with lines_to([watched], PeerAccess()) as lines:
+            await supervise(asks_of(lines), placement, watched.put)

@@ -81,10 +81,9 @@ class World:
     def _place(self) -> None:
         scenario = self.scenario
         services: list[list[str]] = [[] for _ in scenario.gateways]
-        for index in range(scenario.targets):
-            services[index].append(f"target-{index}")
-        for index in range(scenario.drafts):
-            services[index % scenario.targets].append(f"draft-{index}")
+        for side, count in (("target", scenario.targets), ("draft", scenario.drafts)):
+            for index in range(count):
+                services[index % len(services)].append(f"{side}-{index}")
         for launch, names in zip(self.launches, services, strict=True):
             for name in names:
                 launch.place(name, lambda name=name: self._run_service(name))
@@ -100,8 +99,8 @@ class World:
         await (run_target if is_target else run_draft)(name, self.scenario, runner)
 
     async def _run_gateway(self, index: int, services: list[str]) -> None:
-        name, target = f"gateway-{index}", f"target-{self.scenario.gateways[index]}"
-        await run_gateway(name, target, self.scenario, services, self.launches[index], self._keep)
+        name, targets = f"gateway-{index}", self.scenario.targets_of(index)
+        await run_gateway(name, targets, self.scenario, services, self.launches[index], self._keep)
 
     def _keep(self, made: Any) -> None:
         process = current_process()
@@ -117,16 +116,17 @@ class World:
             return
         at = self.loop.time()
         keeper = next(index for index, launch in enumerate(self.launches) if process.name in launch.processes)
-        targets = [index for index, target in enumerate(self.scenario.gateways) if process.name == f"target-{target}"]
+        gateways = range(len(self.scenario.gateways))
+        routers = [index for index in gateways if process.name in self.scenario.targets_of(index)]
 
         def is_undisturbed(gateway: int) -> bool:
             names = {f"gateway-{gateway}", process.name}
             return process.stopped and self.faults.count(names, at - _UNDISTURBED, self.loop.time()) == 1
 
         def check_noticed() -> None:
-            for gateway in filter(is_undisturbed, targets):
+            for gateway in filter(is_undisturbed, routers):
                 frontend = self.made[self.gateways.processes[f"gateway-{gateway}"]]
-                if frontend.router.connected:
+                if frontend.router.targets[process.name].connected:
                     self.report(
                         f"gateway-{gateway} takes {process.name} for connected, which was stopped at {at:.3f} s"
                     )
@@ -205,11 +205,12 @@ class World:
         return {name: min(count[name] for count in counts) for name in counts[0]}
 
     def _left_over(self, at_rest: dict[str, int]) -> list[str]:
-        return [
+        left_over = [
             left
             for name, process in self.processes.items()
             for left in oracle.left_over(process, self.made.get(process), at_rest[name])
         ]
+        return left_over + list(oracle.wrong_views(self.processes, self.made))
 
     def _check(self) -> None:
         """Report what is wrong with what the run has come to."""

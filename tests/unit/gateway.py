@@ -16,6 +16,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
+from orchestrator.router import TargetState
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 
@@ -48,6 +49,9 @@ class ScriptedRouter:
     @property
     def running(self) -> int:
         return len(self.ledger.records)
+
+    def target_states(self) -> dict[str, TargetState]:
+        return {"target": TargetState(True, self.running, len(self.opened))}
 
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records
@@ -119,6 +123,7 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = require_key(make_app(frontend, read_status), callers, OPEN, observer)
+    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = require_key(app, callers, OPEN, observer)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -110,6 +110,15 @@ async def test_mutual_tls_admits_who_shows_a_certificate_of_the_authority(files:
     await server.stop(0)
 
 
+async def test_services_that_are_anywhere_may_have_certificates_for_one_name(tmp_path: Path) -> None:
+    files = make_certificate(tmp_path, "named", AUTHORITY, hosts=["services"])
+    server = await start(PeerAccess(tls=tls(files)))
+    assert (await call(PeerAccess(tls=tls(files), tls_name="services"), server))[0] is grpc.StatusCode.OK
+    for name in ("", "others"):
+        assert (await call(PeerAccess(tls=tls(files), tls_name=name), server))[0] is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
+
+
 async def test_token_and_tls_together(files: Files) -> None:
     server = await start(PeerAccess(TOKEN, tls(files)))
     assert (await call(PeerAccess(TOKEN, tls(files)), server))[0] is grpc.StatusCode.OK

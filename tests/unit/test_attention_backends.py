@@ -1,6 +1,7 @@
 """Choosing what attends: flags, refusals, and the engine with prompts read in pieces against the engine without."""
 
 import argparse
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import models
 from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
 from config.attention_backends import check_attention_backend
 from engine import layer_attention
-from engine.inputs import SequenceInput, SequenceOutput, SparseRead
+from engine.inputs import SequenceInput, SequenceOutput, SparsePrompt, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
@@ -189,7 +190,9 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
 
     def attend(*arguments: Any) -> Tensor:
         calls.append(arguments)
-        return attend_to_prompts(*arguments, cudnn=False)
+        reads, *others = arguments
+        assert reads.cudnn
+        return attend_to_prompts(replace(reads, cudnn=False), *others)
 
     monkeypatch.setattr(layer_attention, "attend_to_prompts", attend)
     wanted = drive(runner_of(folder, torch.float32, "cpu", None))
@@ -200,6 +203,36 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
     assert [len(arguments[0].parts) for arguments in calls] == [5] * LAYERS + [
         2
     ] * LAYERS  # the prompts, the rest of two
+
+
+def test_prompts_read_a_share_of_what_is_before_them_but_in_layers_that_read_all() -> None:
+    """Side by side with one that reads everything."""
+    model = load_model(str(models.TARGET), torch.float32, "cpu")
+    layers = tuple(range(model.config.num_hidden_layers))  # type: ignore[union-attr,arg-type]
+    hows = {
+        "dense": None,
+        "all layers dense": SparsePrompt(0.2, layers),
+        "the whole share": SparsePrompt(1.0),
+        "a share": SparsePrompt(0.2),
+        "a share in some layers": SparsePrompt(0.2, layers[:5]),
+    }
+    runner = make_runner(model, 1500 * len(hows), max_context=1200)
+    sequences = {name: SequenceKV() for name in hows}
+    runner.forward([SequenceInput(kv, tokens(1100, 1)) for kv in sequences.values()])
+    parts = [SequenceInput(sequences[name], tokens(60, 2), "all", prompt=how) for name, how in hows.items()]
+    logits = dict(zip(hows, [output.logits for output in runner.forward(parts)], strict=True))
+    same = ["dense", "all layers dense", "the whole share"]
+    for name, other in itertools.combinations(hows, 2):
+        one, two = logits[name], logits[other]
+        assert one is not None and two is not None
+        assert ((one - two).abs().max() < 1e-4 * one.std()) == (name in same and other in same), (name, other)
+
+
+def test_a_runner_that_cannot_says_that_it_reads_no_prompts_sparsely(folder: str) -> None:
+    runner_of(folder, torch.float32, "cpu", None).check_sparse_prompts()
+    pinned = make_runner(load_model(folder, torch.float32, "cpu"), 4096, max_context=400, deterministic=True)
+    with pytest.raises(ValueError, match="leave prompt_read_share at 1"):
+        pinned.check_sparse_prompts()
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started: Started) -> None:
     file = tmp_path / "stack.json"
-    rows = stack.run(Namespace(sessions=[2], tokens=40, gamma=4, json=str(file)))
+    rows = stack.run(Namespace(sessions=[2], tokens=40, gamma=4, branches=8, json=str(file)))
     content = json.loads(file.read_text())
     assert [row["exactness"] for row in content["rows"]] == ["exact", "approximate"]
     assert {"machine", "date", "command"} <= set(content)
@@ -59,7 +59,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started
 def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
     started.broken = "orchestrator.launch"
     with pytest.raises(ChildProcessError, match="did not start"):
-        stack.run(Namespace(sessions=[1], tokens=40, gamma=4, json=None))
+        stack.run(Namespace(sessions=[1], tokens=40, gamma=4, branches=8, json=None))
     assert len(started.processes) == 3
     assert all(process.returncode is not None for process in started.processes)
 
@@ -67,4 +67,4 @@ def test_what_does_not_start_leaves_nothing_behind(started: Started) -> None:
 @pytest.mark.parametrize(("sessions", "tokens", "gamma"), [([], 40, 4), ([0], 40, 4), ([1], 8, 4), ([1], 40, 0)])
 def test_numbers_that_give_nothing_to_measure(sessions: list[int], tokens: int, gamma: int) -> None:
     with pytest.raises(ValueError, match=r"must|takes"):
-        stack.run(Namespace(sessions=sessions, tokens=tokens, gamma=gamma, json=None))
+        stack.run(Namespace(sessions=sessions, tokens=tokens, gamma=gamma, branches=8, json=None))

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from typing import Any
@@ -44,10 +43,12 @@ async def test_ctrl_c_ends_an_answer_and_never_the_conversation(handler: signal.
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     async with serve_http(answer, "127.0.0.1", 0, Connections(10)) as address:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cli", "chat", "--url", address], stdin=theirs, stdout=theirs, stderr=theirs,
-            env=os.environ | {"TERM": "xterm"}, preexec_fn=partial(signal.signal, signal.SIGINT, handler),
-        )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cli", "chat", "--url", address),
+            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+            env=os.environ | {"TERM": "xterm"},
+            preexec_fn=partial(signal.signal, signal.SIGINT, handler),
+        )
         os.close(theirs)
         try:
             await read_until(ours, b"> ")
@@ -61,8 +62,10 @@ async def test_ctrl_c_ends_an_answer_and_never_the_conversation(handler: signal.
             process.send_signal(signal.SIGINT)  # drops the line that is being written
             await read_until(ours, b"> ")
             os.write(ours, b"\x04")
-            assert await asyncio.to_thread(process.wait, 30) == 0
+            async with asyncio.timeout(30):
+                assert await process.wait() == 0
         finally:
-            process.kill()
-            process.wait()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
             os.close(ours)

@@ -150,7 +150,7 @@ def test_a_launch_starts_where_kubernetes_has_a_service_of_our_name() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["service_host"] == "127.0.0.1"
+    assert json.loads(done.stdout)["service_host"] == ""
     assert "SPECAHEAD_SERVICE_HOST" in done.stderr
 
 
@@ -224,29 +224,65 @@ def test_host_memory_is_the_targets() -> None:
     assert (settings.target.host_kv_memory, settings.draft.host_kv_memory) == (1.5, 0)
 
 
-def test_services_that_ray_places_anywhere_are_reached_by_names() -> None:
-    from orchestrator.cluster import addresses_of, placed_settings, resources_of  # imports Ray
+def test_services_that_ray_places_anywhere_may_be_reached_by_names() -> None:
+    from orchestrator.cluster import known_as_of, placed_settings, resources_of  # imports Ray
 
     hosts = ["--target-host", "a-target", "--draft-host", "a-draft", "--service-host", "0.0.0.0"]
     config = resolve(*hosts, "--target-port", "50052", "--draft-port", "50053", "--target-resource", "big")
     placed = placed_settings(config)
     assert [side.host for side in placed] == ["0.0.0.0", "0.0.0.0"]
-    assert isinstance(placed[1], DraftSettings)
-    assert placed[1].targets == ("a-target:50052",)
-    assert addresses_of(placed, config.cluster) == {"target": "a-target:50052", "draft": "a-draft:50053"}
+    assert [known_as_of(side.side, config.cluster) for side in placed] == ["a-target", "a-draft"]
     assert resources_of("target", config.cluster) == {"big": 0.001}
     assert resources_of("draft", config.cluster) == {}
-    with pytest.raises(SettingsError, match="give draft_port"):
-        placed_settings(resolve(*hosts, "--target-port", "50052"))
+    for flags in (("--target-port", "50052"), ("--target-port", "1", "--draft-port", "2", "--drafts", "2")):
+        with pytest.raises(SettingsError, match="give draft_port, and no number of drafts"):
+            placed_settings(resolve(*hosts, *flags))
+
+
+def test_where_a_service_says_that_it_is() -> None:
+    """At what it binds; where that is all addresses, at its node's; or by the name it is known as."""
+    from orchestrator.service_actor import announced_address  # imports Ray
+
+    assert announced_address("10.0.0.1:7", "", "10.0.0.1") == "10.0.0.1:7"
+    assert announced_address("127.0.0.1:7", "", "10.0.0.1") == "127.0.0.1:7"
+    assert announced_address("0.0.0.0:7", "", "10.0.0.1") == "10.0.0.1:7"
+    assert announced_address("[::]:7", "", "[fd00::1]") == "[fd00::1]:7"
+    assert announced_address("0.0.0.0:7", "a-target", "10.0.0.1") == "a-target:7"
+
+
+def test_several_targets_and_drafts() -> None:
+    """Each has a name, and a port of its own where one is given; the first target and the first draft are a pair."""
+    from orchestrator.cluster import pairs_of, placed_settings  # imports Ray
+
+    placed = placed_settings(resolve("--targets", "3", "--drafts", "2", "--target-port", "7000"))
+    assert [each.name for each in placed] == ["target-1", "target-2", "target-3", "draft-1", "draft-2"]
+    assert [each.port for each in placed] == [7000, 7001, 7002, 0, 0]
+    pairs = [[each.name for each in pair] for pair in pairs_of(placed)]
+    assert pairs == [["target-1", "draft-1"], ["target-2", "draft-2"], ["target-3"]]
+    for flags, value in (("--targets", "0"), ("--drafts", "-1")):
+        with pytest.raises(SettingsError, match="at least 1"):
+            resolve(flags, value)
+
+
+def test_services_that_run_already_are_given_by_several_addresses() -> None:
+    from orchestrator.placement import placed_services
+
+    flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
+    with placed_services(resolve(*flags)) as (directories, placement):
+        assert placement is None
+        assert directories["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
+        assert directories["draft"].addresses == {"draft": "c:3"}
+    with placed_services(resolve("--target-address", "a:1")) as (directories, _):
+        assert directories["target"].addresses == {"target": "a:1"} and not directories["draft"].addresses
 
 
 def test_gpus_of_the_services() -> None:
     from orchestrator.cluster import gpus_of  # imports Ray
 
-    assert [gpus_of("auto", there, 2) for there in (0, 1, 2)] == [0, 0, 1]
+    assert [gpus_of("auto", there, 2) for there in (0, 1, 2, 3)] == [0, 0, 1, 1]
+    assert [gpus_of("auto", there, 3) for there in (2, 3)] == [0, 1]
     assert [gpus_of("auto", there, 1) for there in (0, 1)] == [0, 1]
-    assert gpus_of("cuda", 0, 2) == 1
-    assert gpus_of("cpu", 2, 2) == 0
+    assert (gpus_of("cuda", 0, 2), gpus_of("cpu", 2, 2)) == (1, 0)
 
 
 def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
@@ -257,19 +293,19 @@ def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
 
 
 def test_what_a_launch_decides_for_its_services() -> None:
-    """The draft dials the target; of a deterministic pair the target alone is."""
+    """Names and ports; of a deterministic pair the target alone is deterministic."""
     from orchestrator.cluster import placed_settings  # imports Ray
 
     config = resolve("--deterministic", "--threads", "3", "--target-port", "4567", "--gamma", "7")
     target, draft = placed_settings(config)
     assert isinstance(draft, DraftSettings)
-    assert draft.targets == ("127.0.0.1:4567",)
-    assert 0 < draft.port != target.port == 4567
+    assert (target.name, target.port, target.host) == ("target", 4567, "")
+    assert (draft.name, draft.port, draft.targets) == ("draft", 0, ())
     assert (target.deterministic, draft.deterministic) == (True, False)
     assert (target.threads, draft.threads, target.gamma, draft.gamma) == (3, 3, 7, 7)
     automatic = placed_settings(resolve())[0]
     assert not automatic.traces and placed_settings(resolve("--trace-share", "0.1"))[1].traces
-    assert automatic.port > 0 and automatic.threads >= 1
+    assert automatic.port == automatic.threads == 0, "the node knows better"
 
 
 @pytest.mark.parametrize("flags", [("--target", "other"), ("--draft", "other"), ("--target", "a", "--draft", "b")])

@@ -1,6 +1,7 @@
 """Every message comes out of protobuf as it went in, and what cannot be is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.sampling import Sampling, Support
 from protos import control_pb2, speculation_pb2
+from tests.proposals import together
 from wire import convert
 from wire import messages as m
 from wire.errors import InvalidArgument
@@ -29,7 +31,6 @@ STRATEGIES = {
     m.Exactness: st.sampled_from(m.Exactness),
     m.FinishReason: st.sampled_from(m.FinishReason),
     Sampling: st.sampled_from([Sampling(), Sampling(0.0), Sampling(0.5, 0.25, 2**64 - 1)]),
-    list[Support]: st.just([]),
 }
 GIVEN = {"session": names, "accepted": numbers}
 UNIONS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
@@ -39,11 +40,39 @@ UNIONS: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
 ]
 
 
+@st.composite
+def proposals_for_a_round(draw: st.DrawFn) -> m.Proposals:
+    """Return proposals behind several outcomes, of several lengths, greedy or each token with a distribution."""
+    at = draw(st.builds(m.At, names, numbers, numbers, numbers))
+    outcomes = draw(st.lists(st.tuples(st.integers(0, 9), numbers), min_size=1, max_size=8, unique=True))
+    announces, sampled, spent = draw(st.booleans()), draw(st.booleans()), draw(seconds)
+    items = []
+    for offset, assumed in outcomes:
+        proposed = draw(st.lists(numbers, min_size=1, max_size=5))
+        supports = [draw(distributions(token)) for token in proposed] if sampled else []
+        items.append(m.Proposal(at._replace(base=at.base + offset), announces, assumed, proposed, supports, spent))
+    return together(*items)
+
+
+def distributions(token: int) -> st.SearchStrategy[Support]:
+    """Return distributions in which a token has a chance."""
+    others = st.lists(numbers.filter(lambda other: other != token), max_size=4, unique=True)
+    return others.map(lambda ids: Support(np.array([token, *ids]), np.full(1 + len(ids), 1 / (1 + len(ids)), "<f4")))
+
+
+rounds = proposals_for_a_round()
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """Return a message's values so that they can be compared."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(message).items()}
+
+
 def instances(kind: type) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
     fields = {name: GIVEN.get(name, STRATEGIES.get(hint)) for name, hint in hints.items()}
-    if kind is m.Proposal:
-        fields["tokens"] = st.lists(numbers, min_size=1, max_size=5)
+    if kind is m.Proposals:
+        return rounds
     return st.builds(kind, **{name: strategy for name, strategy in fields.items() if strategy is not None})
 
 
@@ -56,7 +85,7 @@ def test_an_event_comes_out_as_it_went_in(kind: type, write: Callable[..., Any],
     def check(event: Any) -> None:
         frame = type(write([])).FromString(write([event]).SerializeToString())
         (pb,) = frame.events if hasattr(frame, "events") else frame.batch.events
-        assert read(pb) == event
+        assert plain(read(pb)) == plain(event)
 
     check()
 
@@ -74,18 +103,61 @@ def test_a_request_comes_out_as_it_went_in(kind: type) -> None:
 AT = m.At("a", 1, 2, 3)
 
 
-def supported(ids: list[int], probs: list[float]) -> m.Proposal:
-    return m.Proposal(AT, False, 7, [5], [Support(np.array(ids), np.array(probs, dtype=np.float32))])
+def proposal(offset: int, assumed: int, *ids: int) -> m.Proposal:
+    """Return one of as many tokens as ids, each of which is as likely as token 100."""
+    supports = [Support(np.array([100, token]), np.array([0.5, 0.5], np.float32)) for token in ids]
+    return m.Proposal(AT._replace(base=AT.base + offset), False, assumed, list(ids), supports)
 
 
-def through_pb(proposal: m.Proposal) -> Any:
-    frame = convert.draft_events_to_pb([proposal])
+def supported(ids: list[int], probs: list[float]) -> m.Proposals:
+    """Return two proposals, of which the second has these distribution of its last token, which is 5."""
+    support = Support(np.array(ids), np.array(probs, dtype=np.float32))
+    last = proposal(2, 8, 3, 5)
+    return together(proposal(0, 7, 1), replace(last, supports=[last.supports[0], support]))
+
+
+def through_pb(proposals: m.Proposals) -> Any:
+    frame = convert.draft_events_to_pb([proposals])
     return convert.draft_event_from_pb(frame.batch.events[0])
 
 
-def test_a_distribution_comes_out_as_it_went_in() -> None:
-    (support,) = through_pb(supported([5, 9], [0.75, 0.25])).supports
-    assert support.ids.tolist() == [5, 9] and support.probs.tolist() == [0.75, 0.25]
+@given(rounds, st.data())
+def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(event.counts) - 1))
+    base, assumed = event.outcomes[index]
+    found = event.behind(base, assumed)
+    assert found is not None
+    start = sum(event.counts[:index])
+    assert (found.at, found.assumed_token) == (event.at._replace(base=base), assumed)
+    assert found.tokens == event.tokens[start : start + event.counts[index]]
+    assert len(found.supports) == (len(found.tokens) if event.support_counts else 0)
+    for token, support in zip(found.tokens, found.supports, strict=False):
+        assert support.ids[0] == token and support.probs.sum() == pytest.approx(1)
+    assert event.behind(base + 10, assumed) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"counts": []}, "3 tokens|2 offsets"),
+        ({"counts": [1]}, "2 offsets, 2 assumed tokens and the counts \\[1\\]"),
+        ({"counts": [3, 0]}, "no tokens for none"),
+        ({"counts": [1, 3]}, "3 tokens, the counts have 4"),
+        ({"offsets": [0]}, "1 offsets"),
+        ({"assumed_tokens": [7]}, "1 assumed tokens"),
+        ({"offsets": [2, 2], "assumed_tokens": [8, 8]}, "two behind one outcome"),
+        ({"draft_seconds": float("nan")}, "draft_seconds is not finite"),
+        ({"support_counts": [2, 2]}, "2 distributions for 3 tokens"),
+        ({"support_counts": [2, 4, 0]}, "2 distributions for 3 tokens"),
+        ({"support_counts": [2, 2, 3]}, "7 entries in all, 6 ids"),
+        ({"support_counts": []}, "0 distributions for 3 tokens"),
+        ({"support_probs": np.full(5, 0.5, np.float32)}, "6 ids, 5 probabilities"),
+        ({"support_ids": np.zeros(7, np.uint8)}, "7 bytes of distributions"),
+    ],
+)
+def test_proposals_whose_numbers_do_not_fit_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=reason):
+        through_pb(replace(together(proposal(0, 7, 1), proposal(2, 8, 3, 5)), **changes))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +179,7 @@ def test_a_distribution_that_cannot_be_is_refused(ids: list[int], probs: list[fl
 @pytest.mark.parametrize("name", ["", "x" * (convert.MOST_NAME + 1)])
 def test_a_session_has_a_name_and_not_too_long_a_one(name: str) -> None:
     frame = control_pb2.ServeFrame(abort=control_pb2.Abort(session=name))
-    with pytest.raises(InvalidArgument, match="expected 1 to 128 characters"):
+    with pytest.raises(InvalidArgument, match="expected 1 to 160 characters"):
         convert.serve_request_from_pb(frame)
     assert convert.session_in(frame, "body") == ""
 

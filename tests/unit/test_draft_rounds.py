@@ -31,10 +31,11 @@ from kernels.rejection import draw, truncated_probs
 from sparsity.announce import announce
 from sparsity.plan import load_plan
 from sparsity.selection import BlockSelection
+from tests.proposals import apart
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
 from tests.unit.world import changed_logits
-from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Verdict
+from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Proposals, Verdict
 from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,6 +110,11 @@ class Side:
         assert self.drafter.runner.kv.pool.held == 0
 
 
+def proposals_in(sent: list[DraftEvent]) -> list[Proposal]:
+    """Return all that was proposed, in order."""
+    return [item for event in sent if isinstance(event, Proposals) for item in apart(event)]
+
+
 def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
     """logits: [γ + 1 or fewer, vocab] of the passes that drafted it"""
     session, count = side.peer.sessions[event.at.session], len(event.tokens)
@@ -155,9 +161,8 @@ def check_announcement(side: Side, event: Announcement, weights: Tensor) -> None
 def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[str, list[Proposal]]:
     """Check all that was sent in one run; returns the proposals of each session, in order."""
     proposals: dict[str, list[Proposal]] = {}
-    for event in sent:
-        if isinstance(event, Proposal):
-            proposals.setdefault(event.at.session, []).append(event)
+    for event in proposals_in(sent):
+        proposals.setdefault(event.at.session, []).append(event)
     passes = {
         event.at: run_all(
             reference, [*side.peer.sessions[name].tokens[: event.at.base - 1], event.assumed_token], event.tokens
@@ -165,11 +170,11 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
         for name, events in proposals.items()
         for event in events
     }
-    for event in sent:
-        if isinstance(event, Proposal):
-            check_proposal(side, event, passes[event.at][0])
-        elif isinstance(event, Announcement):
-            check_announcement(side, event, passes[event.at][1])
+    for event in proposals_in(sent):
+        check_proposal(side, event, passes[event.at][0])
+    for announced in sent:
+        if isinstance(announced, Announcement):
+            check_announcement(side, announced, passes[announced.at][1])
     return proposals
 
 
@@ -216,7 +221,7 @@ def test_the_last_round_of_a_session_is_short(runner: ModelRunner) -> None:
     """A whole round weighs all its γ + 1 queries, also where it proposes fewer tokens."""
     side = Side(runner)
     sent = side.run(begin("a", 300, "ahead", GREEDY, 303))
-    (proposal,) = [event for event in sent if isinstance(event, Proposal) and event.at.round == 0]
+    (proposal,) = [item for item in proposals_in(sent) if item.at.round == 0]
     (announcement,) = [event for event in sent if isinstance(event, Announcement) and event.at.round == 0]
     assert len(proposal.tokens) == 2
     assert len(side.decode(announcement).keys) > 0
@@ -229,7 +234,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     for share in (1.0, 0.999, 0.1):
         side = Side(runner, ahead=False, read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
-        (proposal,) = [event for event in sent if isinstance(event, Proposal)]
+        (proposal,) = proposals_in(sent)
         (announcement,) = [event for event in sent if isinstance(event, Announcement)]
         proposed.append(proposal.tokens)
         selections.append(set(side.decode(announcement).keys.tolist()))
@@ -276,9 +281,9 @@ def test_a_round_and_its_branches_propose_what_a_grammar_allows(
     prompt = tokens(40, 3)
     free = Begin(At("free", 0, 0, 40), prompt, sampling, 500, "", 40, [0])
     bound = Begin(At("bound", 0, 0, 40), prompt, sampling, 500, "", 40, [0], source)
-    expected = [event for event in alone.run(free) if isinstance(event, Proposal)]
+    expected = proposals_in(alone.run(free))
     alone.close()
-    proposals = [event for event in side.run(free, bound) if isinstance(event, Proposal)]
+    proposals = proposals_in(side.run(free, bound))
     for event, other in zip((e for e in proposals if e.at.session == "free"), expected, strict=True):
         assert event.tokens == other.tokens
     first, *ahead = [event for event in proposals if event.at.session == "bound"]

@@ -16,6 +16,7 @@ from engine.sampling import Sampling
 from engine.step_loop import MOST_FAILURES, run_step_loop
 from sparsity.announce import announce
 from sparsity.methods import METHODS
+from tests.proposals import apart
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
 from wire import messages as m
 from wire.selection_codec import decode_selection
@@ -54,12 +55,19 @@ class DraftStand:
         return *known, session.kv.length, list(session.kv.pages)
 
 
+def only_proposal(event: m.DraftEvent) -> m.Proposal:
+    """Return what a message proposes, which must be one proposal."""
+    assert isinstance(event, m.Proposals)
+    (proposal,) = apart(event)
+    return proposal
+
+
 def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
     for ahead in (False, True):
         stand = DraftStand(ahead)
         kinds = [type(event) for event in stand.sent]
-        proposals = [event for event in stand.sent if isinstance(event, m.Proposal)]
-        assert kinds == [m.Ready, *[m.Announcement, m.Proposal] * (1 + ahead)]
+        proposals = [item for event in stand.sent if isinstance(event, m.Proposals) for item in apart(event)]
+        assert kinds == [m.Ready, *[m.Announcement, m.Proposals] * (1 + ahead)]
         assert all(p.announces for p in proposals)
         assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
         if ahead:
@@ -70,7 +78,7 @@ def test_repeated_verdicts_and_begins_change_nothing() -> None:
     stand = DraftStand()
     kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
     verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
-    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposal]
+    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposals]
     before = stand.state
     assert stand.receive(verdict, stand.begin, verdict) == []
     assert stand.state == before
@@ -137,9 +145,8 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     plain = FakeModel().plain(stand.tokens, 3, [])[0]
     other = (plain[42] + 1) % VOCAB
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
-    assert [type(event) for event in sent] == [m.Announcement, m.Proposal] * 2
-    proposal = sent[1]
-    assert isinstance(proposal, m.Proposal)
+    assert [type(event) for event in sent] == [m.Announcement, m.Proposals] * 2
+    proposal = only_proposal(sent[1])
     committed = [*plain[:42], other]
     assert proposal.at == m.At("a", 1, 1, 43)
     assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
@@ -152,8 +159,7 @@ def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
     plain = FakeModel().plain(stand.tokens, 5, [])[0]
     committed = [*plain[:44], (plain[44] + 1) % VOCAB]
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
-    proposal = sent[1]
-    assert isinstance(proposal, m.Proposal)
+    proposal = only_proposal(sent[1])
     assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
 
 
@@ -163,12 +169,10 @@ def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
     before = [event for event in stand.sent if not isinstance(event, m.Ready)]
     kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
-    announcement, proposal = sent[:2]
+    announcement, proposal = sent[0], only_proposal(sent[1])
     assert isinstance(announcement, m.Announcement)
-    assert isinstance(proposal, m.Proposal)
     assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
-    assert isinstance(before[3], m.Proposal)
-    assert proposal.tokens == before[3].tokens
+    assert proposal.tokens == only_proposal(before[3]).tokens
 
 
 def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
@@ -199,7 +203,7 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
     while (step := drafter.plan_step()) is not None:
         drafter.finish_step(step, drafter.execute(step))
-    (proposal, *_) = [event for event in sent if isinstance(event, m.Proposal)]
+    (proposal, *_) = [only_proposal(event) for event in sent if isinstance(event, m.Proposals)]
     assert proposal.announces
     (said,) = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
     runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + 1)]
@@ -220,7 +224,7 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
         begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
         events = stand.receive(begin)
         assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
-        (proposal,) = [e for e in events if isinstance(e, m.Proposal) and e.at.round == 0]
+        (proposal,) = [only_proposal(e) for e in events if isinstance(e, m.Proposals) and e.at.round == 0]
         assert len(proposal.tokens) == max(1, room - 1)
 
 
@@ -247,7 +251,7 @@ class Crowd:
         planned = self.drafter.plan_step()
         if planned is not None:
             self.drafter.finish_step(planned, self.drafter.execute(planned))
-        return [event.at.session for event in self.sent if isinstance(event, m.Proposal)]
+        return [event.at.session for event in self.sent if isinstance(event, m.Proposals)]
 
     def run(self) -> None:
         while self.step():
@@ -338,7 +342,7 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     declined = [event for event in stand.sent if isinstance(event, m.Decline)]
     assert [event.session for event in declined] == ["b", "c"]
     assert all("OutOfPages: 3 pages wanted, 2 available" in event.reason for event in declined)
-    assert [event.at.session for event in stand.sent if isinstance(event, m.Proposal)] == ["d"]
+    assert [event.at.session for event in stand.sent if isinstance(event, m.Proposals)] == ["d"]
     assert set(stand.peer.sessions) == {"a", "d"}
     assert stand.drafter.counters["failed_steps"] == 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -347,7 +351,7 @@ def test_a_step_that_fails_costs_its_own_sessions_alone(
     late = m.Verdict(m.At("b", 1, 1, 8), 0, [2], plain=True)
     judged = m.Verdict(m.At("a", 1, 1, 40), 0, [9], plain=False)
     said = stand.receive(late, judged, begin("c", epoch=2))
-    assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a", "c"}
+    assert {event.at.session for event in said if isinstance(event, m.Proposals)} == {"a", "c"}
     assert not any(isinstance(event, m.Resync) for event in said)
     stand.receive(*(m.End(name) for name in "acd"))
     admission = stand.drafter.admission
@@ -366,7 +370,7 @@ def test_a_draft_declines_a_session_whose_logits_are_no_numbers() -> None:
     (declined,) = [event for event in said if isinstance(event, m.Decline)]
     assert declined.session == "b"
     assert "NaN" in declined.reason
-    assert {event.at.session for event in said if isinstance(event, m.Proposal)} == {"a"}
+    assert {event.at.session for event in said if isinstance(event, m.Proposals)} == {"a"}
 
 
 def test_steps_that_fail_for_ever_end_the_service(failing: tuple[DraftStand, FakeRunner]) -> None:

@@ -17,14 +17,17 @@ import models
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.model_runner import ModelRunner
-from evaluation import cases, continuations, drafts, plots, quality, report
+from evaluation import cases, continuations, drafts, plots, prompts, quality, report
 from evaluation.cases import Case
 from evaluation.continuations import Continuation, Reading
 from evaluation.drafts import DraftStudy
 from evaluation.flags import add_evaluate_flags
 from evaluation.models import load_runner
+from evaluation.prompts import PromptReading, measure_prompts
 from evaluation.rounds import Variant, VariantSums, evaluate_case, prefill, rounds_of
 from evaluation.run import Pair, evaluate, parse_budget, variants_of
+from kernels.prompt_attention import UNIT
+from kernels.sparse_prompt_attention import BLOCK, plan_sparse_prompts
 from models import DEMO_TEXT
 from sparsity.plan import PlanError, load_plan
 from sparsity.selection import BlockSelection
@@ -304,6 +307,36 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str]) -
     for rows in tables.values():
         assert drafts.to_markdown(rows) in filled
     assert set(json.loads(drafts.to_json(tables))) == set(tables)
+
+
+def test_sparse_prompts_cost_little_where_their_end_is_dense(
+    tokenizer: Any, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "sparse_tokens", lambda prompt_tokens, tail: prompt_tokens - tail)
+    target = load_runner(str(models.TARGET), torch.float32, "cpu", 1100)
+    chosen = cases.perplexity_cases(texts, tokenizer, 1000, 950) + cases.recall_cases(
+        ["pass-key"], texts, tokenizer, 1000, 1
+    )
+    readings = [PromptReading(1), PromptReading(0.15, 200), PromptReading(0.15, 0)]
+    dense, sparse, whole = measure_prompts(target, PLAN, chosen, readings)
+    assert target.kv.pool.held == 0
+    assert (dense.attention, dense.increase, dense.recalled, dense.asked) == (1.0, 0.0, 1, 1)
+    assert (sparse.recalled, sparse.context) == (1, 1000)
+    assert 0 < abs(sparse.increase) < 0.03
+    assert dense.attention > sparse.attention > whole.attention
+    assert prompts.to_markdown([dense, sparse]).count("\n") == 3
+
+
+def test_the_attention_of_prompts_is_what_their_parts_read() -> None:
+    reading, pairs = PromptReading(0.1, 100), 0
+    tables, room = torch.zeros(1, 400, dtype=torch.int32), torch.empty(2, 0)
+    stops = [*range(700, 4900, 700), 4900, 5000]
+    for start, stop in zip([0, *stops], stops, strict=False):
+        reads = plan_sparse_prompts([0, stop - start], [stop], tables, 1, 16, room, False, 0.1)
+        for at in range(start, stop):
+            sparse = [part.chosen * BLOCK + at % UNIT + 1 for part in reads.parts if stop < 5000]
+            pairs += sparse[0] if sparse else at + 1
+    assert prompts.attention_read(5000, reading, 700) == pairs / (5000 * 5001 / 2)
 
 
 def test_books_that_the_plan_was_calibrated_on_are_left_out(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import aiohttp
+import anyio
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -461,6 +463,20 @@ async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: Scr
         assert response.status == 404 and response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+async def test_a_short_request_waits_for_no_thread(
+    raw: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """On a busy machine one gets its turn late, and refusals are to come at once."""
+    run = mock.AsyncMock()
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run)
+    monkeypatch.setattr(asyncio, "to_thread", run)
+    sent = raw.post(path, json={"prompt": "The sea"}) if path == COMPLETIONS else raw.get(path)
+    async with sent as response:
+        assert response.status == 200
+    run.assert_not_called()
+
+
 async def test_a_stream_is_kept_alive_while_nothing_comes(
     raw: aiohttp.ClientSession, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -585,6 +601,8 @@ async def test_a_response_and_its_items_sent_along(client: AsyncOpenAI, router: 
     call: Any = first.output[2]
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
     assert first.usage is not None and first.usage.output_tokens == len(router.opened[0].generated)
+    reasoned = len(router.tokenizer.encode("<think>Where?"))
+    assert abs(first.usage.output_tokens_details.reasoning_tokens - reasoned) < 3  # to the round
 
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
     history: Any = [{"role": "user", "content": "Is it sunny?"}, *first.output, result]

@@ -27,7 +27,7 @@ PACKAGES = {
     "evaluation": {"config", "kernels", "engine", "sparsity", "wire", "draft_service", "target_service", "models"},
     "benchmarks": {
         *("config", "kernels", "engine", "sparsity", "wire", "protos", "models"),
-        *("draft_service", "target_service", "evaluation"),
+        *("draft_service", "target_service", "evaluation", "orchestrator"),
     },
     # Of evaluations and benchmarks the flags; their modules by name, when their command runs.
     "cli": {"config", "orchestrator", "wire", "benchmarks", "evaluation"},
@@ -43,11 +43,11 @@ PROTO_FILES = {
     "orchestrator/client.py",
     "orchestrator/endpoints.py",
     "orchestrator/grpc_gateway.py",
-    "orchestrator/router.py",
     "orchestrator/service_status.py",
+    "orchestrator/target_stream.py",
 }
-# Only the orchestrator knows Ray, in one place.
-RAY_FILES = {"orchestrator/cluster.py"}
+# Only the orchestrator knows Ray.
+RAY_FILES = {"orchestrator/cluster.py", "orchestrator/joining_ray.py", "orchestrator/service_actor.py"}
 # Its only user; installed or not, all else runs.
 FLASHINFER = {"benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.
@@ -70,6 +70,7 @@ WITHOUT_GRPC = {
     "orchestrator/keys.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",
+    "orchestrator/routing.py",
     "orchestrator/text.py",
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import models
+from engine import layer_attention, pass_runner
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -21,6 +22,7 @@ from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.rounds.requests import RoundSettings
 from engine.sampling import Sampling
+from kernels.prompt_attention import PromptReads, attend_to_prompts
 from sparsity.methods import METHODS
 from sparsity.plan import Plan, load_plan
 from sparsity.reader import Reader
@@ -250,6 +252,22 @@ def test_layers_that_are_read_densely_stay(model: Any, plain: Any, gpu_pages: in
     sparse = gpu_pages < 80 and method != "dense"
     assert (got.tiered.counters.fetched_pages > 0, got.stages > 0) == (sparse, gpu_pages < 80 and not sparse)
     assert len(got.tiered.memory.stored) == len(got.tiered.k_pages) - 2
+
+
+@pytest.mark.parametrize("gpu_pages", [80, 45])
+def test_layers_that_stay_are_read_where_they_lie_by_pieces_too(
+    model: Any, plain: Any, gpu_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, torch in cuDNN's place."""
+
+    def attend(reads: PromptReads, *of_layer: Any) -> Tensor:
+        return attend_to_prompts(replace(reads, cudnn=False), *of_layer)
+
+    case = replace(with_plan(dense_layers=(0, 3)), method="streaming", keeps=True)
+    plain(case)
+    monkeypatch.setattr(layer_attention, "attend_to_prompts", attend)
+    monkeypatch.setattr(pass_runner, "cudnn_attends", lambda *_: True)
+    check(model, plain, gpu_pages, case, exactly=False)
 
 
 def test_layers_that_stay_must_be_read_densely(model: Any) -> None:

@@ -1,5 +1,6 @@
 """Paged KV and the ledger against a plain model of sessions, through any sequence of what sessions do."""
 
+import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -339,6 +340,25 @@ def test_equal_pages_behind_different_prefixes_are_told_apart() -> None:
     kv.reuse_prefix(again, [2] * 16 + same)
     assert again.pages == b.pages
     assert not set(again.pages) & set(a.pages)
+
+
+def test_kv_of_a_sparse_read_is_found_by_those_who_take_it() -> None:
+    """Behind what does not come of one, which all find."""
+    kv = small()
+    tokens = list(range(64))
+    filled(kv, tokens[:32])
+    sparse, taker = SequenceKV(), SequenceKV()
+    assert kv.reuse_prefix(sparse, tokens, sparse=True) == 32
+    assert sparse.dense_tokens == math.inf
+    kv.grow(sparse, 64)
+    sparse.length, sparse.dense_tokens = 64, 40
+    kv.index_prefix(sparse, tokens)
+    assert kv.reuse_prefix(SequenceKV(), tokens) == 32
+    assert kv.reuse_prefix(taker, tokens, sparse=True) == 64
+    assert taker.pages == sparse.pages
+    assert taker.dense_tokens == 32
+    kv.release(taker)
+    assert taker == SequenceKV()
 
 
 def test_two_that_read_the_same_at_once_offer_it_once() -> None:

@@ -19,6 +19,7 @@ from engine.sampling import Sampling
 from sparsity.plan import load_plan
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 from tests.unit.world import Faults, World, prompts
@@ -335,7 +336,7 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
     assert (session.id, session.draft, peer.sessions) == ("b", None, {"a"})
     begun = next(event for event in sent if isinstance(event, m.Begin) and event.at.session == "b")
     assert [event for event in sent if isinstance(event, m.End)] == [m.End("b")]
-    late = m.Proposal(begun.at, False, begun.tokens[-1], [1, 2])
+    late = together(m.Proposal(begun.at, False, begun.tokens[-1], [1, 2]))
     target.verifier.protocol.receive(peer, late)
     assert sent[-1] == m.End("b")
     target.verifier.abort("a")
@@ -346,7 +347,7 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
     assert again.tokens == session.tokens
     target.verifier.protocol.receive(peer, late)
     assert target.verifier.counters["stale_frames"] == 1
-    assert not any(session.proposals.values())
+    assert not session.proposals
 
 
 def test_waits_and_pre_emptions_are_told_with_the_next_commit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ def ragged(lengths: list[int], counts: list[int], group: int, dim: int) -> Case:
 def attend(case: Case, cudnn: bool) -> torch.Tensor:
     queries, k_pages, v_pages, tables, lengths, starts = case.arguments
     room = make_room(int(lengths.max()), KV_HEADS, queries.shape[2], queries.dtype, queries.device)
-    reads = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room)
-    return attend_to_prompts(reads, queries, k_pages, v_pages, SCALE, cudnn)
+    reads = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room, cudnn)
+    return attend_to_prompts(reads, queries, k_pages, v_pages, SCALE)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -1,6 +1,7 @@
 """The router over gRPC, against a target that misbehaves: readiness follows the stream, and requests go on or end."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -8,13 +9,14 @@ import grpc
 import pytest
 
 from engine.sampling import Sampling
+from orchestrator.directory import Directory
 from orchestrator.ledger import Record
 from orchestrator.router import Router
 from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
 from wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
-from wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, SessionReads
+from wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
 from wire.server import start_server
 
 READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
@@ -42,12 +44,12 @@ class Target(control_pb2_grpc.TargetControlServicer):
     async def Reads(
         self, request: control_pb2.ReadsRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.SessionReads:
-        if request.session != "a":
+        if not request.session.startswith("a@"):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such session is running")
         return convert.reads_to_pb(READS)
 
 
-async def say(context: grpc.aio.ServicerContext, event: Commit | Closed | Beat) -> None:
+async def say(context: grpc.aio.ServicerContext, event: Commit | Closed | Report | Beat) -> None:
     await context.write(convert.served_events_to_pb([event]))
 
 
@@ -64,15 +66,34 @@ Check = Callable[[Router], Awaitable[None]]
 
 
 async def with_router(target: Target, check: Check, request_timeout: float = 0, resume_timeout: float = 30) -> None:
-    add = control_pb2_grpc.add_TargetControlServicer_to_server
-    server = await start_server("127.0.0.1", 0, [(add, target, "specahead.v1.TargetControl")])
-    router = Router(server.address, PeerAccess(), resume_timeout, request_timeout)
-    try:
-        async with asyncio.timeout(20), router.connected_to_target():
+    async with serving(target) as targets:
+        router = Router(targets, PeerAccess(), resume_timeout, request_timeout)
+        async with asyncio.timeout(20), router.connected_to_targets():
             await until(lambda: router.connected)
             await check(router)
+
+
+@contextlib.asynccontextmanager
+async def serving(*targets: Target) -> AsyncIterator[Directory]:
+    """Serve while the context lasts; the targets' names are their numbers."""
+    add = control_pb2_grpc.add_TargetControlServicer_to_server
+    services = [(add, target, "specahead.v1.TargetControl") for target in targets]
+    servers = [await start_server("127.0.0.1", 0, [service]) for service in services]
+    try:
+        yield Directory({f"{number}": server.address for number, server in enumerate(servers)})
     finally:
-        await server.stop(0)
+        for server in servers:
+            await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def routing_to(*targets: Target, **settings: Any) -> AsyncIterator[Router]:
+    """A router that is connected to all targets."""
+    async with serving(*targets) as directory:
+        router = Router(directory, PeerAccess(), **{"resume_timeout": 30} | settings)
+        async with asyncio.timeout(20), router.connected_to_targets():
+            await until(lambda: [stream.connected for stream in router.targets.values()] == [True] * len(targets))
+            yield router
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -101,7 +122,7 @@ async def test_an_event_that_is_no_event_costs_the_stream_and_no_request(caplog:
 
     await with_router(target, check)
     assert target.streams == 2
-    assert "none of commit, closed, beat is set" in caplog.text
+    assert "none of commit, closed, report, beat is set" in caplog.text
 
 
 async def test_a_request_that_cannot_be_sent_costs_the_stream_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,11 +184,18 @@ async def test_a_request_ends_at_the_deadline_of_the_server() -> None:
 
 async def test_what_a_session_reads_is_asked_of_the_target() -> None:
     async def check(router: Router) -> None:
+        sessions = [router.stream(record(name)) for name in ("a", "b")]
+        for session in sessions:
+            await anext(session)
         assert await router.reads("a") == READS
-        with pytest.raises(NotFound, match="no such session"):
+        with pytest.raises(NotFound, match="no such session is running"):
             await router.reads("b")
+        for session in sessions:
+            await session.aclose()
+        with pytest.raises(NotFound, match="no session 'a' is open"):
+            await router.reads("a")
 
-    await with_router(Target(), check)
+    await with_router(Target(lambda frames, context: collect(frames, context, [])), check)
 
 
 def serve_with(answer: Callable[[Open], list[Commit | Closed]]) -> Serve:
@@ -217,9 +245,6 @@ async def test_after_resume_timeout_requests_fail_and_no_sooner() -> None:
             await tokens_of(router, "a")
         assert 0.5 <= loop.time() - start < 5
         assert not router.connected
-
-    async def leave(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
     await with_router(Target(serve_with(lambda _: []), *[leave] * 200), check, resume_timeout=0.5)
 
@@ -285,15 +310,18 @@ async def test_who_leaves_early_or_is_aborted_has_the_target_told() -> None:
         assert router.abort("aborted") and not router.abort("early")
         assert (await anext(aborted)).finish_reason is FinishReason.ABORT
         await aborted.aclose()
-        await until(lambda: Abort("early") in received and Abort("aborted") in received)
+        await until(lambda: sum(isinstance(request, Abort) for request in received) == 2)
+        opened = [request.session for request in received if isinstance(request, Open)]
+        assert [name.partition("@")[0] for name in opened] == ["early", "aborted"]
+        assert [request for request in received if isinstance(request, Abort)] == [*map(Abort, opened)]
         assert not router.running and not router.ledger.records
 
     await with_router(Target(lambda frames, context: collect(frames, context, received)), check)
 
 
 async def test_without_a_target_a_request_is_refused() -> None:
-    router = Router("127.0.0.1:1", PeerAccess(), 30)
-    with pytest.raises(Unavailable, match="not connected"):
+    router = Router(Directory({"target": "127.0.0.1:1"}), PeerAccess(), 30)
+    with pytest.raises(Unavailable, match="no target is connected"):
         await tokens_of(router, "a")
 
 
@@ -311,3 +339,151 @@ async def test_what_waits_at_the_end_is_told() -> None:
     await with_router(Target(silent), check)
     with pytest.raises(Unavailable, match="is stopping"):
         await waiting[0]
+
+
+# Several targets.
+
+
+async def leave(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+
+async def test_sessions_of_a_lost_target_go_on_at_another_one_at_once() -> None:
+    """The lost one never comes back, and nobody waits for it."""
+    gone, other = Target(serve_with(one_token), *[leave] * 200), Target()
+    async with routing_to(gone, other) as router:
+        assert await tokens_of(router, "a") == [3, 7]
+        assert router.connected and not router.targets["0"].connected
+        assert await tokens_of(router, "b") == [7]
+        assert router.routed == {"0": 1, "1": 2}
+
+
+async def test_a_session_goes_to_no_target_that_has_said_nothing_since_its_own_was_lost() -> None:
+    """What has cut one off may have cut off others as well."""
+    speaking = asyncio.Event()
+
+    async def silent_at_first(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, Beat())
+        await speaking.wait()
+        await say(context, Beat())
+        await Target().Serve(frames, context)
+
+    async with routing_to(Target(serve_with(one_token), *[leave] * 200), Target(silent_at_first)) as router:
+        asked = asyncio.create_task(tokens_of(router, "a"))
+        await until(lambda: not router.targets["0"].connected)
+        await asyncio.sleep(0.4)
+        assert router.routed == {"0": 1}
+        speaking.set()
+        assert await asked == [3, 7]
+
+
+async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() -> None:
+    targets = [Target(*[serve_with(lambda _: [])] * 20) for _ in range(5)]
+    async with routing_to(*targets) as router:
+        with pytest.raises(Unavailable, match="lost again and again"):
+            await tokens_of(router, "a")
+        assert router.routed.total() == 3
+
+
+async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_has() -> None:
+    going_on = asyncio.Event()
+
+    async def slow(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, Beat())
+        async for frame in frames:
+            request = convert.serve_request_from_pb(frame)
+            if isinstance(request, Open):
+                await going_on.wait()
+                await say(context, last_commit(request))
+
+    async with routing_to(Target(slow), Target(), policy="round-robin") as router:
+        running = asyncio.create_task(tokens_of(router, "a"))
+        await until(lambda: router.targets["0"].sessions == 1)
+        router.drain("0")
+        assert [await tokens_of(router, name) for name in "bcd"] == [[7]] * 3
+        assert router.routed == {"0": 1, "1": 3} and router.connected
+        going_on.set()
+        assert await running == [7] and router.targets["0"].sessions == 0
+        router.drain("1")
+        assert not router.connected
+        with pytest.raises(Unavailable, match="no target is connected"):
+            await tokens_of(router, "e")
+        router.drain("0", False)
+        assert await tokens_of(router, "f") == [7]
+
+
+async def test_a_target_is_found_again_where_it_is_now() -> None:
+    """Its session goes on at the new address; a target that is forgotten is left."""
+    received: list[Any] = []
+    old, new = Target(lambda frames, context: collect(frames, context, received)), Target()
+    async with serving(old, new) as places:
+        first, second = places.addresses.values()
+        directory = Directory({"target": first})
+        router = Router(directory, PeerAccess(), 30)
+        async with asyncio.timeout(20), router.connected_to_targets():
+            await until(lambda: router.connected)
+            session = router.stream(record("a"))
+            assert (await anext(session)).tokens == [8]
+            directory.put("target", second)
+            assert [token async for item in session for token in item.tokens] == [7]
+            directory.remove("target")
+            await until(lambda: not router.connected)
+            assert not router.targets
+
+
+async def test_two_orchestrators_use_the_same_names_on_one_target() -> None:
+    names: list[str] = []
+
+    async def note(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, Beat())
+        async for frame in frames:
+            request = convert.serve_request_from_pb(frame)
+            if isinstance(request, Open):
+                names.append(request.session)
+                await say(context, last_commit(request))
+
+    async with serving(Target(note, note)) as directory:
+        routers = [Router(directory, PeerAccess(), 30) for _ in range(2)]
+        async with asyncio.timeout(20), routers[0].connected_to_targets(), routers[1].connected_to_targets():
+            await until(lambda: all(router.connected for router in routers))
+            assert await asyncio.gather(*(tokens_of(router, "a") for router in routers)) == [[7], [7]]
+            assert await tokens_of(routers[0], "a") == [7]
+    assert len(set(names)) == 3
+
+
+def reporting(report: Report, received: list[Any]) -> Serve:
+    """Return a stream that says this at its start and notes what it is asked for."""
+
+    async def serve(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        await say(context, report)
+        async for frame in frames:
+            request = convert.serve_request_from_pb(frame)
+            if isinstance(request, Open):
+                received.append(request)
+                await say(context, last_commit(request))
+
+    return serve
+
+
+async def test_a_request_is_refused_before_it_is_sent_where_all_queues_are_full() -> None:
+    received: list[Any] = []
+    full = reporting(Report(number=1, sessions=70, waiting=6, queue_places=0), received)
+    async with routing_to(Target(full), Target(full)) as router:
+        with pytest.raises(ResourceExhausted, match="the queues of all targets are full") as error:
+            await tokens_of(router, "a")
+        assert error.value.retry_after == 1 and not received and not router.ledger.records
+    free = reporting(Report(number=1, sessions=70, waiting=6, queue_places=1), received)
+    async with routing_to(Target(full), Target(free)) as router:
+        assert await tokens_of(router, "a") == [7]
+
+
+async def test_a_request_that_would_wait_too_long_is_told_when_to_come_back() -> None:
+    received: list[Any] = []
+    busy = Report(number=1, waiting=9, queue_places=5, queue_seconds=7.5, unread_tokens=5000, tokens_per_second=500)
+    target = reporting(busy, received)
+    async with routing_to(Target(target), max_wait=4) as router:
+        with pytest.raises(ResourceExhausted, match="would wait for 10 s now, and at most 4 s are allowed") as error:
+            await tokens_of(router, "a")
+        assert error.value.retry_after == 6 and not received
+    async with routing_to(Target(target), max_wait=10) as router:
+        assert await tokens_of(router, "a") == [7]

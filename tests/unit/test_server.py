@@ -1,5 +1,6 @@
 """What every server of specahead answers: its health, also to those who watch it; and what it needs to start."""
 
+import gc
 import socket
 from typing import Any
 
@@ -10,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
 from target_service import service as target_service
-from wire.server import start_server
+from wire.server import keep_loaded, start_server
 
 
 async def test_health_can_be_watched() -> None:
@@ -33,6 +34,15 @@ async def test_a_taken_port_is_reported_before_a_model_loads(service: Any, kind:
         settings = kind(port=port, model="no/such/model", plan="no/such/plan.json")
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             await service.run(settings, lambda server: None)
+
+
+def test_what_is_loaded_is_kept_out_of_garbage_collections() -> None:
+    assert len(gc.get_objects()) > 100_000
+    try:
+        keep_loaded()
+        assert len(gc.get_objects()) < 1000
+    finally:
+        gc.unfreeze()
 
 
 async def test_a_message_that_is_too_long_is_refused() -> None:

@@ -15,6 +15,7 @@ from benchmarks.recording import ReadRecording, load_reads
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.sampling import Sampling
 from sparsity.methods import METHODS
+from target_service import planning
 from target_service.commit import cut_at_end
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
@@ -288,6 +289,36 @@ def test_only_kv_that_was_computed_densely_is_offered(clock: Clock, exactness: m
     assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
     world.target.kv.release(later)
     world.check_nothing_left()
+
+
+def test_kv_of_sparse_prompts_is_offered_to_sparse_prompts_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is told in the first commit. What an exact session has read densely is offered to all."""
+    monkeypatch.setattr(planning, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
+    world = World(clock, 6, FakeModel(ends=True), prompt_read_share=0.5)
+    world.attach()
+    cached, sparse = [], []
+    for exactness in (m.Exactness.APPROXIMATE, m.Exactness.EXACT, m.Exactness.APPROXIMATE):
+        name = world.open([5] * 170, 8, exactness=exactness)
+        world.run()
+        cached.append(world.commits[name][0].cached_tokens)
+        sparse.append(sum(commit.sparse_prompt_tokens for commit in world.commits[name]))
+        world.check_greedy(name)
+        if not cached[1:]:
+            probe = SequenceKV()
+            assert world.target.kv.reuse_prefix(probe, [5] * 170, sparse=True) == 160
+            world.target.kv.release(probe)
+    assert (cached, sparse) == ([0, 0, 160], [138, 0, 0])
+    world.check_nothing_left()
+
+
+def test_a_prompt_whose_log_probabilities_are_told_is_read_densely(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "sparse_tokens", lambda prompt_tokens: prompt_tokens - 32)
+    world = World(clock, 6, prompt_read_share=0.5)
+    name = world.open([5] * 170, 8, exactness=m.Exactness.APPROXIMATE, logprobs=1, echo=True)
+    world.run()
+    assert not any(commit.sparse_prompt_tokens for commit in world.commits[name])
 
 
 # Sampled outcomes

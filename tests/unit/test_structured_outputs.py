@@ -196,6 +196,8 @@ FORMATS = {
     "llama": (ReplyFormat("llama3_json"), []),
     "mistral": (ReplyFormat("mistral"), MARKS[:5]),
     "later mistral": (ReplyFormat("mistral"), MARKS),
+    "qwen3_coder": (ReplyFormat("qwen3_coder"), MARKS),
+    "qwen3_coder by text": (ReplyFormat("qwen3_coder"), []),
 }
 
 
@@ -253,6 +255,7 @@ SEA = {
     "llama": '{"name": "sea", "parameters": {"of": "north"}}',
     "mistral": '[TOOL_CALLS][{"name": "sea", "arguments": {"of": "north"}}]',
     "later mistral": '[TOOL_CALLS]sea[ARGS]{"of": "north"}',
+    "qwen3_coder": "<tool_call>\n<function=sea>\n<parameter=of>\nnorth\n</parameter>\n</function>\n</tool_call>",
 }
 
 
@@ -268,10 +271,61 @@ async def test_what_forced_and_strict_calls_leave_open(tokenizer: Any, name: str
     assert follows(strict, call, tokenizer)
     assert follows(strict, "No, there is none.", tokenizer)
     assert follows(strict, call.replace("north", "east"), tokenizer) is False
-    weather = call.replace("sea", "weather").replace('"of": "north"', '"any": "thing"')
+    weather = call.replace("sea", "weather").replace('"of": "north"', '"any": "thing"').replace("=of>", "=any>")
     assert follows(strict, weather, tokenizer)  # whose arguments are an object, and are not strict
     if name != "llama":
         assert follows(strict, f"Let me see. {call}", tokenizer)
+
+
+TYPED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": ["integer", "null"]},
+        "size": {"enum": [1, 2.5, None, "big"]},
+        "place": {"$ref": "#/$defs/place"},
+        "kind": {"anyOf": [{"$ref": "#/$defs/kind"}, {"type": "null"}]},
+        "all": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["text", "place", "kind"],
+    "$defs": {
+        "place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+        "kind": {"enum": ["new", "old"]},
+    },
+}
+
+
+async def test_parameters_between_tags_are_of_their_types(tokenizer: Any) -> None:
+    """A string is written as it is, all else as JSON; the call that is told has values of the schema."""
+    form, tools = ReplyFormat("qwen3_coder"), [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+    source = await call_source(tokenizer, form, tools=tools, tool_choice="required")
+    values = {
+        "text": 'two\nlines "</x>',
+        "count": "null",
+        "size": "2.5",
+        "place": '{"x": 1}',
+        "kind": "old",
+        "all": "[]",
+    }
+    tags = {key: f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()}
+    call = "<tool_call>\n<function=f>\n{}</function>\n</tool_call>".format
+    assert follows(source, call("".join(tags.values())), tokenizer)
+    for key, value in {"count": "x", "size": "3", "place": "{}", "kind": "other", "all": "[1]"}.items():
+        wrong = tags | {key: tags[key].replace(values[key], value)}
+        assert follows(source, call("".join(wrong.values())), tokenizer) is False
+    assert follows(source, call(tags["text"] + tags["place"]), tokenizer) is False  # `kind` is missing
+    parser = form.parser("", tools)
+    assert parser is not None
+    (delta,) = parser.feed(call("".join(tags.values())), True)
+    expected = {"text": values["text"], "count": None, "size": 2.5, "place": {"x": 1}, "kind": "old", "all": []}
+    assert delta.call is not None and json.loads(delta.call.arguments) == expected
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", ""])
+async def test_names_that_cannot_stand_in_a_tag_are_refused(tokenizer: Any, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}]
+    with pytest.raises(InvalidArgument, match="cannot be a name in the model's format of calls"):
+        await call_source(tokenizer, ReplyFormat("qwen3_coder"), tools=tools, tool_choice="required")
 
 
 async def test_one_call_where_several_are_not_wanted_or_one_is_named(tokenizer: Any) -> None:
@@ -306,8 +360,8 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     assert follows(source, "yes", tokenizer) is None
 
 
-@pytest.mark.parametrize("form", [ReplyFormat("qwen3_coder"), ReplyFormat(own={"fields": {"tool_calls": {}}})])
-async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any, form: ReplyFormat) -> None:
-    with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral"):
+async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any) -> None:
+    form = ReplyFormat(own={"fields": {"tool_calls": {}}})
+    with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
         await call_source(tokenizer, form, tool_choice="required")
     assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", form, tokenizer) == ""

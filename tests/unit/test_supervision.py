@@ -34,11 +34,15 @@ class Placement:
 
     def __init__(self, lost: int = 0, stubborn: int = 0) -> None:
         self.replaced: list[str] = []
+        self.addresses: dict[str, str] = {}
         self.stubborn = stubborn
         self.restarts, self.lost = 0, lost
 
-    def replace(self, side: str) -> None:
-        self.replaced.append(side)
+    def locate(self, name: str) -> str:
+        return self.addresses.get(name, "")
+
+    def replace(self, name: str) -> None:
+        self.replaced.append(name)
         if len(self.replaced) <= self.stubborn:
             raise RuntimeError("not now")
 
@@ -57,10 +61,18 @@ def short_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.supervision.BEAT_SECONDS", 0.01)
 
 
-async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> None:
+def put(name: str, address: str) -> None:
+    raise AssertionError("nothing has moved")
+
+
+async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> dict[str, str]:
+    """Supervise services for a while; returns where they were found instead."""
+    found: dict[str, str] = {}
+    asks = {name: service.ask for name, service in services.items()}
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
-            await supervise({side: service.ask for side, service in services.items()}, placement)
+            await supervise(asks, placement, found.__setitem__)
+    return found
 
 
 async def test_a_service_that_stops_answering_is_replaced_and_no_other() -> None:
@@ -96,11 +108,33 @@ async def test_what_starts_or_is_slow_is_left_alone(script: list[grpc.StatusCode
     assert placement.replaced == []
 
 
+@pytest.mark.parametrize("script", [[None, GONE], [None, *[HANGS] * 8, HANGS]])
+async def test_a_service_that_is_gone_or_was_replaced_is_looked_for(script: list[grpc.StatusCode | None]) -> None:
+    """And one that answers, or starts at the same place, is not taken for another."""
+    placement = Placement()
+    placement.addresses = {"target-1": "127.0.0.2:7", "draft": "127.0.0.3:8"}
+    found = await watch(placement, **{"target-1": Service(*script), "target-2": Service(GONE), "draft": Service(None)})
+    assert found == {"target-1": "127.0.0.2:7"}
+
+
+async def test_who_does_not_know_where_a_service_is_is_asked_again() -> None:
+    class Away(Placement):
+        asked = 0
+
+        def locate(self, name: str) -> str:
+            self.asked += 1
+            if self.asked < 3:
+                raise ConnectionError("no Ray")
+            return "127.0.0.2:7"
+
+    assert await watch(Away(), target=Service(GONE)) == {"target": "127.0.0.2:7"}
+
+
 async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     placement, told = Placement(lost=3), []
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await supervise({"target": Service(None).ask}, placement, lambda: told.append(placement.restarts))
+            await supervise({"target": Service(None).ask}, placement, put, lambda: told.append(placement.restarts))
     assert placement.restarts == 3
     assert told == [1, 2, 3]
     assert "Ray is lost" in caplog.text
@@ -109,4 +143,4 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
     with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
-        await supervise({"target": Service(None).ask}, Placement(lost=9))
+        await supervise({"target": Service(None).ask}, Placement(lost=9), put)

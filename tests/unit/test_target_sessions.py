@@ -20,6 +20,7 @@ from sparsity.selection import BlockSelection
 from target_service.reads import take_reads
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.proposals import together
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
 from wire import convert
 from wire import messages as m
@@ -77,9 +78,9 @@ class Stand:
     def selection(self, base: int, block: int = 2) -> BlockSelection:
         return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
 
-    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposal:
+    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposals:
         made = m.Proposal(self.session.at, True, self.session.tokens[-1], tokens or [1, 2, 3, 4])
-        return replace(made, **changes)
+        return together(replace(made, **changes))
 
     def receive(self, event: m.DraftEvent) -> None:
         self.verifier.protocol.receive(self.peer, event)
@@ -88,8 +89,7 @@ class Stand:
         """All that a frame could change, but counters and statistics."""
         session = self.session
         announced = {key: selection.keys.tolist() for key, selection in session.announced.items()}
-        proposals = {key: list(items) for key, items in session.proposals.items() if items}
-        known = (session.at, list(session.tokens), session.drafted, proposals, announced)
+        known = (session.at, list(session.tokens), session.drafted, dict(session.proposals), announced)
         return *known, list(session.held), session.kv.length, list(session.kv.pages)
 
 
@@ -135,6 +135,26 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
         assert reads is not None
         by_layer = np.array(reads.read).reshape(LAYERS, columns)
         assert (by_layer.sum(1) == 19 * KV_HEADS).all() and reads.blocks == 19
+
+
+def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
+    """Each goes to the draft with the fewest; those of a draft that is lost go on with the others."""
+    drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
+    runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
+    verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
+    for draft in drafts.values():
+        verifier.protocol.attach(draft)
+
+    def open_session(name: str) -> list[int]:
+        opening = m.Open(name, [7] * 20, 20, 50, [], GREEDY, m.Exactness.EXACT)
+        verifier.admission.open(opening, lambda event: None)
+        verifier.plan_step()
+        return [len(draft.sessions) for draft in drafts.values()]
+
+    counts = [open_session(name) for name in ("a", "b", "c", "d")]
+    assert counts == [[0, 1, 0], [1, 1, 0], [1, 1, 1], [1, 2, 1]]
+    verifier.protocol.detach(drafts["draft-2"])
+    assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 2]
 
 
 def test_a_repeated_frame_changes_nothing() -> None:
@@ -275,13 +295,17 @@ def test_frames_that_no_honest_draft_sends() -> None:
         (stand.proposal([1, VOCAB]), "outside the vocabulary"),
         (stand.proposal([1], supports=[wide]), "outside the vocabulary"),
         (stand.proposal([1], supports=[m.Support(np.array([1]), np.ones(1, np.float32))]), "carry no distributions"),
-        (stand.proposal(at=at._replace(base=99)), "base 99"),
-        (stand.proposal(at=at._replace(base=101)), "base 101"),
-        (stand.proposal(assumed_token=8), "behind token 8"),
+        (stand.proposal(at=at._replace(base=99)), "\\(99, 7\\)"),
+        (stand.proposal(at=at._replace(base=101)), "\\(101, 7\\)"),
+        (stand.proposal(assumed_token=8), "\\[\\(100, 8\\)\\]"),
         (stand.proposal(at=at._replace(round=1, base=100)), "base 100"),
         (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
-        (stand.announcement(at=at._replace(base=101)), "base 101"),
-        (stand.announcement(at=at._replace(base=95)), "base 95"),
+        (together(ahead(stand, 101, 1), ahead(stand, 106, 1)), "base 101"),
+        (together(*(m.Proposal(at, True, token, [1]) for token in (7, 8))), "\\(100, 8\\)"),
+        (together(m.Proposal(at, True, 7, [1]), m.Proposal(at._replace(base=103), True, 7, [1])), "\\(103, 7\\)"),
+        (together(ahead(stand, 101, 1), replace(ahead(stand, 102, 1), tokens=[1] * 5)), "γ is 4"),
+        (stand.announcement(at=at._replace(base=101)), "up to 101"),
+        (stand.announcement(at=at._replace(base=95)), "up to 95"),
         (stand.announcement(selection=b"nonsense"), "announcement"),
         (stand.announcement(selection=shorter), "6 blocks"),
         (stand.announcement(selection=heads), "heads"),
@@ -293,9 +317,9 @@ def test_frames_that_no_honest_draft_sends() -> None:
 
 
 def ahead(stand: Stand, base: int, token: int) -> m.Proposal:
-    """A proposal for the next round, behind an outcome of this one."""
+    """Return a proposal for the next round, behind an outcome of this one."""
     at = stand.session.at
-    return stand.proposal(at=at._replace(round=at.round + 1, base=base), assumed_token=token, announces=False)
+    return m.Proposal(at._replace(round=at.round + 1, base=base), False, token, [1, 2, 3, 4])
 
 
 def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None:
@@ -304,15 +328,13 @@ def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None
     stand.receive(stand.proposal([*right[:2], (right[2] + 1) % VOCAB], announces=False))
     others = [ahead(stand, 101, 5), ahead(stand, 103, (right[2] + 2) % VOCAB), ahead(stand, 104, 9)]
     met = replace(ahead(stand, 103, right[2]), tokens=right[3:7])
-    for event in (others[0], met, others[1]):
-        stand.receive(event)
+    stand.receive(together(others[0], met, others[1]))
     assert stand.step()
     assert (stand.session.at.epoch, stand.session.at.base, stand.session.foreseen) == (0, 103, True)
     before = stand.state()
-    stand.receive(others[2])  # it was on its way when the verdict fell
-    stand.receive(others[0])
+    stand.receive(together(others[2]))  # whatever else is said of the round
     assert stand.state() == before
-    assert stand.verifier.counters["stale_frames"] == 2
+    assert stand.verifier.counters["repeated_frames"] == 1
     assert stand.step()
     assert stand.session.tokens == [*stand.tokens, *right[:8]]
     assert not stand.session.foreseen
@@ -322,20 +344,22 @@ def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None
 def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     stand = Stand(m.Exactness.EXACT)
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    for event in (stand.proposal(right[:2], announces=False), ahead(stand, 103, (right[2] + 1) % VOCAB)):
+    for event in (stand.proposal(right[:2], announces=False), together(ahead(stand, 103, (right[2] + 1) % VOCAB))):
         stand.receive(event)
     assert stand.step()
     assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
-    assert not any(stand.session.proposals.values())
+    assert not stand.session.proposals
     assert not stand.step()
 
 
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     stand = Stand(m.Exactness.EXACT)
-    for token in range(MAX_BRANCHES):
-        stand.receive(ahead(stand, 101, token))
-    with pytest.raises(InvalidArgument, match="more than 16 proposals for one round"):
-        stand.receive(ahead(stand, 101, MAX_BRANCHES))
+    many = [ahead(stand, 101, token) for token in range(MAX_BRANCHES + 1)]
+    with pytest.raises(InvalidArgument, match="17 proposals for one round, expected 16 at most"):
+        stand.receive(together(*many))
+    assert not stand.session.proposals
+    stand.receive(together(*many[1:]))
+    assert stand.session.proposals
 
 
 def test_an_exact_session_takes_no_announcements() -> None:

@@ -16,6 +16,7 @@ from engine.sampling import Sampling
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
 from target_service.admission import Admission
 from target_service.service import serve
+from tests.proposals import together
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, Logits
 from wire import convert
 from wire import messages as m
@@ -71,12 +72,12 @@ class Orchestrator:
         await self.call.write(convert.serve_request_to_pb(request))
 
     async def events(self) -> AsyncIterator[m.ServedEvent]:
-        """What comes, but for beats; this end says its own with each."""
+        """What comes, but for beats and reports; this end says its own beats with each."""
         while (frame := await self.call.read()) is not grpc.aio.EOF:
             await self.call.write(convert.serve_request_to_pb(m.Beat()))
             for pb in frame.events:
                 event = convert.served_event_from_pb(pb)
-                if not isinstance(event, m.Beat):
+                if not isinstance(event, m.Beat | m.Report):
                     yield event
 
     async def outcome(self, name: str) -> m.ServedEvent:
@@ -182,7 +183,7 @@ async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> 
         await ours.send(opening("a"))
         await ours.send(opening("b"))
         begin = await draft.wait_for(m.Begin, "a")
-        await draft.send(m.Proposal(begin.at, False, PROMPT[-1], [VOCAB]))
+        await draft.send(together(m.Proposal(begin.at, False, PROMPT[-1], [VOCAB])))
         await draft.wait_for(m.End, "a")
         assert (await draft.wait_for(m.Begin, "a")).tokens[: len(PROMPT)] == PROMPT
         assert await draft.wait_for(m.Verdict, "b")

@@ -98,6 +98,7 @@ class World:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
         proposer: str = "none",
+        prompt_read_share: float = 1.0,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -115,6 +116,7 @@ class World:
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
                 draft=proposer,
+                prompt_read_share=prompt_read_share,
             ),
             on_round,
             grammars,

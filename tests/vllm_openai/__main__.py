@@ -33,7 +33,7 @@ def main() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pytest.ini").write_text(INI)
-        for name in ("conftest.py", *FILES):
+        for name in ("conftest.py", "openai/responses/conftest.py", *FILES):
             copy = Path(folder) / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             # The model that is served is ours, whichever they were written for.

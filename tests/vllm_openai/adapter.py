@@ -31,7 +31,7 @@ class RemoteOpenAIServer:
 
     def __init__(self, model: str, arguments: Sequence[str], **_: Any) -> None:
         given = dict(pairwise(arguments))
-        context = given.get("--max-model-len", "8192")
+        context = given.get("--max-model-len") or given.get("--max_model_len", "8192")
         self.url_root = os.environ.get("CLIENTS_URL", "")
         if self.url_root:
             return
@@ -60,14 +60,18 @@ class RemoteOpenAIServer:
 
 
 def _limited(client: Any) -> Any:
-    """Return a client whose chats have a limit: the bundled model hardly ends by itself."""
-    create = client.chat.completions.create
+    """Return a client whose chats have a limit, and whose responses end with a sentence: the bundled model hardly ends
+    by itself."""
+    create, respond = client.chat.completions.create, client.responses.create
 
     def create_limited(**fields: Any) -> Any:
         limited = {"max_tokens", "max_completion_tokens"} & set(fields)
         return create(**fields if limited else fields | {"max_tokens": LIMIT})
 
-    client.chat.completions.create = create_limited
+    def respond_briefly(**fields: Any) -> Any:
+        return respond(**fields if "max_output_tokens" in fields else fields | {"extra_body": {"stop": "."}})
+
+    client.chat.completions.create, client.responses.create = create_limited, respond_briefly
     return client
 
 
@@ -111,7 +115,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(_KNOWN.get(module.__name__, {}))
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Have imports of vLLM's modules find what stands in for them, those of its conftests, too."""
     sys.meta_path.append(_Finder())
     utils = ModuleType("tests.utils")
     utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]

@@ -15,13 +15,17 @@ FILES = (
     "openai/chat_completion/test_chat_logit_bias_validation.py",
     "openai/completion/test_completion.py",
     "openai/models/test_models.py",
+    "openai/test_return_token_ids.py",
+    "openai/test_return_tokens_as_ids.py",
+    "openai/responses/test_simple.py",
 )
 
 _IN_PROCESS = "drives vLLM's own classes in one process"
 _TOKENIZER_INFO = "/tokenizer_info is not built"
 _PROMPT_LOGPROBS = "prompt_logprobs is not built; a completion's echo with logprobs tells the same"
 _USAGE = "continuous_usage_stats is taken and not followed"
-_TOKEN_IDS = "return_token_ids, allowed_token_ids and logprob_token_ids are not built"
+_TOKEN_IDS = "logprob_token_ids is not built"
+_REASONS_FIRST = "is of a model that reasons"
 
 _REASONS = {
     "serve/instrumentator/test_basic.py": {
@@ -59,8 +63,8 @@ _REASONS = {
         "test_chat_completion_request_n_parameter_massive_value": _IN_PROCESS,
     },
     "openai/chat_completion/test_chat_completion.py": {
-        "test_kv_transfer_prompt_token_ids_round_trip": _TOKEN_IDS,
-        "test_kv_transfer_prompt_token_ids_streaming": _TOKEN_IDS,
+        "test_kv_transfer_prompt_token_ids_round_trip": "kv_transfer_params is vLLM's own",
+        "test_kv_transfer_prompt_token_ids_streaming": "kv_transfer_params is vLLM's own",
         "test_per_request_metrics_non_streaming": "of vLLM's metrics of a request we have speculative_decoding alone",
         "test_per_request_metrics_on_final_usage_chunk": "as before",
     },
@@ -74,7 +78,7 @@ _REASONS = {
     },
     "openai/completion/test_completion.py": {
         "test_single_completion": "counts the tokens of another tokenizer",
-        "test_completion_truncation_side_controls_prompt_truncation": _TOKEN_IDS,
+        "test_completion_truncation_side_controls_prompt_truncation": "truncate_prompt_tokens is not built",
         "test_logprob_token_ids": _TOKEN_IDS,
         "test_logprob_token_ids_stream": _TOKEN_IDS,
         "test_prompt_logprobs_completion": _PROMPT_LOGPROBS,
@@ -85,5 +89,24 @@ _REASONS = {
         "test_completion_request_forwards_routed_experts_prompt_start": _IN_PROCESS,
     },
     "openai/models/test_models.py": {"test_check_models": "lists LoRA adapters, of which there are none"},
+    "openai/test_return_token_ids.py": {
+        "test_basic_completion_with_emoji[False]": "has null for fields that are not asked for; ours leaves them out",
+        "test_basic_completion_with_emoji[None]": "as before",
+        "test_chat_completion_with_tool_use": "has the model call a tool by itself",
+        "test_chat_completion_with_emoji_and_token_ids": "has the text of another model's template",
+        "test_comparison_with_prompt_logprobs_and_logprobs": _PROMPT_LOGPROBS,
+    },
+    "openai/test_return_tokens_as_ids.py": {
+        "test_completion_return_tokens_as_token_ids_completion[True]": "--return-tokens-as-token-ids is vLLM's own",
+        "test_chat_return_tokens_as_token_ids_completion[True]": "as before",
+        "test_responses_api_logprobs_with_return_tokens_as_token_ids": _IN_PROCESS,
+    },
+    "openai/responses/test_simple.py": {
+        "test_basic": "has the model calculate",
+        "test_enable_response_messages": "enable_response_messages is vLLM's own",
+        "test_reasoning_item": _REASONS_FIRST,
+        "test_streaming_reasoning_tokens_e2e": _REASONS_FIRST,
+        "test_non_streaming_reasoning_tokens_e2e": _REASONS_FIRST,
+    },
 }
 EXCLUDED = {f"{file}::{test}": reason for file, tests in _REASONS.items() for test, reason in tests.items()}

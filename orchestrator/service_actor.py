@@ -1,0 +1,85 @@
+"""The process that Ray runs for a service: it serves where Ray has started it, and says where that is."""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+
+import ray
+
+from config import DraftSettings, TargetSettings
+from config.logs import Recorder, Said, configure_logs
+from draft_service.service import run as run_draft
+from target_service.service import run as run_target
+from wire.server import RunningServer
+
+log = logging.getLogger(__name__)
+
+
+class ServiceActor:
+    """Hosts one service in its own process. If the service fails, so does the process, and Ray restarts it.
+
+    Only where it fails before it ever served, `where` says why instead. If the raylet that started the process dies,
+    the process ends, too: nobody would watch it, and its port may be needed by the service that is placed anew.
+
+    settings: with an empty host the service binds the address of Ray's node. known_as: the name by which others reach
+    it; empty: by the address that it binds, or the node's if that is all addresses. environment: variables to be set.
+    """
+
+    def __init__(self, settings: DraftSettings | TargetSettings, known_as: str, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        node = ray.util.get_node_ip_address()
+        self._node, self._known_as = f"[{node}]" if ":" in node else node, known_as
+        self._listening: Future[tuple[str, int]] = Future()
+        configure_logs(settings)
+        self._said = Recorder()
+        logging.getLogger().addHandler(self._said)
+        self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
+        threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
+        settings = replace(settings, host=settings.host or self._node, threads=threads)
+        threading.Thread(target=_end_with_parent, name="raylet", daemon=True).start()
+        threading.Thread(target=self._run, args=(settings,), name="service", daemon=True).start()
+
+    def _run(self, settings: DraftSettings | TargetSettings) -> None:
+        def on_ready(server: RunningServer) -> None:
+            self._listening.set_result((announced_address(server.address, self._known_as, self._node), os.getpid()))
+
+        try:
+            run = (
+                run_draft(settings, on_ready) if isinstance(settings, DraftSettings) else run_target(settings, on_ready)
+            )
+            asyncio.run(run)
+        except BaseException as error:
+            log.exception("the %s service failed", settings.name or settings.side)
+            if self._listening.done() or self._served_before:  # let Ray start it anew
+                os._exit(1)
+            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
+            self._listening.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
+
+    def where(self) -> tuple[str, int]:
+        """Wait for the service to listen and return its address and process id, or raise what kept it from that."""
+        return self._listening.result()
+
+    def said(self) -> list[Said]:
+        """Return what the service wrote to its log since it was asked last."""
+        return self._said.take()
+
+
+def announced_address(bound: str, known_as: str, node: str) -> str:
+    """Return where others reach a service that is bound to HOST:PORT on a node, as ServiceActor says it."""
+    host, _, port = bound.rpartition(":")
+    reached = node if host in ("0.0.0.0", "::", "[::]") else host
+    return f"{known_as or reached}:{port}"
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    log.error("the raylet of this service is gone, so the service ends")
+    os._exit(1)

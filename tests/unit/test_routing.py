@@ -1,0 +1,201 @@
+"""Where sessions go: what targets report, followed over time, and the policies over it."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.sections import ROUTING
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
+from engine.kv.pool import PagePool
+from engine.kv.prefix_hash import prefix_hashes
+from engine.kv.prefix_index import next_prefix
+from orchestrator.routing import ANSWER_TOKENS, POLICIES, TargetView, admit, cached_tokens, choose
+from wire.errors import ResourceExhausted
+from wire.messages import Report
+
+ROOMY = Report(number=1, free_places=60, free_kv_pages=10_000, queue_places=1000)
+
+
+def view(name: str, cached: list[int] | None = None, **load: float) -> TargetView:
+    """A target that holds the pages of a text, and has room where nothing else is said."""
+    made = TargetView(name)
+    made.take(replace(ROOMY, indexed=list(prefix_hashes(cached or [])), **load))  # type: ignore[arg-type]
+    return made
+
+
+def text(pages: int, first: int = 0) -> list[int]:
+    return list(range(first, first + pages * PAGE_SIZE))
+
+
+# The tree.
+
+texts = st.lists(st.integers(0, 1), max_size=6).map(lambda pages: [page for page in pages for _ in range(PAGE_SIZE)])
+
+
+@given(st.lists(st.lists(texts, max_size=5), min_size=1, max_size=4), texts, st.integers(0, PAGE_SIZE - 1))
+def test_what_a_target_has_cached_is_the_longest_prefix_of_any_text_that_it_holds(
+    held: list[list[list[int]]], pages: list[int], rest: int
+) -> None:
+    views = [TargetView(str(number)) for number in range(len(held))]
+    for target, its_texts in zip(views, held, strict=True):
+        for number, each in enumerate(its_texts, 1):
+            target.take(replace(ROOMY, number=number, indexed=list(prefix_hashes(each))))
+
+    def common(other: list[int]) -> int:
+        return next(
+            (i for i, (a, b) in enumerate(zip(pages, other, strict=False)) if a != b), min(map(len, (pages, other)))
+        )
+
+    expected = [max([common(each) // PAGE_SIZE * PAGE_SIZE for each in its_texts], default=0) for its_texts in held]
+    assert cached_tokens(views, [*pages, *[7] * rest]) == expected
+
+
+def test_the_hash_of_a_page_says_all_that_is_before_it() -> None:
+    first, second = list(prefix_hashes(text(2))), list(prefix_hashes([99, *text(2)[1:]]))
+    assert len({*first, *second}) == 4
+    assert list(prefix_hashes(text(2)[:-1])) == first[:1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), texts), max_size=30), st.integers(1, 9))
+def test_a_router_that_follows_the_reports_knows_what_a_pool_of_pages_finds(
+    sessions: list[tuple[int, list[int]]], reports_every: int
+) -> None:
+    """Whatever sessions share, evict and leave: what the hashes say is what a new session would find."""
+    pool, changed, target = PagePool(8), set[int](), TargetView("target")
+    changed = pool.prefixes.watch()
+    open_ones: dict[int, SequenceKV] = {}
+    for turn, (place, tokens) in enumerate(sessions):
+        if place in open_ones:
+            pool.release(open_ones.pop(place).pages[::-1])
+            continue
+        sequence = open_ones[place] = SequenceKV()
+        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (
+            found := pool.match(next_prefix(sequence, tokens))
+        ):
+            page, sequence.serial = found
+            sequence.pages.append(page)
+            sequence.indexed += 1
+        try:
+            sequence.pages += pool.allocate(len(tokens) // PAGE_SIZE - sequence.indexed)
+        except OutOfPages:
+            pool.release(open_ones.pop(place).pages[::-1])
+            continue
+        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens):
+            sequence.serial = pool.index(sequence.pages[sequence.indexed], next_prefix(sequence, tokens))
+            sequence.indexed += 1
+        pool.check_integrity()
+        if turn % reports_every == 0:
+            report(pool, changed, target)
+    report(pool, changed, target)
+    assert target.prefixes == set(pool.prefixes.hashes)
+    for _, tokens in sessions:
+        assert cached_tokens([target], tokens) == [_found(pool, tokens)]
+
+
+def report(pool: PagePool, changed: set[int], target: TargetView) -> None:
+    held = pool.prefixes.hashes
+    indexed, evicted = [h for h in changed if h in held], [h for h in changed if h not in held]
+    target.take(replace(ROOMY, number=target.report.number + 1, indexed=indexed, evicted=evicted))
+    changed.clear()
+
+
+def _found(pool: PagePool, tokens: list[int]) -> int:
+    sequence = SequenceKV()
+    while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (found := pool.match(next_prefix(sequence, tokens))):
+        page, sequence.serial = found
+        sequence.pages.append(page)
+        sequence.indexed += 1
+    pool.release(sequence.pages[::-1])
+    return sequence.indexed * PAGE_SIZE
+
+
+# What is known of a target.
+
+
+def test_what_was_sent_counts_until_the_target_reports_it() -> None:
+    target = view("target", sessions=2, unread_tokens=100, free_places=2)
+    assert target.expected_tokens == 100 + 2 * ANSWER_TOKENS
+    target.count_open(500)
+    target.count_open(300)
+    assert target.expected_tokens == 900 + 4 * ANSWER_TOKENS and not target.has_room(1)
+    target.take(replace(ROOMY, number=2, opens=1, sessions=3, unread_tokens=600))
+    assert list(target.unreported) == [300]
+    target.take(Report(number=1, opens=2))  # comes late
+    assert list(target.unreported) == [300]
+    target.forget()
+    assert not target.unreported and not target.prefixes
+
+
+@given(st.integers(0, 3), st.integers(0, 40), st.integers(0, 3), st.lists(st.integers(1, 200), max_size=4))
+def test_a_target_is_full_where_a_session_would_neither_run_nor_wait(
+    places: int, pages: int, queue: int, sent: list[int]
+) -> None:
+    target = view("target", free_places=places, free_kv_pages=pages, queue_places=queue)
+    for tokens in sent:
+        target.count_open(tokens)
+    if target.is_full(50):
+        assert not target.has_room(50) and len(sent) >= queue
+        with pytest.raises(ResourceExhausted, match="full"):
+            admit([target], 50, 0.0)
+    else:
+        assert admit([target], 50, 0.0) == [target]
+
+
+def test_a_target_that_has_said_nothing_is_not_full() -> None:
+    assert admit([TargetView("new")], 10**6, 0.5)
+
+
+# Policies.
+
+
+def test_every_policy_has_a_setting() -> None:
+    assert {*ROUTING} == {*POLICIES}
+
+
+def test_a_session_goes_where_its_prefix_is_unless_more_is_ahead_of_it_there_than_that_saves() -> None:
+    prompt = text(40)
+    for ahead, chosen in ((0, "warm"), (400, "warm"), (700, "cold")):
+        views = [view("cold"), view("warm", prompt[:512], unread_tokens=ahead)]
+        assert choose("prefix", views, prompt).name == chosen
+    views = [view("warm", prompt[:512]), view("warmer", prompt[:560])]
+    assert choose("prefix", views, prompt).name == "warmer"
+
+
+def test_a_session_goes_where_it_runs_at_once() -> None:
+    prompt = text(40)
+    full = view("full", prompt, waiting=1)
+    tight = view("tight", prompt, free_kv_pages=40)
+    busy = view("busy", sessions=50, unread_tokens=10**5)
+    assert choose("prefix", [full, tight, busy], prompt) is busy
+    assert choose("least-loaded", [full, tight, busy], prompt) is busy
+
+
+@pytest.mark.parametrize("policy", ROUTING)
+def test_equal_targets_take_turns(policy: str) -> None:
+    views = [view(name) for name in "abc"]
+    names = []
+    for _ in range(9):
+        chosen = choose(policy, views, text(4))
+        names.append(chosen.name)
+    assert names == [*"abc"] * 3
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.sampled_from(["prefix", "least-loaded"]))
+def test_load_is_spread_evenly_over_equal_targets(lengths: list[int], policy: str) -> None:
+    """No target has more ahead of it than another one and the largest session together."""
+    views, sent = [view(name) for name in "abcd"], Counter[str]()
+    for number, length in enumerate(lengths):
+        chosen = choose(policy, views, [1000 + number] * length)
+        chosen.count_open(length)
+        sent[chosen.name] += length + ANSWER_TOKENS
+    loads = [sent[name] for name in "abcd"]
+    assert max(loads) - min(loads) <= max(lengths) + ANSWER_TOKENS
+
+
+def test_round_robin_goes_by_nothing_else() -> None:
+    prompt = text(4)
+    views = [view("a", prompt), view("b", sessions=60, unread_tokens=10**6)]
+    assert Counter(choose("round-robin", views, prompt).name for _ in range(10)) == {"a": 5, "b": 5}

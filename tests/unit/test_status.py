@@ -1,0 +1,48 @@
+"""What /metrics and `specahead status` tell of a launch of several services."""
+
+import io
+
+from rich.console import Console
+
+from cli.status import _nodes, _read_metrics, _show
+from orchestrator.metrics import Metrics
+from wire.messages import ServiceStatus
+
+ADDRESSES = {"target-1": "10.0.0.1:7", "target-2": "10.0.0.2:7", "draft": "10.0.0.1:8"}
+
+
+def _service(pid: int, attached: list[str], sessions: int, held: int) -> ServiceStatus:
+    gauges = {"pid": pid, "sessions": sessions, "kv_pages_held": held, "kv_pages": 100, "queued_sessions": 1}
+    return ServiceStatus("any", pid, attached, "", {"rounds": 5.0}, gauges, "1.2")
+
+
+STATUSES = {"target-1": _service(11, ["draft"], 2, 30), "target-2": None, "draft": _service(13, ["target-1"], 2, 5)}
+
+
+def test_each_service_is_told_with_its_side_its_address_and_its_version() -> None:
+    text = Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode()
+    figures, services = _read_metrics(text)
+    assert list(services) == ["target-1", "target-2", "draft"]
+    assert services["target-1"].items() >= {"side": "target", "version": "1.2", "sessions": 2, "up": 1}.items()
+    assert services["target-2"] == {"side": "target", "address": "10.0.0.2:7", "version": "", "up": 0, "attached": 0}
+    assert _nodes(services) == {"10.0.0.1": ["target-1", "draft"], "10.0.0.2": ["target-2"]}
+    assert (figures["num_requests_waiting"], figures["num_requests_running"]) == (1, 2)
+
+
+def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
+    both = STATUSES | {"target-2": _service(12, ["draft"], 1, 60)}
+    figures, _ = _read_metrics(Metrics("tiny").render(9, both, ADDRESSES, {}).decode())
+    assert (figures["num_requests_waiting"], figures["num_requests_running"]) == (2, 7)
+    assert figures["kv_cache_usage_perc"] == 0.45
+
+
+def test_the_table_has_a_row_for_each_service() -> None:
+    _, services = _read_metrics(Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode())
+    status = dict.fromkeys(("version", "url", "model", "max_model_len", "requests_running", "requests_waiting"), 0)
+    told = io.StringIO()
+    about = {"ready": True, "draft_model": "tiny-draft", "tokens_generated": 0, "acceptance": None}
+    _show(status | about | {"services": services}, Console(file=told, width=150))
+    rows = [line.split() for line in told.getvalue().splitlines()[-3:]]
+    assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
+    assert rows[1] == ["target-2", "does", "not", "answer", "10.0.0.2:7"]
+    assert rows[2][:2] == ["draft", "connected"]
