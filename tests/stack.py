@@ -134,7 +134,7 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
 
     stack.grpc, stack.http = find(r"gRPC endpoint: (\S+)"), find(r"HTTP endpoint: (\S+)")
     if "--target-address" not in flags:
-        for side in ("target", "draft"):
+        for side in re.findall(r"(\w+) service: pid", text):
             setattr(stack, f"{side}_pid", int(find(rf"{side} service: pid (\d+)")))
             setattr(stack, side, find(rf"{side} service: pid \d+, (\S+)"))
     return stack
