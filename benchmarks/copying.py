@@ -78,9 +78,9 @@ def measure(
     plan = load_served_plan(settings.plan_file, 0.0, "", settings.model)
     verifier = Verifier(runner, plan, settings)
     for number in range(sessions):
-        sizes = len(text.prompt), len(text.said)
-        opening = Open(str(number), text.prompt, *sizes, [], Sampling(temperature=0.0), Exactness.EXACT)
-        verifier.admission.open(opening, lambda event: None)
+        lengths = len(text.prompt), len(text.said)
+        request = Open(str(number), text.prompt, *lengths, [], Sampling(temperature=0.0), Exactness.EXACT)
+        verifier.admission.open(request, lambda event: None)
     seconds = 0.0
     while (step := verifier.plan_step()) is not None:
         began = clock()
@@ -127,9 +127,17 @@ def run(flags: argparse.Namespace) -> None:
             seconds, counted = measure(runner, settings, item, sessions, clock)
             took[proposer].append(1e3 * seconds / flags.tokens / sessions)
         rounds = counted["rounds"] + counted["plain_rounds"]
-        plain, looked_up = (statistics.median(took[proposer]) for proposer in PROPOSERS)
-        shares = rounds / sessions, counted["rounds"] / rounds, counted["ngram_accepted_tokens"] / sessions
-        rows.append(CopyRow(item.name, sessions, plain, looked_up, *shares))
+        rows.append(
+            CopyRow(
+                item.name,
+                sessions,
+                plain=statistics.median(took["none"]),
+                looked_up=statistics.median(took["ngram"]),
+                rounds=rounds / sessions,
+                proposed=counted["rounds"] / rounds,
+                accepted=counted["ngram_accepted_tokens"] / sessions,
+            )
+        )
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"specahead bench copy --sessions {' '.join(map(str, flags.sessions))} --context {flags.context} "

@@ -13,13 +13,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
+from unittest.mock import patch
 
 from benchmarks.request_trace import BLOCK, TracedRequest, read_trace
 from benchmarks.virtual_cluster import StepTimes, VirtualClock, VirtualTarget, attach_draft
 from config import DraftSettings, TargetSettings
 from engine.kv.pages import PAGE_SIZE
 from engine.sampling import Sampling
-from orchestrator.routing import TargetView, choose
+from orchestrator.routing import ANSWER_TOKENS, TargetView, choose
 from wire.messages import Closed, Commit, Exactness, Open, Report, ServedEvent
 
 _CHUNK = 8192  # prompt tokens of a step
@@ -143,8 +144,9 @@ class _Replay:
 def _replay(requests: list[TracedRequest], policy: str, speed: float, flags: argparse.Namespace) -> RoutingRow:
     """Return the row of a policy, with the trace's requests coming `speed` times as fast as they did."""
     started = time.perf_counter()
-    replay = _Replay(requests, policy, speed, flags)
-    replay.run()
+    with patch("orchestrator.routing.ANSWER_TOKENS", ANSWER_TOKENS // flags.scale):  # as all lengths
+        replay = _Replay(requests, policy, speed, flags)
+        replay.run()
     firsts = sorted(replay.firsts.values())
     return RoutingRow(
         policy,

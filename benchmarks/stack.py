@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -22,7 +23,6 @@ from statistics import median, quantiles
 from typing import Any
 
 import grpc
-import psutil
 
 from benchmarks.processes import children, free_addresses, port_of, start_endpoints
 from protos import inference_pb2, inference_pb2_grpc
@@ -119,14 +119,12 @@ def _report(head: dict[str, str], rows: list[StackRow]) -> str:
     return "\n".join(lines)
 
 
-async def _measure(
-    address: str, processes: list[psutil.Process], sessions: int, tokens: int, exactness: str
-) -> StackRow:
-    before = [_cpu_seconds(process) for process in processes]
+async def _measure(address: str, processes: list[int], sessions: int, tokens: int, exactness: str) -> StackRow:
+    before = [_cpu_seconds(pid) for pid in processes]
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         streams = await asyncio.gather(*(_stream(stub, i, tokens, exactness) for i in range(sessions)))
-    cpu = [_cpu_seconds(process) - earlier for process, earlier in zip(processes, before, strict=True)]
+    cpu = [_cpu_seconds(pid) - earlier for pid, earlier in zip(processes, before, strict=True)]
     gaps = [1e3 * (b - a) for stream in streams for a, b in itertools.pairwise(stream.times)]
     # From the first message of any session to the last of all: prompts are not part of it.
     wall = 1e3 * (max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams))
@@ -145,10 +143,13 @@ async def _measure(
     )
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    """Return the CPU time that a process has taken, in user mode and in the kernel."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has taken, in user mode and in the kernel; NaN where there is no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return math.nan
+    values = stat.read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> _Stream:
@@ -169,25 +170,25 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 
 @contextlib.contextmanager
-def _stack(gamma: int, branches: int) -> Iterator[tuple[str, list[psutil.Process]]]:
-    """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the processes of
-    SIDES, of which this one is the last.
+def _stack(gamma: int, branches: int) -> Iterator[tuple[str, list[int]]]:
+    """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the ids of the
+    processes of SIDES, of which this one is the last.
     """
     target, draft = free_addresses(2)
     shared = ("--gamma", str(gamma))
     drafting = ("--port", port_of(draft), "--target", target, "--branches", str(branches))
-    processes: list[psutil.Process] = []
+    processes: list[int] = []
     with children() as start:
 
         def start_noted(*command: str, **options: Any) -> "subprocess.Popen[str]":
             process = start(*command, **options)
-            processes.append(psutil.Process(process.pid))
+            processes.append(process.pid)
             return process
 
         start_noted("benchmarks.scripted", "target", "--port", port_of(target), *shared)
         start_noted("benchmarks.scripted", "draft", *drafting, *shared)
         address = start_endpoints(start_noted, "--target-address", target, "--draft-address", draft, *shared)
-        yield address, [*processes, psutil.Process()]
+        yield address, [*processes, os.getpid()]
 
 
 def _processor() -> str:

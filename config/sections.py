@@ -307,10 +307,6 @@ class ClusterSettings(Section):
     )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
-    target_host: str = setting(
-        "", "name by which others reach the target wherever Ray runs it; empty: what it binds", group="placement"
-    )
-    draft_host: str = setting("", "the same for the draft", group="placement")
     target_resource: str = setting(
         "", "Ray's custom resource that a node must have to run the target; empty: any node will do", group="placement"
     )

@@ -21,6 +21,8 @@ from sparsity.selection import BlockSelection
 from wire.messages import Announcement, At, Proposals, Ready
 from wire.selection_codec import NamedSelection, encode_selection, with_header
 
+_NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
+
 
 @dataclass(frozen=True)
 class PlannedRound:
@@ -251,22 +253,14 @@ def _propose(
     """Propose what was drafted behind each of the branches. at.base: where the shortest of them begins."""
     counts = [session.tokens_to_propose(branch.base) for branch in branches]
     drafted = [(branch.drafted, count) for branch, count in zip(branches, counts, strict=True)]
-    held, ids, probs = (np.empty(0, kind) for kind in (bool, np.uint32, np.float32))
+    supports: tuple[list[int], np.ndarray, np.ndarray] = [], _NO_IDS, _NO_PROBS
     if not session.sampling.greedy:
-        ids = np.concatenate([each.ids[:count] for each, count in drafted]).astype(np.uint32)
-        probs = np.concatenate([each.probs[:count] for each, count in drafted])
+        ids = np.concatenate([each.ids[:count] for each, count in drafted if each.ids is not None])
+        probs = np.concatenate([each.probs[:count] for each, count in drafted if each.probs is not None])
         held = probs > 0
+        supports = held.sum(-1).tolist(), ids[held].astype(np.uint32), probs[held]
     counters["proposals"] += len(branches)
-    proposals = Proposals(
-        at=at,
-        announces=session.method is not None,
-        offsets=[branch.base - at.base for branch in branches],
-        assumed_tokens=[branch.token for branch in branches],
-        counts=counts,
-        tokens=[token for each, count in drafted for token in each.tokens[:count]],
-        support_counts=held.sum(-1).tolist() if held.size else [],
-        support_ids=ids[held],
-        support_probs=probs[held],
-        draft_seconds=seconds,
-    )
-    session.peer.send(proposals)
+    offsets, assumed = [branch.base - at.base for branch in branches], [branch.token for branch in branches]
+    tokens = [token for each, count in drafted for token in each.tokens[:count]]
+    announces = session.method is not None
+    session.peer.send(Proposals(at, announces, offsets, assumed, counts, tokens, *supports, seconds))

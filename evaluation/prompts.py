@@ -51,7 +51,7 @@ class PromptStudy:
     """passages: of each text, of which the last 512 tokens are scored. cases: of each kind of recall."""
 
     passages: int = 1
-    cases: int = 4
+    cases: int = 2
     kinds: tuple[str, ...] = ("pass-key", "named-keys")
 
     def run(

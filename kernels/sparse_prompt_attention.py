@@ -135,9 +135,9 @@ def choose_blocks(part: SparsePart, queries: Tensor, k_pages: Tensor, room: Tens
     later = block >= before[:, None]  # [units, blocks]
     weights = scores.masked_fill_(later[:, None], -torch.inf).softmax(3).sum(2)
     always = ~later & ((block == 0) | (block >= before[:, None] - WINDOW))
-    return (
-        weights.masked_fill_(later, -1.0).masked_fill_(always, torch.inf).topk(part.chosen, 2).indices.transpose(0, 1)
-    )
+    # A block before the unit may have a weight of 0, too.
+    weights = weights.masked_fill_(later, -1.0).masked_fill_(always, torch.inf)
+    return weights.topk(part.chosen, 2).indices.transpose(0, 1)
 
 
 def _block_means(part: SparsePart, k_pages: Tensor, room: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ def _attend_to_chosen(
     attended = attended.float()
     at_once = power_of_two(max(1, reads.room.shape[1] // (part.chosen * BLOCK * kv_heads * dim)) + 1) // 2
     of_blocks = part.pages.view(-1, BLOCK // page_size)
-    for some in torch.arange(part.units).split(at_once):
-        here = slice(int(some[0]), int(some[-1]) + 1)
+    for start in range(0, part.units, at_once):
+        here = slice(start, start + at_once)
         places = of_blocks[chosen[here]].flatten(2) * kv_heads + heads
         copies = copy_places(pages, places.flatten(), reads.room)
-        keys, values = (each.view(len(some), kv_heads, -1, dim) for each in copies)
+        keys, values = (each.view(-1, kv_heads, part.chosen * BLOCK, dim) for each in copies)
         of_chosen, weight = attend_to_piece(queries[here], keys, values, False, scale, reads.cudnn)
         attended[here].lerp_(of_chosen.float(), torch.sigmoid(weight - total[here]))
     return attended

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from orchestrator.chat_request import ChatRequest, Message
 from orchestrator.replies import ReplyFormat
-from orchestrator.requests import ChatRequest, Message
 from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument
 

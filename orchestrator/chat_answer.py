@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from orchestrator.answers import Answer, Event, Totals, choice, mark
+from orchestrator.chat_request import ChatRequest
 from orchestrator.generation import Chunk
 from orchestrator.logprobs import Decode, chat_logprobs, naming
 from orchestrator.replies import CalledTool, Delta, ReplyParser
-from orchestrator.requests import ChatRequest
 
 
 @dataclass

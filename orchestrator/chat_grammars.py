@@ -6,8 +6,8 @@ The result is a Lark grammar in llguidance's dialect, in which @body stands for 
 import json
 from typing import Any
 
+from orchestrator.chat_request import ChatRequest, Tool
 from orchestrator.replies import ReplyFormat
-from orchestrator.requests import ChatRequest, Tool
 from orchestrator.structured_outputs import SPACES
 from orchestrator.xml_calls import RULES as XML_RULES
 from orchestrator.xml_calls import call_body

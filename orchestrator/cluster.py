@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +14,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from config import ClusterSettings, Config, DraftSettings, ServiceSettings, SettingsError, TargetSettings
+from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from orchestrator.directory import name_services
 from orchestrator.joining_ray import connect_ray
 from orchestrator.service_actor import ServiceActor
@@ -40,6 +41,7 @@ class RayPlacement:
         self._config = config
         self._settings = placed_settings(config)
         self._actors: dict[str, Any] = {}
+        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
@@ -53,23 +55,17 @@ class RayPlacement:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
         cluster = self._config.cluster
         gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
-        always = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
-        actor = ray.remote(ServiceActor)
+        groups: dict[str, Any] = {}
         for pair in pairs_of(self._settings):
             needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
-            group = placement_group(needs, strategy="PACK")
-            _wait_for_room(group, pair, needs)
+            group = groups[" and ".join(settings.name for settings in pair)] = placement_group(needs, strategy="PACK")
             for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
-                named = actor.options(
-                    name=settings.name,
-                    num_cpus=needed.pop("CPU"),
-                    num_gpus=needed.pop("GPU"),
-                    resources=needed,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-                    **always,
-                )
-                known_as = known_as_of(settings.side, cluster)
-                self._actors[settings.name] = named.remote(settings, known_as, trace_variables(settings))
+                place = PlacementGroupSchedulingStrategy(group, index)
+                self._start[settings.name] = partial(_start_actor, settings, needed, place)
+        for names, group in groups.items():
+            while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
+                log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
+        self._actors = {name: start() for name, start in self._start.items()}
         self.services = _wait_for(self._actors)
 
     def stop(self) -> None:
@@ -93,7 +89,12 @@ class RayPlacement:
         done, _ = ray.wait([self._asked[name]], timeout=0)
         if not done:
             return ""
-        address, _ = ray.get(self._asked.pop(name))
+        try:
+            address, _ = ray.get(self._asked.pop(name))
+        except ray.exceptions.ActorDiedError as error:  # Ray does not start it again
+            log.error("the %s service could not even be loaded, it is tried anew: %s", name, error)
+            self._actors[name] = self._start[name]()
+            return ""
         return str(address)
 
     def replace(self, name: str) -> None:
@@ -115,6 +116,24 @@ class RayPlacement:
         self.start()
 
 
+def _start_actor(
+    settings: TargetSettings | DraftSettings, needs: Mapping[str, float], place: PlacementGroupSchedulingStrategy
+) -> Any:
+    """Have Ray start a service, and start it again whenever its process or its node is lost; return its handle."""
+    resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+    actor = ray.remote(ServiceActor).options(
+        name=settings.name,
+        num_cpus=needs["CPU"],
+        num_gpus=needs["GPU"],
+        resources=resources,
+        scheduling_strategy=place,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=2,
+    )
+    return actor.remote(settings, trace_variables(settings))
+
+
 @contextlib.contextmanager
 def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
     """Join or start Ray; stop the services and our part of Ray at the end."""
@@ -123,13 +142,6 @@ def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
         yield placement
     finally:
         placement.stop()
-
-
-def _wait_for_room(group: Any, pair: list[TargetSettings | DraftSettings], needs: list[dict[str, float]]) -> None:
-    """Wait until Ray has room for services that are to be near each other; nodes may be on their way."""
-    while not group.wait(_ROOM_SECONDS):
-        names = " and ".join(settings.name for settings in pair)
-        log.warning("waiting until Ray has room for %s", names, extra={"needs": str(needs)})
 
 
 def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
@@ -155,18 +167,12 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
 def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
     """Return the settings of each service, with its name and its port where that is given: one more for each service.
 
-    Only targets are deterministic; what a draft says changes no token then. Raises SettingsError for a name that others
-    are to reach a service by and that does not tell which, or at which port.
+    Only targets are deterministic; what a draft says changes no token then.
     """
     cluster, traces = config.cluster, config.clients.trace_share > 0
     placed: list[TargetSettings | DraftSettings] = []
     drafts = cluster.drafts if config.has_draft else 0
     for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
-        if count and known_as_of(side.side, cluster) and (not side.port or count > 1):
-            raise SettingsError(
-                f"{side.side}_host is given, by which others reach one service at one port: give {side.side}_port, and "
-                f"no number of {side.side}s"
-            )
         for index, name in enumerate(name_services(side.side, count)):
             port = side.port + index if side.port else 0
             deterministic = side.deterministic and side.side == "target"
@@ -183,11 +189,6 @@ def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[Target
 def trace_variables(settings: ServiceSettings) -> dict[str, str]:
     """Return what a service that traces is to know of this process's environment: where OpenTelemetry sends spans."""
     return {name: value for name, value in os.environ.items() if settings.traces and name.startswith("OTEL_")}
-
-
-def known_as_of(side: str, cluster: ClusterSettings) -> str:
-    """Return the name by which others reach the service of a side; "": by its node's address."""
-    return {"target": cluster.target_host, "draft": cluster.draft_host}[side]
 
 
 def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:

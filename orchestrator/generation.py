@@ -11,12 +11,13 @@ from typing import Any
 from engine.logprobs import TokenLogprobs
 from orchestrator.callers import current_caller
 from orchestrator.chat_grammars import chat_grammar
+from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.ledger import Record, SpeculationTotals
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, check_tokens, encode_text, to_records
 from orchestrator.replies import ReplyFormat, ReplyParser
-from orchestrator.requests import ChatRequest, GenerationRequest
+from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
 from orchestrator.text import Detokenizer, StopFinder

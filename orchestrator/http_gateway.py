@@ -21,6 +21,7 @@ from config.version import running_version
 from orchestrator.answers import Answer, error_body, error_headers
 from orchestrator.chat import render_chat
 from orchestrator.chat_answer import ChatAnswer
+from orchestrator.chat_request import ChatRequest
 from orchestrator.completion_answer import CompletionAnswer
 from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.dashboard.routes import router as dashboard
@@ -29,7 +30,6 @@ from orchestrator.generation import Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
-    ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,

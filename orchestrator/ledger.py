@@ -106,8 +106,8 @@ class Record:
     logprobs: int | None = None
     wants_prompt_logprobs: bool = False
     grammar: str = ""
-    caller: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
+    caller: str = ""
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE

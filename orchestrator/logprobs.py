@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
+from orchestrator.chat_request import ChatRequest
 from orchestrator.generation import Chunk
-from orchestrator.requests import ChatRequest, CompletionRequest
+from orchestrator.requests import CompletionRequest
 
 Decode = Callable[[list[int]], str]
 _LEAST = -9999.0  # as vLLM: JSON has no infinity

@@ -4,18 +4,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from orchestrator.requests import (
-    MAX_LOGPROBS,
+from orchestrator.chat_request import (
     CalledFunction,
     ChatRequest,
     ContentPart,
     FunctionDefinition,
-    GenerationRequest,
     Message,
     Tool,
     ToolCall,
     join_text,
 )
+from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
 from orchestrator.structured_outputs import SchemaFormat
 
 

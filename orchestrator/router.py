@@ -216,15 +216,20 @@ class Router:
     def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
         """Open a session again whose target is lost, on one of these."""
         if record.resumptions >= _MAX_RESUMPTIONS:
-            self._tell(record.session, Unavailable("the target was lost again and again while it ran this request"))
+            self._abandon(record, "the target was lost again and again while it ran this request")
             return
         record.resumptions += 1
         self._place(record, views)
 
+    def _abandon(self, record: Record, reason: str) -> None:
+        """Open a session no more, and tell its reader."""
+        record.resumptions = _MAX_RESUMPTIONS + 1
+        self._tell(record.session, Unavailable(reason))
+
     def _waiting(self) -> list[Record]:
-        """Return the sessions that have not ended and are open on no target."""
-        records = self.ledger.records.values()
-        return [item for item in records if item.session not in self._places and not item.finish_reason]
+        """Return the sessions that are open on no target, and are neither at their end nor abandoned."""
+        placeless = [item for name, item in self.ledger.records.items() if name not in self._places]
+        return [item for item in placeless if not item.finish_reason and item.resumptions <= _MAX_RESUMPTIONS]
 
     def _resume_waiting(self) -> None:
         """Open the sessions that wait on targets that live, or have a clock run until they are given up."""
@@ -279,6 +284,4 @@ class Router:
         """Tell the sessions that wait that no target has come."""
         self._giving_up = None
         for record in self._waiting():
-            self._tell(
-                record.session, Unavailable("the target was lost and did not come back, nor is there another one")
-            )
+            self._abandon(record, "the target was lost and did not come back, nor is there another one")

@@ -83,8 +83,8 @@ class TargetView:
 
 
 def _pages(tokens: int) -> int:
-    """Return the KV pages of a session of so many tokens and a round beyond them, about."""
-    return pages_for(tokens) + 1
+    """Return the KV pages of a session of so many tokens, at least: a target needs room for a round beyond them."""
+    return pages_for(tokens + 2)
 
 
 Policy = Callable[[Sequence[TargetView], Sequence[int]], TargetView]

@@ -26,14 +26,13 @@ class ServiceActor:
     Only where it fails before it ever served, `where` says why instead. If the raylet that started the process dies,
     the process ends, too: nobody would watch it, and its port may be needed by the service that is placed anew.
 
-    settings: with an empty host the service binds the address of Ray's node. known_as: the name by which others reach
-    it; empty: by the address that it binds, or the node's if that is all addresses. environment: variables to be set.
+    settings: with an empty host the service binds the address of Ray's node. environment: variables to be set.
     """
 
-    def __init__(self, settings: DraftSettings | TargetSettings, known_as: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: DraftSettings | TargetSettings, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         node = ray.util.get_node_ip_address()
-        self._node, self._known_as = f"[{node}]" if ":" in node else node, known_as
+        self._node = f"[{node}]" if ":" in node else node
         self._listening: Future[tuple[str, int]] = Future()
         configure_logs(settings)
         self._said = Recorder()
@@ -46,7 +45,7 @@ class ServiceActor:
 
     def _run(self, settings: DraftSettings | TargetSettings) -> None:
         def on_ready(server: RunningServer) -> None:
-            self._listening.set_result((announced_address(server.address, self._known_as, self._node), os.getpid()))
+            self._listening.set_result((announced_address(server.address, self._node), os.getpid()))
 
         try:
             run = (
@@ -69,11 +68,10 @@ class ServiceActor:
         return self._said.take()
 
 
-def announced_address(bound: str, known_as: str, node: str) -> str:
-    """Return where others reach a service that is bound to HOST:PORT on a node, as ServiceActor says it."""
+def announced_address(bound: str, node: str) -> str:
+    """Return where others reach a service that is bound to HOST:PORT: the node's address if HOST is all addresses."""
     host, _, port = bound.rpartition(":")
-    reached = node if host in ("0.0.0.0", "::", "[::]") else host
-    return f"{known_as or reached}:{port}"
+    return f"{node}:{port}" if host in ("0.0.0.0", "::", "[::]") else bound
 
 
 def _end_with_parent() -> None:

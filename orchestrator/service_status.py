@@ -32,7 +32,11 @@ class ControlLine:
         """Ask the service how it is. Raises AioRpcError if there is no answer within BEAT_SECONDS."""
         request = control_pb2.StatusRequest()
         stub = await self._stub()
-        return status_from_pb(await stub.Status(request, timeout=BEAT_SECONDS, metadata=self._access.metadata))
+        try:
+            return status_from_pb(await stub.Status(request, timeout=BEAT_SECONDS, metadata=self._access.metadata))
+        except grpc.aio.AioRpcError:
+            self._address = ""  # the next call dials anew, with the certificates that there are then
+            raise
 
     async def set_targets(self, addresses: Iterable[str]) -> None:
         """Tell a draft for which targets it is to draft from now on. Raises AioRpcError as `status` does."""

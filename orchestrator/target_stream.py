@@ -92,20 +92,20 @@ class TargetStream:
 
     async def keep(self) -> None:
         """Serve over one stream after the other, whatever ends it. Runs until cancelled."""
-        async with self._access.dial(self.address) as channel:
-            self._control = control_pb2_grpc.TargetControlStub(channel)
-            while True:
-                try:
+        while True:
+            try:
+                async with self._access.dial(self.address) as channel:  # with the certificates that there are now
+                    self._control = control_pb2_grpc.TargetControlStub(channel)
                     await self._serve(channel, self._control)
-                except TimeoutError:
-                    pass  # not reachable yet
-                except grpc.aio.AioRpcError as error:
-                    log.warning("stream to %s ended: %s %s", self, error.code().name, error.details())
-                except ServiceError as error:
-                    log.warning("stream to %s ended: %s", self, error)
-                except Exception:
-                    log.exception("stream to %s failed; it is opened again", self)
-                await asyncio.sleep(_REDIAL_SECONDS)
+            except TimeoutError:
+                pass  # not reachable yet
+            except grpc.aio.AioRpcError as error:
+                log.warning("stream to %s ended: %s %s", self, error.code().name, error.details())
+            except ServiceError as error:
+                log.warning("stream to %s ended: %s", self, error)
+            except Exception:
+                log.exception("stream to %s failed; it is opened again", self)
+            await asyncio.sleep(_REDIAL_SECONDS)
 
     def __str__(self) -> str:
         return f"{self.view.name} at {self.address}"

@@ -65,8 +65,7 @@ async def serve(
     grammars: Grammars | None = None,
     spans: Spans = NO_SPANS,
 ) -> None:
-    """Serve until cancelled. on_round: told of each sparse round, for measurements. grammars: None: sessions have none.
-    spans: makes those of sessions.
+    """Serve until cancelled. on_round: told of each sparse round. grammars: None: no session has one.
 
     Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
     cannot be bound.
@@ -91,15 +90,11 @@ async def serve(
         )
 
     control = ControlServicer(verifier, wake, status)
-    server = await start_server(
-        settings.host,
-        settings.port,
-        [
-            (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
-            (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
-        ],
-        read_peer_access(settings).guard(),
-    )
+    services = [
+        (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
+        (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),
+    ]
+    server = await start_server(settings.host, settings.port, services, read_peer_access(settings).guard())
     await server.set_serving(True)
     log.info("serving", extra={"address": server.address, "tls": settings.tls_cert != "", "pid": os.getpid()})
     on_ready(server)

@@ -79,8 +79,8 @@ class TargetSession:
     logprobs: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     reader: Reader | None = None
-    lookup: PromptLookup | None = None
     prompt: SparsePrompt | None = None
+    lookup: PromptLookup | None = None
     traceparent: str = ""
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0

@@ -186,11 +186,11 @@ class Verifier:
         for (session, given), told in zip(step.prefills, result.prompts, strict=True):
             if self.admission.is_open(session):
                 session.stats.prefill_seconds += result.seconds
-                if session.lookup is not None:  # a part at a time: a long text takes milliseconds
-                    session.lookup.extend(session.tokens, session.kv.length)
                 if given.prompt is not None:
                     session.stats.sparse_prompt_tokens += len(given.tokens)
                     session.kv.dense_tokens = min(session.kv.dense_tokens, session.kv.length - len(given.tokens))
+                if session.lookup is not None:  # a part at a time: a long text takes milliseconds
+                    session.lookup.extend(session.tokens, session.kv.length)
                 self._spans.add(session.traceparent, "target.prefill", result.seconds, tokens=len(given.tokens))
                 if session.prompt_logprobs is not None:  # a prompt that is read again is told once
                     known = len(session.prompt_logprobs) - (session.kv.length - len(told))

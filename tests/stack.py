@@ -25,7 +25,7 @@ START_SECONDS = 120
 
 @dataclass
 class Stack:
-    """A running launch. `output` is all that it printed."""
+    """A running launch. `output` is all that it printed; `services`: address and process id of those that it placed."""
 
     process: subprocess.Popen[str]
     output: Path
@@ -33,8 +33,7 @@ class Stack:
     http: str = ""
     target_pid: int = 0
     draft_pid: int = 0
-    target: str = ""
-    draft: str = ""
+    services: dict[str, tuple[str, int]] = field(default_factory=dict)
     channels: list[grpc.Channel] = field(default_factory=list)
 
     def stub(self) -> inference_pb2_grpc.InferenceStub:
@@ -133,8 +132,6 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
         return match.group(1)
 
     stack.grpc, stack.http = find(r"gRPC endpoint: (\S+)"), find(r"HTTP endpoint: (\S+)")
-    if "--target-address" not in flags:
-        for side in re.findall(r"(\w+) service: pid", text):
-            setattr(stack, f"{side}_pid", int(find(rf"{side} service: pid (\d+)")))
-            setattr(stack, side, find(rf"{side} service: pid \d+, (\S+)"))
+    stack.services = {name: (at, int(pid)) for name, pid, at in re.findall(r"(\S+) service: pid (\d+), (\S+)", text)}
+    stack.target_pid, stack.draft_pid = (stack.services.get(side, ("", 0))[1] for side in ("target", "draft"))
     return stack

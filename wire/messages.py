@@ -125,13 +125,13 @@ class Proposals:
         end = start + self.counts[index]
         supports = []
         if self.support_counts:
-            at = sum(self.support_counts[:start])
+            first = sum(self.support_counts[:start])
             for count in self.support_counts[start:end]:
-                ids, probs = self.support_ids[at : at + count], self.support_probs[at : at + count]
+                ids, probs = self.support_ids[first : first + count], self.support_probs[first : first + count]
                 supports.append(Support(ids.astype(np.int64), probs))
-                at += count
-        at_base = self.at._replace(base=base)
-        return Proposal(at_base, self.announces, assumed_token, self.tokens[start:end], supports, self.draft_seconds)
+                first += count
+        at = At(self.at.session, self.at.epoch, self.at.round, base)
+        return Proposal(at, self.announces, assumed_token, self.tokens[start:end], supports, self.draft_seconds)
 
 
 @dataclass(frozen=True)

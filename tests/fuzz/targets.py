@@ -19,6 +19,7 @@ from engine.loading.tokenizer import load_tokenizer
 from engine.sampling import Sampling, Support
 from models import TARGET
 from orchestrator.chat import render_chat
+from orchestrator.chat_request import ChatRequest
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import _request_from_pb
 from orchestrator.http_gateway import make_app
@@ -26,7 +27,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import check_tokens, to_records
 from orchestrator.replies import ReplyFormat
-from orchestrator.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
+from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
 from orchestrator.responses_request import ResponsesRequest, to_chat
 from orchestrator.special_tokens import TextEncoder
 from protos import control_pb2, inference_pb2, speculation_pb2

@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
         ("who leaves early leaves the session running", "self._outbox.put(Abort(name))", "pass"),
         ("a lost target counts as connected", "self._outbox, sessions = None, list(self._names)", "sessions = list(self._names)"),
         ("names are the same everywhere", 'f"{record.session}@{self._origin}.{number}"', "record.session"),
-        ("one bad event ends the stream for good", "                except Exception:", "                except KeyError:"),
+        ("one bad event ends the stream for good", "            except Exception:", "            except KeyError:"),
     ),
     *_of(
         "orchestrator/routing.py",
@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/admission.py",
         "test_target_sessions test_target_streams",
-        ("sessions run beyond the KV room", "need + kept <= free", "True"),
+        ("sessions run beyond the KV room", "need + self._kept(running) <= free", "True"),
         ("an aborted session goes on waiting", "(self.preempted if session in self.preempted else self.queue).remove(session)", "pass"),
         ("pages of ended sessions stay held", "            self._kv.release(session.kv)\n        self._closed.clear()", "            pass\n        self._closed.clear()"),
         ("places go to whoever has most", "key=lambda waiting: running[waiting.emit]", "key=lambda waiting: -running[waiting.emit]"),

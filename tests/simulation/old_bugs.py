@@ -19,9 +19,8 @@ from target_service.admission import Admission
 from target_service.servicer import ControlServicer
 from target_service.session import TargetSession
 from tests.simulation.runs import run_seed
-from wire import convert
 from wire.errors import error_from_code
-from wire.messages import Abort, At, Closed, Commit, Open
+from wire.messages import At, Closed, Commit
 
 
 def hung_services_stay() -> AbstractContextManager[Any]:
@@ -31,21 +30,6 @@ def hung_services_stay() -> AbstractContextManager[Any]:
         return True
 
     return patch.object(supervision, "_replace", replace)
-
-
-def anyone_aborts() -> AbstractContextManager[Any]:
-    """An Abort from another stream ends a session whose client then waits for ever (issue 18, item 3)."""
-
-    def receive(self: Any, frame: Any, opened: set[str], outbox: Any) -> None:
-        request = convert.serve_request_from_pb(frame)
-        if isinstance(request, Open):
-            self._verifier.admission.open(request, outbox.put)
-            opened.add(request.session)
-        elif isinstance(request, Abort):
-            self._verifier.abort(request.session)
-            opened.discard(request.session)
-
-    return patch.object(ControlServicer, "_receive", receive)
 
 
 def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
@@ -114,7 +98,6 @@ OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     bug.__name__: bug
     for bug in (
         hung_services_stay,
-        anyone_aborts,
         sessions_of_a_lost_gateway_stay,
         stopping_targets_fail_requests,
         pages_are_freed_during_steps,

@@ -1,5 +1,7 @@
 """Who may call a gRPC port: tokens, certificates, what is refused and in which words."""
 
+import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ from config import SettingsError, TargetSettings
 from config.access import ClientAccess, check_client_listener, check_service_listener, is_loopback
 from orchestrator.access import open_paths
 from orchestrator.connection_limits import Connections
+from orchestrator.directory import Directory
 from orchestrator.http_gateway import serve_http
+from orchestrator.router import Router
+from orchestrator.service_status import ControlLine
 from protos import control_pb2, control_pb2_grpc
 from tests.certificates import Files, make_certificate
+from tests.unit.test_router import Target, until
 from wire.access import PeerAccess, bearer_of, check_token, read_peer_access
 from wire.errors import Unauthenticated
 from wire.server import RunningServer, start_server
@@ -48,9 +54,14 @@ class Control(control_pb2_grpc.DraftControlServicer):
         return control_pb2.ServiceStatus()
 
 
-async def start(access: PeerAccess) -> RunningServer:
-    services = [(control_pb2_grpc.add_DraftControlServicer_to_server, Control(), "specahead.v1.DraftControl")]
-    return await start_server("127.0.0.1", 0, services, access.guard())
+async def start(access: PeerAccess, target: Target | None = None, port: int = 0) -> RunningServer:
+    """Serve the control of a draft, and of a target if there is one."""
+    services: list[Any] = [
+        (control_pb2_grpc.add_DraftControlServicer_to_server, Control(), "specahead.v1.DraftControl")
+    ]
+    if target is not None:
+        services.append((control_pb2_grpc.add_TargetControlServicer_to_server, target, "specahead.v1.TargetControl"))
+    return await start_server("127.0.0.1", port, services, access.guard())
 
 
 async def call(access: PeerAccess, server: RunningServer) -> tuple[grpc.StatusCode, str]:
@@ -157,6 +168,29 @@ async def test_new_certificates_count_without_a_restart(tmp_path: Path, caplog: 
         assert (await call(PeerAccess(tls=shown), server))[0] is grpc.StatusCode.OK  # it dials with what is there now
         assert (await call(PeerAccess(tls=Tls(old.cert, old.key, old.ca)), server))[0] is grpc.StatusCode.UNAVAILABLE
         await connected.Status(control_pb2.StatusRequest(), timeout=10)
+    await server.stop(0)
+
+
+async def test_who_dials_again_knows_the_certificates_that_there_are_then(tmp_path: Path) -> None:
+    """A launch that lost its services finds them behind new certificates, of another authority."""
+    files = make_certificate(tmp_path, "renewed", AUTHORITY)
+    ours = PeerAccess(tls=tls(files))
+    server = await start(ours, Target())
+    directory = Directory({"target": server.address})
+    line, router = ControlLine("draft", Directory({"draft": server.address}), ours), Router(directory, ours, 30)
+    async with asyncio.timeout(30), router.connected_to_targets():
+        await until(lambda: router.connected)
+        await line.status()
+        renew(files, STRANGER)
+        await server.stop(0)
+        await until(lambda: not router.connected)
+        target = Target()
+        server = await start(PeerAccess(tls=tls(files)), target, int(server.address.rsplit(":", 1)[1]))
+        await until(lambda: target.streams > 0 and router.connected)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await line.status()
+        await line.status()
+        await line.close()
     await server.stop(0)
 
 

@@ -49,6 +49,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started
         assert row.sessions == 2 and row.rounds > 0 and row.messages >= row.rounds
         assert 0 < row.round_p50_ms <= row.round_p95_ms and row.session_round_ms > 0
         assert 1 < row.tokens_a_round < 5  # some proposals were accepted, and some not
+        assert set(row.cpu_ms) == set(stack.SIDES) and min(row.cpu_ms.values()) >= 0
         assert (row.announced_bytes_a_round > 0) == (row.exactness == "approximate")
     printed = capsys.readouterr().out
     assert "--sessions 2 --tokens 40 --gamma 4" in printed and "approximate" in printed

@@ -224,30 +224,21 @@ def test_host_memory_is_the_targets() -> None:
     assert (settings.target.host_kv_memory, settings.draft.host_kv_memory) == (1.5, 0)
 
 
-def test_services_that_ray_places_anywhere_may_be_reached_by_names() -> None:
-    from orchestrator.cluster import known_as_of, placed_settings, resources_of  # imports Ray
-
-    hosts = ["--target-host", "a-target", "--draft-host", "a-draft", "--service-host", "0.0.0.0"]
-    config = resolve(*hosts, "--target-port", "50052", "--draft-port", "50053", "--target-resource", "big")
-    placed = placed_settings(config)
-    assert [side.host for side in placed] == ["0.0.0.0", "0.0.0.0"]
-    assert [known_as_of(side.side, config.cluster) for side in placed] == ["a-target", "a-draft"]
-    assert resources_of("target", config.cluster) == {"big": 0.001}
-    assert resources_of("draft", config.cluster) == {}
-    for flags in (("--target-port", "50052"), ("--target-port", "1", "--draft-port", "2", "--drafts", "2")):
-        with pytest.raises(SettingsError, match="give draft_port, and no number of drafts"):
-            placed_settings(resolve(*hosts, *flags))
-
-
 def test_where_a_service_says_that_it_is() -> None:
-    """At what it binds; where that is all addresses, at its node's; or by the name it is known as."""
+    """At what it binds, or where that is all addresses, at its node's."""
     from orchestrator.service_actor import announced_address  # imports Ray
 
-    assert announced_address("10.0.0.1:7", "", "10.0.0.1") == "10.0.0.1:7"
-    assert announced_address("127.0.0.1:7", "", "10.0.0.1") == "127.0.0.1:7"
-    assert announced_address("0.0.0.0:7", "", "10.0.0.1") == "10.0.0.1:7"
-    assert announced_address("[::]:7", "", "[fd00::1]") == "[fd00::1]:7"
-    assert announced_address("0.0.0.0:7", "a-target", "10.0.0.1") == "a-target:7"
+    assert announced_address("10.0.0.1:7", "10.0.0.1") == "10.0.0.1:7"
+    assert announced_address("127.0.0.1:7", "10.0.0.1") == "127.0.0.1:7"
+    assert announced_address("0.0.0.0:7", "10.0.0.1") == "10.0.0.1:7"
+    assert announced_address("[::]:7", "[fd00::1]") == "[fd00::1]:7"
+
+
+def test_what_a_node_must_have() -> None:
+    from orchestrator.cluster import resources_of  # imports Ray
+
+    cluster = resolve("--target-resource", "big").cluster
+    assert (resources_of("target", cluster), resources_of("draft", cluster)) == ({"big": 0.001}, {})
 
 
 def test_several_targets_and_drafts() -> None:
@@ -319,7 +310,7 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
 def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
     from orchestrator.cluster import placed_settings  # imports Ray
 
-    flags = ("--draft", choice, "--target", "org/name", "--draft-host", "a-draft")
+    flags = ("--draft", choice, "--target", "org/name", "--drafts", "3")
     for settings in (resolve(*flags), resolve("--config", config(tmp_path, f"draft: {choice}\ntarget: org/name\n"))):
         (placed,) = placed_settings(settings)
         assert isinstance(placed, TargetSettings)

@@ -67,6 +67,7 @@ WITHOUT_GRPC = {
     "target_service/verifier.py",
     "evaluation/identity.py",
     "orchestrator/callers.py",
+    "orchestrator/chat_request.py",
     "orchestrator/keys.py",
     "orchestrator/ledger.py",
     "orchestrator/requests.py",

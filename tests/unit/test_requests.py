@@ -8,8 +8,9 @@ import pytest
 
 from engine.sampling import Sampling
 from evaluation.methods import RIVALS
+from orchestrator.chat_request import ChatRequest
 from orchestrator.records import Limits, check_tokens, default_sampling, encode_text, to_records
-from orchestrator.requests import ChatRequest, CompletionRequest, read_request
+from orchestrator.requests import CompletionRequest, read_request
 from orchestrator.special_tokens import TextEncoder
 from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, NotFound, ServiceError

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from cli.status import _nodes, _read_metrics, _show
 from orchestrator.metrics import Metrics
+from orchestrator.router import TargetState
 from wire.messages import ServiceStatus
 
 ADDRESSES = {"target-1": "10.0.0.1:7", "target-2": "10.0.0.2:7", "draft": "10.0.0.1:8"}
@@ -46,3 +47,12 @@ def test_the_table_has_a_row_for_each_service() -> None:
     assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
     assert rows[1] == ["target-2", "does", "not", "answer", "10.0.0.2:7"]
     assert rows[2][:2] == ["draft", "connected"]
+
+
+def test_what_a_router_does_with_each_target_is_told() -> None:
+    targets = {"target-1": TargetState(True, 2, 40), "target-2": TargetState(False, 0, 7)}
+    lines = Metrics("tiny").render(2, STATUSES, ADDRESSES, targets).decode().splitlines()
+    figures = {"target_serving": (1, 0), "target_sessions": (2, 0), "routed_requests_total": (40, 7)}
+    for name, values in figures.items():
+        for target, value in zip(targets, values, strict=True):
+            assert f'specahead:{name}{{model_name="tiny",target="{target}"}} {value}.0' in lines

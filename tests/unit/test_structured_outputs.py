@@ -22,9 +22,10 @@ from engine.grammars import Grammars, unpack_mask
 from engine.loading.tokenizer import count_token_ids
 from orchestrator import grammar_compiler
 from orchestrator.chat_grammars import chat_grammar
+from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.replies import ReplyFormat
-from orchestrator.requests import ChatRequest, read_request
+from orchestrator.requests import read_request
 from orchestrator.structured_outputs import Structure
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline

@@ -65,14 +65,28 @@ def put(name: str, address: str) -> None:
     raise AssertionError("nothing has moved")
 
 
-async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> dict[str, str]:
-    """Supervise services for a while; returns where they were found instead."""
-    found: dict[str, str] = {}
+async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> None:
     asks = {name: service.ask for name, service in services.items()}
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
-            await supervise(asks, placement, found.__setitem__)
-    return found
+            await supervise(asks, placement, put)
+
+
+async def first_found(placement: Placement, **services: Service) -> tuple[str, str]:
+    """Supervise services until one is found elsewhere; returns its name and where that is."""
+    found: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+
+    def tell(name: str, address: str) -> None:
+        if not found.done():
+            found.set_result((name, address))
+
+    asks = {name: service.ask for name, service in services.items()}
+    watching = asyncio.create_task(supervise(asks, placement, tell))
+    try:
+        async with asyncio.timeout(20):
+            return await found
+    finally:
+        watching.cancel()
 
 
 async def test_a_service_that_stops_answering_is_replaced_and_no_other() -> None:
@@ -113,8 +127,8 @@ async def test_a_service_that_is_gone_or_was_replaced_is_looked_for(script: list
     """And one that answers, or starts at the same place, is not taken for another."""
     placement = Placement()
     placement.addresses = {"target-1": "127.0.0.2:7", "draft": "127.0.0.3:8"}
-    found = await watch(placement, **{"target-1": Service(*script), "target-2": Service(GONE), "draft": Service(None)})
-    assert found == {"target-1": "127.0.0.2:7"}
+    services = {"target-1": Service(*script), "target-2": Service(GONE), "draft": Service(None)}
+    assert await first_found(placement, **services) == ("target-1", "127.0.0.2:7")
 
 
 async def test_who_does_not_know_where_a_service_is_is_asked_again() -> None:
@@ -127,7 +141,7 @@ async def test_who_does_not_know_where_a_service_is_is_asked_again() -> None:
                 raise ConnectionError("no Ray")
             return "127.0.0.2:7"
 
-    assert await watch(Away(), target=Service(GONE)) == {"target": "127.0.0.2:7"}
+    assert await first_found(Away(), target=Service(GONE)) == ("target", "127.0.0.2:7")
 
 
 async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,8 +97,8 @@ class World:
         runner: type[FakeRunner] = FakeRunner,
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
-        proposer: str = "none",
         prompt_read_share: float = 1.0,
+        proposer: str = "none",
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -115,8 +115,8 @@ class World:
                 max_queued=5000,
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
-                draft=proposer,
                 prompt_read_share=prompt_read_share,
+                draft=proposer,
             ),
             on_round,
             grammars,

@@ -39,6 +39,7 @@ def main() -> None:
             # The model that is served is ours, whichever they were written for.
             text = (sources / name).read_text()
             model = re.search(r'^MODEL_NAME = "(.*)"$', text, re.M)
+            text = text.replace("from ...utils import", "from tests.utils import")
             copy.write_text(text.replace(model[1], "tiny-target") if model else text)
         command = [sys.executable, "-m", "pytest", "-c", f"{folder}/pytest.ini", "--rootdir", folder]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
