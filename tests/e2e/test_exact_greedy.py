@@ -72,7 +72,7 @@ def test_greedy_exact_without_a_draft_equals_transformers(
     """The target proposes by prompt lookup, and there is one service."""
     stack = launch("--draft", "ngram")
     drafted, accepted = check(stack, prompts[2::3], expected[2::3])
-    assert accepted > 0.5 * drafted > 50, "these texts go round in circles more often"
+    assert accepted > 0.4 * drafted > 100, "these texts go round in circles more often"  # measured 251 of 441
     assert metric(stack.http, "service_events_total", service="target", name="ngram_accepted_tokens") == accepted
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total") == accepted
     assert metric(stack.http, "service_up", service="target") == 1
