@@ -24,6 +24,8 @@ from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
 
+SHORT_TEXT = 4096  # characters that are worked on at once; longer ones in a thread, so that they hold nobody up
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -81,7 +83,7 @@ class Frontend:
         if not isinstance(prompt, str):
             return check_tokens(prompt, self.limits)
         encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
-        return await asyncio.to_thread(encode) if len(prompt) > 4096 else encode()
+        return await asyncio.to_thread(encode) if len(prompt) > SHORT_TEXT else encode()
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
         """Return what splits the text that follows a chat's prompt, None if all of it is content."""

@@ -26,7 +26,7 @@ from orchestrator.completion_answer import CompletionAnswer
 from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.event_stream import open_stream, unless_left
-from orchestrator.generation import Chunk, Frontend
+from orchestrator.generation import SHORT_TEXT, Chunk, Frontend
 from orchestrator.http_requests import JSONRoute, RequestId
 from orchestrator.records import check_model, max_body
 from orchestrator.requests import (
@@ -121,7 +121,9 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
 
 async def _chat_prompt(body: ChatRequest, frontend: Frontend) -> tuple[str, list[int]]:
     """Return the text and the tokens of a conversation's prompt. Raises InvalidArgument."""
-    prompt = await asyncio.to_thread(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+    render = partial(render_chat, body, frontend.tokenizer, frontend.reply_format, frontend.encoder)
+    is_short = not body.tools and sum(len(message.text) for message in body.messages) <= SHORT_TEXT
+    prompt = render() if is_short else await asyncio.to_thread(render)
     return prompt, await frontend.encode(prompt, special_tokens=False, rendered=True)
 
 

@@ -47,12 +47,13 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _likely(self, text: str, logprobs: TokenLogprobs) -> dict[str, float]:
-        """Return the likely tokens by their texts, and the token itself; of tokens of one text the likeliest."""
+        """Return the token itself and the likely ones by their texts, as vLLM in this order; of tokens of one text the
+        likeliest."""
         likely: dict[str, float] = {}
         for token, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True):
             likely.setdefault(self._decode([token]), max(logprob, _LEAST))
         likely.setdefault(text, max(logprobs.logprob, _LEAST))
-        return likely
+        return {text: likely[text]} | likely
 
 
 def chat_logprobs(chunk: Chunk, decode: Decode) -> list[dict[str, Any]]:

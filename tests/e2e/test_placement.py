@@ -17,7 +17,7 @@ from tests.stack import ROOT, start_stack
 TOKENS = 1000
 PROMPT = "The old man looked at the sea"
 # Ray takes 15 s or more to give a node up otherwise.
-IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+IMPATIENT = {"health_check_period_ms": 500, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from orchestrator import supervision
 from orchestrator.ledger import Ledger, Record
 from orchestrator.router import Router
 from orchestrator.routing import TargetView
+from orchestrator.target_stream import TargetStream
 from target_service.admission import Admission
 from target_service.servicer import ControlServicer
 from target_service.session import TargetSession
@@ -91,7 +91,13 @@ def what_targets_evict_is_remembered() -> AbstractContextManager[Any]:
 
 def other_orchestrators_sessions_have_the_same_names() -> AbstractContextManager[Any]:
     """Two gateways name their sessions alike, and one of them is told that its session is open already."""
-    return patch.object(secrets, "token_hex", lambda size: "0")
+    real = TargetStream.open
+    return patch.object(TargetStream, "open", lambda self, record, number: real(_without_origin(self), record, 0))
+
+
+def _without_origin(stream: TargetStream) -> TargetStream:
+    stream._origin = ""
+    return stream
 
 
 OLD_BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -61,6 +61,14 @@ def _sizes(owner: Any) -> dict[str, int]:
     return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
 
 
+def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
+    """Return the sessions that running targets go on with though the stream that opened them has ended."""
+    running = [(name, made.get(process)) for name, process in processes.items() if not process.stopped]
+    targets = [(name, actor) for name, actor in running if isinstance(actor, Verifier)]
+    everyone = [(name, session) for name, target in targets for session in target.admission.everyone()]
+    return [(name, session.id) for name, session in everyone if session.emit.__self__._closed]  # type: ignore[attr-defined]
+
+
 def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> Iterator[str]:
     """Yield which routers do not know what their targets hold."""
     for name, process in processes.items():

@@ -24,6 +24,7 @@ _START = 30.0  # virtual seconds within which everything must have found each ot
 _PATIENCE = 120.0  # within which every request must end, once nothing goes wrong any more
 _NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
 _UNDISTURBED = 5.0  # before that, in which it has begun to serve
+_UNOWNED = 4  # seconds that a target may go on with a session whose stream has ended
 _SETTLING = 40.0  # within which nothing of any request may be left
 
 
@@ -180,6 +181,7 @@ class World:
             self.report("the processes do not find each other")
             return
         at_rest = await self._count_tasks()
+        watch = asyncio.create_task(self._watch_sessions())
         clients = [asyncio.create_task(client.run()) for client in self.clients]
         await self.faults.happen()
         await asyncio.wait(clients, timeout=_PATIENCE)
@@ -192,6 +194,17 @@ class World:
         if not await wait_for(lambda: self._is_connected() and not self._left_over(at_rest), _SETTLING):
             for left in self._left_over(at_rest) or ["the processes do not find each other again"]:
                 self.report(left)
+        watch.cancel()
+
+    async def _watch_sessions(self) -> None:
+        """Report sessions that targets go on with for nobody; a stream takes a second at most to end."""
+        seen = Counter[tuple[str, str]]()
+        while True:
+            await asyncio.sleep(1.0)
+            seen = Counter({each: seen[each] + 1 for each in oracle.unowned_sessions(self.processes, self.made)})
+            for (target, session), times in seen.items():
+                if times == _UNOWNED:
+                    self.report(f"{target} has gone on with {session} for {times} s, which is nobody's any more")
 
     def _is_connected(self) -> bool:
         return oracle.is_connected(self.processes.values(), self.made, self.scenario)

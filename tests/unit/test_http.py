@@ -143,7 +143,7 @@ async def test_log_probabilities_of_a_completion(client: AsyncOpenAI, router: Sc
     assert told["token_logprobs"] == [None, *[-1.0] * (len(texts) - 1)]
     assert told["top_logprobs"][0] is None
     for text, likely in zip(texts[1:], told["top_logprobs"][1:], strict=True):
-        assert likely == {text: -1.0} | {decode([5]): -0.25, decode([6]): -2.75}
+        assert list(likely.items()) == list(({text: -1.0} | {decode([5]): -0.25, decode([6]): -2.75}).items())
 
 
 async def test_an_echo_without_a_continuation(client: AsyncOpenAI, router: ScriptedRouter) -> None:
@@ -463,7 +463,7 @@ async def test_request_ids_go_in_and_out(raw: aiohttp.ClientSession, router: Scr
         assert response.status == 404 and response.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
 async def test_a_short_request_waits_for_no_thread(
     raw: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -471,7 +471,8 @@ async def test_a_short_request_waits_for_no_thread(
     run = mock.AsyncMock()
     monkeypatch.setattr(anyio.to_thread, "run_sync", run)
     monkeypatch.setattr(asyncio, "to_thread", run)
-    sent = raw.post(path, json={"prompt": "The sea"}) if path == COMPLETIONS else raw.get(path)
+    body = {COMPLETIONS: {"prompt": "The sea"}, CHAT: {"messages": MESSAGES}}.get(path)
+    sent = raw.get(path) if body is None else raw.post(path, json=body)
     async with sent as response:
         assert response.status == 200
     run.assert_not_called()

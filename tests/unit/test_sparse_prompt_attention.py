@@ -42,6 +42,10 @@ def plan(case: Case, share: float, cudnn: bool = False) -> SparsePromptReads:
     return plan_sparse_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, room, cudnn, share)
 
 
+def attend(reads: SparsePromptReads, case: Case) -> Tensor:
+    return attend_sparsely(reads, case.queries, case.k_pages, case.v_pages, SCALE)
+
+
 def units_of(part: SparsePart, queries: Tensor) -> Tensor:
     """The queries of a part as `choose_blocks` takes them: [units, heads, UNIT, dim]."""
     filled = queries.new_zeros(part.units * UNIT, *queries.shape[1:])
@@ -84,7 +88,7 @@ def test_units_read_their_own_tokens_and_the_blocks_that_they_chose(batch: str, 
     case = ragged(batch, group)
     reads = plan(case, 0.2)
     assert reads.parts
-    out = attend_sparsely(reads, *case.arguments[:3], SCALE)
+    out = attend(reads, case)
     expected = masked(case, reads)
     sparse = ~np.isnan(expected[:, 0, 0])
     np.testing.assert_allclose(out.numpy()[sparse], expected[sparse], atol=1e-5, rtol=1e-4)
@@ -98,15 +102,15 @@ def test_reading_the_whole_share_is_reading_densely(batch: str) -> None:
     assert not whole.parts
     _, _, _, tables, lengths, starts = case.arguments
     dense = plan_prompts(starts.tolist(), lengths.tolist(), tables, KV_HEADS, PAGE, whole.dense.room, False)
-    out = attend_sparsely(whole, *case.arguments[:3], SCALE)
-    assert torch.equal(out, attend_to_prompts(dense, *case.arguments[:3], SCALE))
+    out = attend(whole, case)
+    assert torch.equal(out, attend_to_prompts(dense, case.queries, case.k_pages, case.v_pages, SCALE))
 
 
 def test_every_block_chosen_is_reading_densely() -> None:
     case = ragged("one unit", 2)
     (part,) = (reads := plan(case, 0.2)).parts
     every = replace(reads, parts=[replace(part, chosen=part.first // BLOCK)])
-    out = attend_sparsely(every, *case.arguments[:3], SCALE)
+    out = attend(every, case)
     torch.testing.assert_close(out, case.dense(), atol=1e-5, rtol=1e-4)
 
 
@@ -171,6 +175,6 @@ def test_cudnn_gives_what_the_reference_gives(batch: str, dim: int) -> None:
         **{name: getattr(case, name).to("cuda", torch.bfloat16) for name in names},
         block_tables=case.block_tables.cuda(),
     )
-    by_torch = attend_sparsely(plan(there, 0.2, cudnn=False), *there.arguments[:3], SCALE)
-    by_cudnn = attend_sparsely(plan(there, 0.2, cudnn=True), *there.arguments[:3], SCALE)
+    by_torch = attend(plan(there, 0.2, cudnn=False), there)
+    by_cudnn = attend(plan(there, 0.2, cudnn=True), there)
     torch.testing.assert_close(by_cudnn, by_torch, atol=2e-2, rtol=2e-2)
