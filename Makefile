@@ -11,7 +11,7 @@ PIP = $(BIN)/python -m pip install -q $(PIP_ARGS)
 LOCKED = --no-deps --require-hashes
 BIN := $(VENV)/bin
 
-.PHONY: help setup lock demo check test simulate fuzz chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
+.PHONY: help setup lock demo check test simulate fuzz schemas chaos docs-check mutants test-clients test-vllm lint format protos check-protos evaluate bench-stack clean
 
 help:  ## List the commands
 	@grep -hE "^[a-z-]+:.*##" $(MAKEFILE_LIST) | sed -E "s/:.*## /\t/" | expand -t 16
@@ -65,6 +65,9 @@ N ?= 100000
 fuzz: setup  ## Give N strangers' inputs to all that reads them; READER=name: to one, chosen by what they reach
 	$(if $(READER),$(PIP) "atheris>=2.3")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
+
+schemas: setup  ## Follow a thousand random schemas to the end, with two seeds each
+	SCHEMAS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 3600 tests/unit/test_random_schemas.py
 
 MINUTES ?= 10
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsity.selection import BlockSelection
 from wire.messages import At
+from wire.session_names import name_of_client
 
 _NUMBERS = ("rounds", "epochs", "bases", "accepted", "blocks")  # arrays of a session, int64 [rounds]
 
@@ -70,7 +71,7 @@ def save_reads(sessions: list[SessionReads], file: str) -> None:
             [(r.at.round, r.at.epoch, r.at.base, r.accepted, r.blocks.num_blocks) for r in session.reads]
         )
         arrays |= {f"{i} {name}": numbers[:, k] for k, name in enumerate(_NUMBERS)}
-    names = np.frombuffer(json.dumps([session.session for session in sessions]).encode(), np.uint8)
+    names = np.frombuffer(json.dumps([name_of_client(session.session) for session in sessions]).encode(), np.uint8)
     with open(file, "wb") as out:  # by name, NumPy would add an ending
         np.savez_compressed(out, allow_pickle=False, sessions=names, **arrays)  # type: ignore[arg-type]
 

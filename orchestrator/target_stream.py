@@ -15,6 +15,7 @@ from wire.access import PeerAccess
 from wire.errors import ServiceError, error_from_code
 from wire.messages import Abort, Beat, Closed, Commit, Report, ServedEvent, ServeRequest, SessionReads
 from wire.outbox import Outbox
+from wire.session_names import name_on_target
 from wire.streams import BEAT_SECONDS, exchange, read_frames
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class TargetStream:
     def open(self, record: Record, number: int) -> None:
         """Open a session on the target, which must be connected. number: of all that were opened from here."""
         assert self._outbox is not None
-        name = f"{record.session}@{self._origin}.{number}"
+        name = name_on_target(record.session, self._origin, number)
         self._sessions[name], self._names[record.session] = record.session, name
         self.view.count_open(len(record.tokens))
         self._outbox.put(replace(record.to_open(), session=name))

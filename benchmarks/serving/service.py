@@ -39,6 +39,7 @@ from target_service.protocol import DraftProtocol
 from target_service.verifier import Verifier
 from wire.messages import Proposals, Verdict
 from wire.server import serve_until_signal
+from wire.session_names import name_of_client
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class ControlledDrafter(Drafter):
         rounds = []
         for (session, number, base), output in zip(_drafted(step), result.rounds, strict=True):
             if output.bitmap is not None:
-                index = int(session.id.rpartition("/")[2]) % len(self._replayed)
+                index = int(name_of_client(session.id).rpartition("/")[2]) % len(self._replayed)
                 words = replayed_words(self._replayed[index], number, self._plan.num_blocks(base))
                 output = replace(output, bitmap=words, coded=None)
             rounds.append(output)

@@ -63,7 +63,7 @@ MUTANTS: list[Mutant] = [
         "test_router",
         ("who leaves early leaves the session running", "self._outbox.put(Abort(name))", "pass"),
         ("a lost target counts as connected", "self._outbox, sessions = None, list(self._names)", "sessions = list(self._names)"),
-        ("names are the same everywhere", 'f"{record.session}@{self._origin}.{number}"', "record.session"),
+        ("names are the same everywhere", "name_on_target(record.session, self._origin, number)", "record.session"),
         ("one bad event ends the stream for good", "            except Exception:", "            except KeyError:"),
     ),
     *_of(

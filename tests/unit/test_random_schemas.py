@@ -1,9 +1,10 @@
 """Every finished output is of its schema: random schemas, random logits; the real grammar, draft masks and judging.
 
-The thousand: `python -m pytest -m slow tests/unit/test_random_schemas.py`.
+So many as the variable SCHEMAS says; `make schemas` takes a thousand.
 """
 
 import json
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-import pytest
 import torch
 
 from engine.grammars import Grammars, GrammarState, unpack_mask
@@ -26,6 +26,7 @@ from tests.unit.inline import Inline
 from tests.unit.random_schemas import random_schema
 
 GAMMA, MOST, AT_ONCE = 3, 160, 32
+SCHEMAS = int(os.environ.get("SCHEMAS", "24"))
 END = 0
 
 
@@ -124,15 +125,6 @@ def check_outputs(tokenizer: Any, schemas: int, seeds: int) -> Counter[str]:
 
 
 def test_every_finished_output_is_of_its_schema(tokenizer: Any) -> None:
-    ends = check_outputs(tokenizer, 24, 2)
-    assert ends["stop"] > 30
-    assert ends["not compiled"] < 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_every_finished_output_of_a_thousand_schemas_is_of_its_schema(tokenizer: Any) -> None:
-    ends = check_outputs(tokenizer, 1000, 2)
-    print(ends)
-    assert ends["stop"] > 1400
-    assert ends["not compiled"] < 200
+    ends = check_outputs(tokenizer, SCHEMAS, 2)
+    assert sum(ends.values()) >= SCHEMAS and ends["not compiled"] < SCHEMAS / 5
+    assert ends["stop"] > 0.6 * (2 * SCHEMAS - ends["not compiled"])

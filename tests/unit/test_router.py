@@ -18,6 +18,7 @@ from wire.access import PeerAccess
 from wire.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError, Unavailable
 from wire.messages import Abort, At, Beat, Closed, Commit, Exactness, FinishReason, Open, Report, SessionReads
 from wire.server import start_server
+from wire.session_names import name_of_client, name_on_target
 
 READS = SessionReads(At("a", 0, 3, 40), 2, 2, 16, 3, 1, [2, 1, 0, 2, 2, 2], [])
 Serve = Callable[[AsyncIterator[Any], grpc.aio.ServicerContext], Awaitable[None]]
@@ -487,3 +488,9 @@ async def test_a_request_that_would_wait_too_long_is_told_when_to_come_back() ->
         assert error.value.retry_after == 6 and not received
     async with routing_to(Target(target), max_wait=10) as router:
         assert await tokens_of(router, "a") == [7]
+
+
+@pytest.mark.parametrize("session", ["a", "a@b", "run/7", "@"])
+def test_a_clients_name_is_found_in_the_targets(session: str) -> None:
+    assert name_of_client(name_on_target(session, "39c79df6", 12)) == session
+    assert name_of_client("plain") == "plain"
