@@ -92,6 +92,8 @@ Policy = Callable[[Sequence[TargetView], Sequence[int]], TargetView]
 
 def choose(policy: str, views: Sequence[TargetView], tokens: Sequence[int]) -> TargetView:
     """Return the target, of one or more, that a session with these tokens goes to."""
+    if len(views) == 1:  # a long prompt takes milliseconds to hash
+        return views[0]
     chosen = POLICIES[policy](views, tokens)
     chosen.turn = 1 + max(view.turn for view in views)
     return chosen
