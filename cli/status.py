@@ -7,10 +7,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cli.server import Server
 from config.sections import WITHOUT_DRAFT
+
+_WIDE = 200  # columns where the output is no terminal
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -21,7 +23,7 @@ def run(flags: argparse.Namespace) -> None:
     if flags.json:
         print(json.dumps(status))
     else:
-        _show(status, Console(highlight=False))
+        _show(status, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
     if not status["ready"]:
         sys.exit(1)
 
@@ -90,7 +92,7 @@ def _show(status: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     columns = ("service", "state", "pid", "sessions", "KV pages held", "of", "KV use", "address", "version")
-    table = Table(*columns, box=None)
+    table = Table(*(Column(name, overflow="fold") for name in columns), box=None)
     for name, values in status["services"].items():
         cells = _cells(values, status["draft_model"] not in WITHOUT_DRAFT)
         table.add_row(name, *cells, values["address"], values["version"])

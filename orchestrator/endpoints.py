@@ -131,8 +131,8 @@ async def run(config: Config, access: Access, directories: Directories, placemen
     assert starting is not None
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
+        lines = lines_to(directories.values(), access.peers)
         async with (
-            lines_to(directories.values(), access.peers) as lines,
             _meanwhile(keep_told(lines if placement else {}, directories["target"])),
             serve_clients(config, access, directories, asks_of(lines)) as (grpc_address, http_address),
         ):

@@ -1,9 +1,10 @@
-"""Speaking with the services about themselves, over a connection of its own to each: how they are, whom they serve."""
+"""Speaking with the services about themselves: how they are, whom they serve."""
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -17,56 +18,37 @@ from wire.streams import BEAT_SECONDS
 
 AskStatus = Callable[[], Awaitable[ServiceStatus]]
 
+log = logging.getLogger(__name__)
+
 _STUBS = {"target": control_pb2_grpc.TargetControlStub, "draft": control_pb2_grpc.DraftControlStub}
 
 
 class ControlLine:
-    """A connection to one service, made anew when the directory says that the service is somewhere else."""
+    """Calls of one service, wherever the directory says that it is.
+
+    Each call dials anew, with the certificates that there are then: there is one a second, and nothing to keep up.
+    """
 
     def __init__(self, name: str, directory: Directory, access: PeerAccess) -> None:
         self._name, self._directory, self._access = name, directory, access
-        self._address = ""
-        self._channels: list[grpc.aio.Channel] = []  # the last is in use; on the one before calls may be under way
 
     async def status(self) -> ServiceStatus:
         """Ask the service how it is. Raises AioRpcError if there is no answer within BEAT_SECONDS."""
-        request = control_pb2.StatusRequest()
-        stub = await self._stub()
-        try:
-            return status_from_pb(await stub.Status(request, timeout=BEAT_SECONDS, metadata=self._access.metadata))
-        except grpc.aio.AioRpcError:
-            self._address = ""  # the next call dials anew, with the certificates that there are then
-            raise
+        return status_from_pb(await self._call("Status", control_pb2.StatusRequest()))
 
     async def set_targets(self, addresses: Iterable[str]) -> None:
         """Tell a draft for which targets it is to draft from now on. Raises AioRpcError as `status` does."""
-        request = control_pb2.Targets(addresses=addresses)
-        stub = await self._stub()
-        await stub.SetTargets(request, timeout=BEAT_SECONDS, metadata=self._access.metadata)
+        await self._call("SetTargets", control_pb2.Targets(addresses=addresses))
 
-    async def _stub(self) -> Any:
-        address = self._directory.addresses[self._name]
-        if address != self._address:
-            self._address = address
-            self._channels.append(self._access.dial(address))
-            if len(self._channels) > 2:
-                await self._channels.pop(0).close()
-        return _STUBS[side_of(self._name)](self._channels[-1])
-
-    async def close(self) -> None:
-        """Close what is open. Calls under way are cancelled."""
-        for channel in self._channels:
-            await channel.close()
+    async def _call(self, method: str, request: Any) -> Any:
+        async with self._access.dial(self._directory.addresses[self._name]) as channel:
+            stub = _STUBS[side_of(self._name)](channel)
+            return await getattr(stub, method)(request, timeout=BEAT_SECONDS, metadata=self._access.metadata)
 
 
-@contextlib.asynccontextmanager
-async def lines_to(directories: Iterable[Directory], access: PeerAccess) -> AsyncIterator[dict[str, ControlLine]]:
-    """Yield a connection to each service there is, by name; closed at the end."""
-    lines = {name: ControlLine(name, each, access) for each in directories for name in each.addresses}
-    try:
-        yield lines
-    finally:
-        await asyncio.gather(*(line.close() for line in lines.values()))
+def lines_to(directories: Iterable[Directory], access: PeerAccess) -> dict[str, ControlLine]:
+    """Return how to call each service there is, by name."""
+    return {name: ControlLine(name, each, access) for each in directories for name in each.addresses}
 
 
 def asks_of(lines: Mapping[str, ControlLine]) -> dict[str, AskStatus]:
@@ -107,5 +89,9 @@ async def keep_told(lines: Mapping[str, ControlLine], targets: Directory) -> Non
 
 
 async def _tell(draft: ControlLine, targets: Directory) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError):  # it is told again in a moment
+    try:
         await draft.set_targets(targets.addresses.values())
+    except grpc.aio.AioRpcError:
+        pass  # it is told again in a moment
+    except Exception:
+        log.exception("a draft could not be told of its targets; it is told again")

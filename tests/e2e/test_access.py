@@ -133,7 +133,7 @@ def test_clients_refuse_a_server_that_another_authority_signed(locked: Locked) -
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_the_service_ports_refuse_whom_the_authority_does_not_know(locked: Locked, side: str) -> None:
     """Certificates of clients count for nothing there; nor does a good one without the launch's token."""
-    address = getattr(locked.stack, side)
+    address = locked.stack.services[side][0]
     refused = {
         "plain text": None,
         "no certificate": credentials(None, locked.services.ca),
@@ -169,7 +169,7 @@ def test_an_expired_certificate_ends_the_start(locked: Locked) -> None:
 def test_a_launch_makes_a_token_for_what_it_starts(stack: Stack, side: str) -> None:
     """Without any flag: others on the machine do not enter its services."""
     for bearer in ("", "guess"):
-        assert call(getattr(stack, side), side, bearer) is grpc.StatusCode.UNAUTHENTICATED
+        assert call(stack.services[side][0], side, bearer) is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.fixture(scope="module")

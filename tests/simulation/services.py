@@ -102,5 +102,4 @@ async def run_gateway(
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         watched = Directory({service: address_of(service) for service in services})
-        async with lines_to([watched], PeerAccess()) as lines:
-            await supervise(asks_of(lines), placement, watched.put)
+        await supervise(asks_of(lines_to([watched], PeerAccess())), placement, watched.put)

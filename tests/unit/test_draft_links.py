@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import pytest
 
 from draft_service.link import Links, LinkState
@@ -80,19 +82,18 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
     targets, drafts = Directory({"target-1": "a:1"}), Directory()
     async with running(draft, access) as first, running(anew, access) as second:
         drafts.put("draft", first.address)
-        async with lines_to([targets, drafts], access) as lines:
-            telling = asyncio.create_task(keep_told(lines, targets))
-            await until_told(draft, ["a:1"])
-            targets.put("target-2", "b:2")
-            await until_told(draft, ["a:1", "b:2"])
-            targets.put("target-1", "c:3")
-            await until_told(draft, ["c:3", "b:2"])
-            await first.stop(0)
-            drafts.put("draft", second.address)
-            await until_told(anew, ["c:3", "b:2"])
-            targets.remove("target-2")
-            await until_told(anew, ["c:3"])
-            telling.cancel()
+        telling = asyncio.create_task(keep_told(lines_to([targets, drafts], access), targets))
+        await until_told(draft, ["a:1"])
+        targets.put("target-2", "b:2")
+        await until_told(draft, ["a:1", "b:2"])
+        targets.put("target-1", "c:3")
+        await until_told(draft, ["c:3", "b:2"])
+        await first.stop(0)
+        drafts.put("draft", second.address)
+        await until_told(anew, ["c:3", "b:2"])
+        targets.remove("target-2")
+        await until_told(anew, ["c:3"])
+        telling.cancel()
     assert ["c:3"] not in draft.told
 
 
@@ -105,4 +106,27 @@ async def test_a_service_is_asked_where_the_directory_says() -> None:
         directory.put("draft", server.address)
         status = await line.status()
         assert (status.peer, status.version) == ("draft", "1.2")
-        await line.close()
+
+
+class Deaf(Draft):
+    """Does not say how it is, and takes its time with what it is told."""
+
+    async def SetTargets(self, request: control_pb2.Targets, context: object) -> control_pb2.TargetsSet:
+        await asyncio.sleep(0.3)
+        return await super().SetTargets(request, context)
+
+    async def Status(self, request: control_pb2.StatusRequest, context: Any) -> control_pb2.ServiceStatus:
+        raise await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+
+async def test_a_draft_that_does_not_answer_one_question_is_told_all_the_same() -> None:
+    """A call that fails does not take the others' connection away."""
+    draft = Deaf()
+    async with running(draft, PeerAccess()) as server:
+        line = ControlLine("draft", Directory({"draft": server.address}), PeerAccess())
+        telling = asyncio.create_task(line.set_targets(["a:1"]))
+        for _ in range(4):
+            with pytest.raises(grpc.aio.AioRpcError, match="not now"):
+                await line.status()
+        await telling
+    assert draft.told == [["a:1"]]
