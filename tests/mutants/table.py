@@ -144,7 +144,6 @@ MUTANTS: list[Mutant] = [
     *_of(
         "orchestrator/service_status.py",
         "test_draft_links test_status",
-        ("a service that moved is asked where it was", "if address != self._address:", "if not self._channels:"),
         ("drafts are told at changes alone", "targets.changed(), BEAT_SECONDS)", "targets.changed(), 1e9)"),
         ("only one target counts", "            total.update(status.gauges)", "            total = Counter(status.gauges)"),
     ),
