@@ -1,6 +1,7 @@
 """Starting a gRPC server the way every process of specahead does: health, reflection, errors as statuses."""
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import logging
@@ -91,6 +92,7 @@ def keep_loaded() -> None:
     quarter of a second."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else what is left at the end is taken for leaks, and said
 
 
 def check_free(host: str, port: int) -> None:

@@ -2,6 +2,8 @@
 
 import gc
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import grpc
@@ -56,3 +58,10 @@ async def test_a_message_that_is_too_long_is_refused() -> None:
             await check(health_pb2.HealthCheckRequest(service="x" * 900))
         assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
     await server.stop(0)
+
+
+def test_what_is_kept_from_collections_is_not_taken_for_leaks_at_the_end() -> None:
+    """Libraries say at exit what of theirs is left."""
+    program = "import triton; from triton._C import libtriton; from wire.server import keep_loaded; keep_loaded()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""
