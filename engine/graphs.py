@@ -1,5 +1,7 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
+import logging
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +9,8 @@ from functools import partial
 import torch
 
 from engine.staging import Buffers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,7 +51,9 @@ class Graphs:
         buffers = make_buffers()
         captured = Captured(buffers, partial(launch, buffers))
         if self.captures:
+            began = time.perf_counter()
             captured.graph = self._capture(captured)
+            log.debug("captured a CUDA graph in %.2f s: %s", time.perf_counter() - began, shape)
             self.by_shape[shape] = captured
         return captured
 

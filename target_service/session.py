@@ -62,6 +62,7 @@ class TargetSession:
     it gets. drafted: whether to wait for the draft's proposals.
     proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
     round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
+    late: what was announced ahead for this round by a message that crossed the verdict before it.
     last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
     next round reads; reads: what the last round that was looked at read.
     """
@@ -92,6 +93,7 @@ class TargetSession:
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
+    late: BlockSelection | None = None
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     reads_wanted: bool = False
@@ -155,6 +157,11 @@ class TargetSession:
             return None
         return proposals.behind(len(self.tokens), self.tokens[-1])
 
+    def came_late(self, at: At) -> bool:
+        """Return whether a message for this round was made ahead of the verdict before it, which raised the epoch."""
+        before = None if self.last_judged is None else self.last_judged[0]
+        return before == (at.epoch, at.round - 1) and (at.epoch + 1, at.round) == self.key
+
     def foresaw(self, base: int, token: int) -> bool:
         """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
         ahead = self.proposals.get((self.epoch, self.round + 1))
@@ -171,7 +178,7 @@ class TargetSession:
         self.round += 1
         if not agreed:
             self.epoch += 1
-        self.foreseen = agreed
+        self.foreseen, self.late = agreed, None
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
         self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
@@ -196,4 +203,4 @@ class TargetSession:
         self.proposals.clear()
         self.announced.clear()
         self.held.clear()
-        self.last_judged = None
+        self.late = self.last_judged = None
