@@ -87,7 +87,7 @@ class Frontend:
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
         """Return what splits the text that follows a chat's prompt, None if all of it is content."""
-        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream))
+        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
         if parser is not None:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser
