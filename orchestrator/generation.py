@@ -20,6 +20,7 @@ from orchestrator.replies import ReplyFormat, ReplyParser
 from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
@@ -98,6 +99,9 @@ class Frontend:
         prompt: the text of a chat's.
         """
         structure, main = request.structure, ""
+        if structure is not None and structure.kind == "structural_tag":
+            lark = tag_grammar(structure.text, structure.param, self.tokenizer)
+            structure = replace(structure, kind="lark", text=lark)
         if isinstance(request, ChatRequest):
             main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
             structure = None if request.must_call else structure
