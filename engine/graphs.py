@@ -1,8 +1,9 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,3 +74,19 @@ class Graphs:
             results.copy_out()
         inputs.in_graph = results.in_graph = True
         return graph
+
+
+@contextlib.contextmanager
+def tell_captures(graphs: Graphs, what: str) -> Iterator[None]:
+    """Log how many graphs are captured in this context, what of, in how many seconds and in how much memory."""
+    start, captured, memory = time.monotonic(), len(graphs.by_shape), torch.cuda.memory_reserved()
+    yield
+    log.info(
+        "CUDA graphs are captured",
+        extra={
+            "of": what,
+            "graphs": len(graphs.by_shape) - captured,
+            "seconds": round(time.monotonic() - start, 1),
+            "gib": round((torch.cuda.memory_reserved() - memory) / 2**30, 2),
+        },
+    )

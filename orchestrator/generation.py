@@ -20,6 +20,7 @@ from orchestrator.replies import ReplyFormat, ReplyParser
 from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
@@ -87,7 +88,7 @@ class Frontend:
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
         """Return what splits the text that follows a chat's prompt, None if all of it is content."""
-        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream))
+        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
         if parser is not None:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser
@@ -98,6 +99,9 @@ class Frontend:
         prompt: the text of a chat's.
         """
         structure, main = request.structure, ""
+        if structure is not None and structure.kind == "structural_tag":
+            lark = tag_grammar(structure.text, structure.param, self.tokenizer)
+            structure = replace(structure, kind="lark", text=lark)
         if isinstance(request, ChatRequest):
             main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
             structure = None if request.must_call else structure

@@ -55,7 +55,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     and to before anything is read, as places in the pages, -1 for none.
 
     The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
-    what RoundMemory says.
+    what RoundMemory says; and where rules change logits, rules [3, sequences, vocab] float32, as `ChangedLogits` has
+    them.
 
     least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
@@ -96,8 +97,6 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         layout["penalties"] = (3, shape.rows), torch.float32
         layout["guessed"] = (shape.rows, passes), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
-    if shape.ruled:
-        buffers.tensors["rules"] = torch.zeros(3, count, vocab, device=device)
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers
