@@ -117,11 +117,16 @@ class Frontend:
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
         return records
 
-    async def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
+    def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
 
         Raises ServiceError as soon as one of them fails.
         """
+        if len(records) == 1 and not request.only_echoes:  # without a task and a queue between it and its client
+            return self._generate(records[0], request, 0)
+        return self._generate_together(records, request)
+
+    async def _generate_together(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
         async def run(record: Record, choice: int) -> None:
