@@ -351,6 +351,10 @@ class Config:
         """The settings of each model that is served."""
         return self.several or (self,)
 
+    def label(self, model: "Config") -> str:
+        """What stands in the names of a model's services: its name if there are several models, else nothing."""
+        return model.model_name if self.several else ""
+
     @property
     def has_draft(self) -> bool:
         """Whether there is a draft service."""

@@ -261,10 +261,12 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
     flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
     with placed_services(resolve(*flags)) as (directories, placement):
         assert placement is None
-        assert directories["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
-        assert directories["draft"].addresses == {"draft": "c:3"}
+        (where,) = directories
+        assert where["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
+        assert where["draft"].addresses == {"draft": "c:3"}
     with placed_services(resolve("--target-address", "a:1")) as (directories, _):
-        assert directories["target"].addresses == {"target": "a:1"} and not directories["draft"].addresses
+        (where,) = directories
+        assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
 
 
 def test_gpus_of_the_services() -> None:
@@ -495,7 +497,7 @@ def test_the_dry_run_of_several_models_can_be_read_as_a_file(
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    ("text", "words"),
     [
         ("models: tiny", "expected a list of mappings"),
         ("models: [tiny]", r"models\[0\]: expected a mapping of settings, with a target"),

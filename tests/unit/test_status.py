@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from cli.status import _nodes, _read_metrics, _show
-from orchestrator.metrics import Metrics
+from orchestrator.metrics import Metrics, exposition
 from orchestrator.router import TargetState
 from wire.messages import ServiceStatus
 
@@ -21,7 +21,7 @@ STATUSES = {"target-1": _service(11, ["draft"], 2, 30), "target-2": None, "draft
 
 
 def test_each_service_is_told_with_its_side_its_address_and_its_version() -> None:
-    text = Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode()
+    text = exposition(Metrics("tiny").families(3, STATUSES, ADDRESSES, {})).decode()
     figures, services = _read_metrics(text)
     assert list(services) == ["target-1", "target-2", "draft"]
     assert services["target-1"].items() >= {"side": "target", "version": "1.2", "sessions": 2, "up": 1}.items()
@@ -32,13 +32,13 @@ def test_each_service_is_told_with_its_side_its_address_and_its_version() -> Non
 
 def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
     both = STATUSES | {"target-2": _service(12, ["draft"], 1, 60)}
-    figures, _ = _read_metrics(Metrics("tiny").render(9, both, ADDRESSES, {}).decode())
+    figures, _ = _read_metrics(exposition(Metrics("tiny").families(9, both, ADDRESSES, {})).decode())
     assert (figures["num_requests_waiting"], figures["num_requests_running"]) == (2, 7)
     assert figures["kv_cache_usage_perc"] == 0.45
 
 
 def test_the_table_has_a_row_for_each_service() -> None:
-    _, services = _read_metrics(Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode())
+    _, services = _read_metrics(exposition(Metrics("tiny").families(3, STATUSES, ADDRESSES, {})).decode())
     status = dict.fromkeys(("version", "url", "model", "max_model_len", "requests_running", "requests_waiting"), 0)
     told = io.StringIO()
     about = {"ready": True, "draft_model": "tiny-draft", "tokens_generated": 0, "acceptance": None}
@@ -51,7 +51,7 @@ def test_the_table_has_a_row_for_each_service() -> None:
 
 def test_what_a_router_does_with_each_target_is_told() -> None:
     targets = {"target-1": TargetState(True, 2, 40), "target-2": TargetState(False, 0, 7)}
-    lines = Metrics("tiny").render(2, STATUSES, ADDRESSES, targets).decode().splitlines()
+    lines = exposition(Metrics("tiny").families(2, STATUSES, ADDRESSES, targets)).decode().splitlines()
     figures = {"target_serving": (1, 0), "target_sessions": (2, 0), "routed_requests_total": (40, 7)}
     for name, values in figures.items():
         for target, value in zip(targets, values, strict=True):
