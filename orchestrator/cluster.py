@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,11 +12,11 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
-from orchestrator.directory import name_services
+from orchestrator.directory import name_services, side_of
 from orchestrator.joining_ray import connect_ray
 from orchestrator.service_actor import ServiceActor
 from wire.errors import ClusterError
@@ -39,7 +40,8 @@ class RayPlacement:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._settings = placed_settings(config)
+        self._gpus = 0  # of each service
+        self._groups: dict[str, Any] = {}  # by the names of the services that are near each other
         self._actors: dict[str, Any] = {}
         self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
@@ -53,20 +55,51 @@ class RayPlacement:
 
     def start(self) -> None:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
-        cluster = self._config.cluster
-        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
-        groups: dict[str, Any] = {}
-        for pair in pairs_of(self._settings):
-            needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
-            group = groups[" and ".join(settings.name for settings in pair)] = placement_group(needs, strategy="PACK")
-            for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
-                place = PlacementGroupSchedulingStrategy(group, index)
-                self._start[settings.name] = partial(_start_actor, settings, needed, place)
-        for names, group in groups.items():
+        placed = placed_settings(self._config)
+        self._gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(placed))
+        for pair in pairs_of(placed):
+            self._group(pair)
+        for names, group in self._groups.items():
             while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
                 log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
         self._actors = {name: start() for name, start in self._start.items()}
         self.services = _wait_for(self._actors)
+
+    def _group(self, near: list[TargetSettings | DraftSettings]) -> None:
+        """Ask Ray for room for some services near each other, and note how each is started there."""
+        cluster = self._config.cluster
+        needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
+        group = self._groups[" and ".join(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
+        for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
+            place = PlacementGroupSchedulingStrategy(group, index)
+            self._start[settings.name] = partial(_start_actor, settings, needed, place)
+
+    @property
+    def names(self) -> list[str]:
+        """All services that are placed, those that start included."""
+        return list(self._actors)
+
+    def add_target(self) -> None:
+        """Have one more target started, with the drafts that come with it, as soon as Ray has or gets room for them."""
+        placed = self.names
+        wanted = placed_settings(self._config, 1 + sum(side_of(name) == "target" for name in placed))
+        self._group(fresh := [settings for settings in wanted if settings.name not in placed])
+        self._actors |= {settings.name: self._start[settings.name]() for settings in fresh}
+
+    @property
+    def latest(self) -> list[str]:
+        """The services that were placed last, near each other: a target, and the drafts that came with it."""
+        return next(reversed(self._groups)).split(" and ")
+
+    def remove_target(self) -> None:
+        """End the services that were placed last, and give their room back."""
+        names = self.latest
+        _, group = self._groups.popitem()
+        for name in names:
+            ray.kill(self._actors.pop(name), no_restart=True)
+            self._asked.pop(name, None)
+            del self._start[name]
+        remove_placement_group(group)
 
     def stop(self) -> None:
         """Stop the services, and Ray itself if this process started it."""
@@ -76,8 +109,8 @@ class RayPlacement:
         self._leave()
 
     def _leave(self) -> None:
-        self._actors.clear()
-        self._asked.clear()
+        for each in (self._actors, self._asked, self._start, self._groups):
+            each.clear()
         ray.shutdown()
         if self._folder is not None:
             self._folder.cleanup()
@@ -164,20 +197,29 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
         raise ClusterError(f"a service could not start: {cause}") from None
 
 
-def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
+def placed_settings(config: Config, targets: int = 0) -> list[TargetSettings | DraftSettings]:
     """Return the settings of each service, with its name and its port where that is given: one more for each service.
 
-    Only targets are deterministic; what a draft says changes no token then.
+    targets: how many there are, 0: those that the launch begins with; drafts are in proportion. Only targets are
+    deterministic; what a draft says changes no token then.
     """
     cluster, traces = config.cluster, config.clients.trace_share > 0
     placed: list[TargetSettings | DraftSettings] = []
-    drafts = cluster.drafts if config.has_draft else 0
-    for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
-        for index, name in enumerate(name_services(side.side, count)):
+    most = max(cluster.targets, cluster.max_targets)
+    for side in (config.target, config.draft):
+        present, all_names = (_count(config, side.side, count) for count in (targets or cluster.targets, most))
+        for index, name in enumerate(name_services(side.side, all_names)[:present]):
             port = side.port + index if side.port else 0
             deterministic = side.deterministic and side.side == "target"
             placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
     return placed
+
+
+def _count(config: Config, side: str, targets: int) -> int:
+    """Return how many services of a side there are beside so many targets."""
+    if side == "target":
+        return targets
+    return math.ceil(config.cluster.drafts * targets / config.cluster.targets) if config.has_draft else 0
 
 
 def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:

@@ -14,6 +14,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
+from orchestrator.autoscaling import Autoscaler, Fleet
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
 from orchestrator.directory import side_of
@@ -27,8 +28,9 @@ from orchestrator.placement import Directories, addresses_in
 from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
-from orchestrator.service_status import AskStatus, asks_of, keep_told, lines_to, read_statuses
-from orchestrator.supervision import Placement, supervise
+from orchestrator.scaling import Scaler, scaling_of
+from orchestrator.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.supervision import supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
@@ -56,8 +58,8 @@ def resolve_context(config: Config) -> Config:
 @contextlib.asynccontextmanager
 async def serve_clients(
     config: Config, access: Access, directories: Directories, services: Mapping[str, AskStatus]
-) -> AsyncIterator[tuple[str, str]]:
-    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+) -> AsyncIterator[tuple[str, str, Router]]:
+    """The addresses of the client endpoints over services (gRPC, HTTP) and their router; drained and closed at the end.
 
     directories: where the services are, by side. services: how each is asked for its status, by name.
 
@@ -93,7 +95,7 @@ async def serve_clients(
             pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
             room = pages * PAGE_SIZE - config.target.gamma - 1
             frontend.limits = replace(limits, kv_tokens=max(room, 0))
-            yield server.address, http_address
+            yield server.address, http_address, router
         finally:
             await server.set_serving(False)
             await frontend.drain(clients.shutdown_grace)
@@ -119,7 +121,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
     return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
 
-async def run(config: Config, access: Access, directories: Directories, placement: Placement | None = None) -> None:
+async def run(config: Config, access: Access, directories: Directories, placement: Fleet | None = None) -> None:
     """Serve clients over the services of these directories until SIGINT or SIGTERM, which end a start that waits, too.
 
     placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
@@ -131,19 +133,23 @@ async def run(config: Config, access: Access, directories: Directories, placemen
     assert starting is not None
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        lines = lines_to(directories.values(), access.peers)
+        lines = Lines(directories.values(), access.peers)
         async with (
             _meanwhile(keep_told(lines if placement else {}, directories["target"])),
-            serve_clients(config, access, directories, asks_of(lines)) as (grpc_address, http_address),
+            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, router),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
             keep_loaded()
             print("ready", flush=True)
-            watching = []
+            watching, turn = [], asyncio.Lock()
             if placement is not None:
-                watching.append(supervise(asks_of(lines), placement, partial(_put, directories), stop_on_signals))
+                put = partial(_put, directories)
+                watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
+                if (scaling := scaling_of(config.cluster)) is not None:
+                    autoscaler = Autoscaler(Scaler(scaling), router.targets, lines, directories, placement, turn)
+                    watching.append(autoscaler.run())
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from config import Config
+from orchestrator.autoscaling import Fleet
 from orchestrator.directory import SIDES, Directory, name_services, side_of
-from orchestrator.supervision import Placement
 from wire.server import check_free
 
 # Where the services of each side are.
@@ -19,7 +19,7 @@ def check_addresses(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | None]]:
+def placed_services(config: Config) -> Iterator[tuple[Directories, Fleet | None]]:
     """Yield where the services are, and what keeps them: None for those that run already, else Ray."""
     cluster = config.cluster
     if cluster.target_address:
