@@ -25,6 +25,7 @@ _memory = partial(setting, group="KV memory", by_model=True)
 _running = partial(setting, group="how the models run", by_model=True)
 _services = partial(setting, group="where the services listen")
 _port = partial(setting, least=0, most=LARGEST_PORT)
+_scaling = partial(setting, group="scaling", by_model=True)
 
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
@@ -306,6 +307,24 @@ class ClusterSettings(Section):
     drafts: int = setting(
         1, "draft services that Ray is to run; each serves all targets", by_model=True, group="placement", least=1
     )
+    max_targets: int = _scaling(
+        0,
+        "target services that Ray is to run at most, where the load asks for more than --targets, with drafts in "
+        "proportion; 0: no more than these",
+        least=0,
+    )
+    scale_kv_use: float = _scaling(
+        0.7, "share of the targets' KV room that is to be in use; more is a load for more targets", above=0, most=1
+    )
+    scale_wait: float = _scaling(
+        5.0, "seconds that a new request may be expected to wait, on average over the targets", above=0
+    )
+    scale_out_delay: float = _scaling(
+        30.0, "seconds for which the load must ask for more targets until there are", least=0
+    )
+    scale_in_delay: float = _scaling(
+        600.0, "seconds for which the load must ask for fewer targets until one is drained and ended", least=0
+    )
     target_address: str = setting(
         "",
         "HOST:PORT of a target service that runs already, or several with commas; then Ray is not used",
@@ -330,6 +349,13 @@ class ClusterSettings(Section):
         group="placement",
     )
     draft_resource: str = setting("", "the same for the draft", by_model=True, group="placement")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.max_targets < self.targets:
+            raise SettingsError(f"max_targets {self.max_targets} is less than targets {self.targets}")
+        if self.max_targets and self.target_address:
+            raise SettingsError("max_targets: services that run already (target_address) are not placed by this launch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
+from orchestrator.autoscaling import Autoscaler, Fleets
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
 from orchestrator.dashboard.feed import Feed
@@ -28,9 +29,10 @@ from orchestrator.placement import Directories, addresses_in
 from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
+from orchestrator.scaling import Scaler, scaling_of
 from orchestrator.served_models import ServedModels
-from orchestrator.service_status import AskStatus, ControlLine, asks_of, keep_told, lines_to, read_statuses
-from orchestrator.supervision import Placement, supervise
+from orchestrator.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.supervision import supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
@@ -61,8 +63,9 @@ def resolve_context(config: Config) -> Config:
 @contextlib.asynccontextmanager
 async def serve_clients(
     config: Config, access: Access, directories: Sequence[Directories], services: Mapping[str, AskStatus]
-) -> AsyncIterator[tuple[str, str]]:
-    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+) -> AsyncIterator[tuple[str, str, ServedModels]]:
+    """The addresses of the client endpoints over services (gRPC, HTTP) and what they serve; drained and closed at the
+    end.
 
     directories: where the services of each model are, by side. services: how each is asked for its status, by name.
 
@@ -99,7 +102,7 @@ async def serve_clients(
             log.info("waiting for the services to find each other", extra=read_addresses())
             for model, frontend, where in zip(config.by_model, frontends, directories, strict=True):
                 await _connect(model, frontend, where, services)
-            yield server.address, http_address
+            yield server.address, http_address, models
         finally:
             await server.set_serving(False)
             await models.drain(clients.shutdown_grace)
@@ -147,7 +150,7 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
 
 
 async def run(
-    config: Config, access: Access, directories: Sequence[Directories], placement: Placement | None = None
+    config: Config, access: Access, directories: Sequence[Directories], placement: Fleets | None = None
 ) -> None:
     """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that
     waits.
@@ -161,19 +164,27 @@ async def run(
     assert starting is not None
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        lines = lines_to([each for where in directories for each in where.values()], access.peers)
+        lines = Lines([each for where in directories for each in where.values()], access.peers)
+        told = directories if placement else []
         async with (
-            _meanwhile(_keep_all_told(lines if placement else {}, directories)),
-            serve_clients(config, access, directories, asks_of(lines)) as (grpc_address, http_address),
+            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in told)),
+            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
             keep_loaded()
             print("ready", flush=True)
-            watching = []
+            watching, turn = [], asyncio.Lock()
             if placement is not None:
-                watching.append(supervise(asks_of(lines), placement, partial(_put, directories), stop_on_signals))
+                put = partial(_put, directories)
+                watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
+                for model, frontend, where, fleet in zip(
+                    config.by_model, models, directories, placement.fleets, strict=True
+                ):
+                    if (scaling := scaling_of(model.cluster)) is not None:
+                        targets = frontend.router.targets
+                        watching.append(Autoscaler(Scaler(scaling), targets, lines, where, fleet, turn).run())
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
@@ -187,24 +198,16 @@ def _put(directories: Sequence[Directories], name: str, address: str) -> None:
             where[side_of(name)].put(name, address)
 
 
-async def _keep_all_told(lines: Mapping[str, ControlLine], directories: Sequence[Directories]) -> None:
-    """Tell the drafts of each model which targets it has, until cancelled."""
-    tellings = []
-    for where in directories:
-        own = {name: line for name, line in lines.items() if name in where["draft"].addresses}
-        tellings.append(keep_told(own, where["target"]))
-    await run_together(*tellings)
-
-
 @contextlib.asynccontextmanager
-async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Do work that has no end while the context lasts."""
-    task = asyncio.create_task(work)
+    tasks = [asyncio.create_task(item) for item in work]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _call_on_signals(stop: Callable[[], object]) -> None:

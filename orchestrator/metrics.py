@@ -187,7 +187,7 @@ def _service_families(
     events = CounterMetricFamily(f"{OURS}service_events", "Counters of the services", labels=[*labels, "name"])
     for name, status in services.items():
         values = [model, name, side_of(name)]
-        info.add_metric([*values, addresses[name], status.version if status else ""], 1)
+        info.add_metric([*values, addresses.get(name, ""), status.version if status else ""], 1)
         up.add_metric(values, float(status is not None))
         attached.add_metric(values, len(status.attached) if status else 0)
         _add_all(states, values, status.gauges if status else {})

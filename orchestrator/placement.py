@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from config import Config
+from orchestrator.autoscaling import Fleets
 from orchestrator.directory import SIDES, Directory, name_services, services_of, side_of
-from orchestrator.supervision import Placement
 from wire.server import check_free
 
 # Where the services of each side are.
@@ -19,7 +19,7 @@ def check_addresses(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[list[Directories], Placement | None]]:
+def placed_services(config: Config) -> Iterator[tuple[list[Directories], Fleets | None]]:
     """Yield where the services of each model are, and what keeps them: None for those that run already, else Ray."""
     if config.cluster.target_address:
         yield [_running(model, config.label(model)) for model in config.by_model], None

@@ -64,7 +64,6 @@ class Router:
         self._policy, self._max_wait = policy, max_wait
         self._origin = secrets.token_hex(4)
         self._streams: dict[str, TargetStream] = {}
-        self._draining: set[str] = set()
         self._places: dict[str, TargetStream] = {}  # of open sessions; those that wait for a target have none
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
         self._lost_at = float("-inf")  # when a target was lost last
@@ -103,11 +102,6 @@ class Router:
         """Whether new requests can be served."""
         return bool(self._usable())
 
-    def drain(self, name: str, draining: bool = True) -> None:
-        """Let no new sessions go to a target; those that run there finish. False: let them again."""
-        (self._draining.add if draining else self._draining.discard)(name)
-        self._resume_waiting()
-
     async def _follow_directory(self) -> None:
         """Keep a stream to each target that there is, where it is now. Runs until cancelled."""
         tasks: dict[TargetStream, asyncio.Task[None]] = {}
@@ -121,7 +115,6 @@ class Router:
                 for name in [name for name in there if name not in self._streams]:
                     stream = self._streams[name] = TargetStream(name, there[name], self._access, self._origin, self)
                     tasks[stream] = asyncio.create_task(stream.keep())
-                self._draining.intersection_update(there)
                 tasks = {stream: task for stream, task in tasks.items() if not task.done()}
                 await self._directory.changed()
         finally:
@@ -132,7 +125,9 @@ class Router:
     def _usable(self) -> dict[str, TargetStream]:
         """Return the targets that take sessions, by name."""
         return {
-            name: stream for name, stream in self._streams.items() if stream.connected and name not in self._draining
+            name: stream
+            for name, stream in self._streams.items()
+            if stream.connected and not stream.view.report.draining
         }
 
     # Requests.

@@ -59,10 +59,14 @@ class TargetView:
         self.unreported.clear()
 
     @property
+    def sessions(self) -> int:
+        """Return how many sessions it has, of all orchestrators, as far as that is known."""
+        return self.report.sessions + len(self.unreported)
+
+    @property
     def expected_tokens(self) -> int:
         """Return the tokens that its sessions are expected to take still."""
-        sessions = self.report.sessions + len(self.unreported)
-        return self.report.unread_tokens + sum(self.unreported) + ANSWER_TOKENS * sessions
+        return self.report.unread_tokens + sum(self.unreported) + ANSWER_TOKENS * self.sessions
 
     @property
     def expected_wait(self) -> float:

@@ -106,6 +106,10 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     ) -> control_pb2.SessionReads:
         return await guarded(context, self._reads(request.session))
 
+    async def Drain(self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> control_pb2.Drained:
+        self._verifier.admission.draining = request.draining
+        return control_pb2.Drained()
+
     async def _reads(self, session: str) -> control_pb2.SessionReads:
         return convert.reads_to_pb(self._verifier.reads_of(session))
 

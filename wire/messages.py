@@ -262,6 +262,8 @@ class Report:
     queue_seconds: float = 0.0
     indexed: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
+    kv_pages: int = 0
+    draining: bool = False
 
 
 @dataclass(frozen=True)

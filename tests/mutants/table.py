@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
         ("the deadline is forgotten", "asyncio.timeout_at(deadline)", "asyncio.timeout_at(None)"),
         ("sessions are not resumed", "        self._place(record, views)\n\n", "        pass\n\n"),
         ("a session goes where nothing was heard since its target was lost", "stream.found_at > self._lost_at or", "True or"),
-        ("a target that drains is chosen", "and name not in self._draining", ""),
+        ("a target that drains is chosen", "and not stream.view.report.draining", ""),
         ("what waits at the end waits for ever", 'self.fail_all(Unavailable("the orchestrator is stopping"))', "pass"),
     ),
     *_of(

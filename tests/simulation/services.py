@@ -14,7 +14,7 @@ from orchestrator.observing import Observer
 from orchestrator.records import Limits, max_message
 from orchestrator.router import Router
 from orchestrator.served_models import ServedModels
-from orchestrator.service_status import asks_of, lines_to
+from orchestrator.service_status import Asks, Lines
 from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from target_service import service as target_service
@@ -103,4 +103,4 @@ async def run_gateway(
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         watched = Directory({service: address_of(service) for service in services})
-        await supervise(asks_of(lines_to([watched], PeerAccess())), placement, watched.put)
+        await supervise(Asks(Lines([watched], PeerAccess())), placement, watched.put)
