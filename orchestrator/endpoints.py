@@ -68,7 +68,8 @@ async def serve_clients(
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
     timeouts = clients.resume_timeout, clients.request_timeout
-    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
+    count = access.callers.count_elsewhere
+    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait, count)
     async with contextlib.AsyncExitStack() as started:
         frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
         limits, observer = frontend.limits, frontend.observer

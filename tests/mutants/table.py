@@ -34,7 +34,7 @@ MUTANTS: list[Mutant] = [
         ("unfinished UTF-8 is lost at the end", "text += self._detokenizer.finish()", "pass"),
         ("requests are accepted while the server drains", "self.accepting = False", "pass"),
         ("draining does not wait", "while self.router.running and", "while False and"),
-        ("what outlasts the grace is told nothing", "        self.router.fail_all(", "        str("),
+        ("what outlasts the grace is told nothing", "        self.router.leave(", "        str("),
         ("the token that ends the text is shown", "tokens = tokens[:-1]", "pass"),
         ("text behind a stop string goes on", "if stopped or part.finish_reason", "if part.finish_reason"),
         ("the error of a choice is swallowed", "                    raise item\n", "                    return\n"),
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
         ("sessions are not resumed", "        self._place(record, views)\n\n", "        pass\n\n"),
         ("a session goes where nothing was heard since its target was lost", "stream.found_at > self._lost_at or", "True or"),
         ("a target that drains is chosen", "and not stream.view.report.draining", ""),
-        ("what waits at the end waits for ever", 'self.fail_all(Unavailable("the orchestrator is stopping"))', "pass"),
+        ("what waits at the end waits for ever", 'self.leave(Unavailable("the orchestrator is stopping"))', "self._following.cancel()"),
     ),
     *_of(
         "orchestrator/target_stream.py",
@@ -94,7 +94,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/servicer.py",
         "test_target_streams",
-        ("sessions of a lost gateway are kept", "                self._verifier.abort(session)\n", "                pass\n"),
+        ("sessions of a lost gateway are kept", "                self._verifier.abort(written.request.session)\n", "                pass\n"),
         ("a closed session's name is kept", "                    opened.discard(event.session)", "                    pass"),
         ("a finished session's name is kept", "opened.discard(event.at.session)", "pass"),
         ("an aborted session's name is kept", "opened.discard(request.session)", "pass"),
