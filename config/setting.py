@@ -1,7 +1,7 @@
 """How a setting is declared: once, as a field of a section, with all that a command line needs to know of it."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,11 +69,14 @@ class Section:
             item.check(getattr(self, item.field), item.name or item.field)
 
 
-def declared_in(section: type[Section]) -> Iterator[Setting]:
+@functools.cache
+def declared_in(section: type[Section]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
+    found = []
     for item in dataclasses.fields(section):
         declared: Setting | None = item.metadata.get("setting")
         if declared is not None:
             known = {"side": section.side, "field": item.name}
             words = {name: getattr(declared, name).format(**known) for name in ("help", "name", "flag")}
-            yield dataclasses.replace(declared, field=item.name, kind=item.type, **words)
+            found.append(dataclasses.replace(declared, field=item.name, kind=item.type, **words))
+    return tuple(found)
