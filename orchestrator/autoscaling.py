@@ -6,7 +6,7 @@ ends with it.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,8 +24,14 @@ log = logging.getLogger(__name__)
 _QUIET_BEATS = 3  # that a target is without sessions before it is ended: gateways know by then that it drains
 
 
-class Fleet(Placement, Protocol):
-    """A placement that can grow and shrink."""
+class Fleet(Protocol):
+    """The placed services of a model, which can become more and fewer. All but the properties runs in a thread."""
+
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" as long as that is not known."""
+
+    def replace(self, name: str) -> None:
+        """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
 
     @property
     def names(self) -> list[str]:
@@ -40,6 +46,14 @@ class Fleet(Placement, Protocol):
 
     def remove_target(self) -> None:
         """End the services that are the latest."""
+
+
+class Fleets(Placement, Protocol):
+    """A placement of several models."""
+
+    @property
+    def fleets(self) -> Sequence[Fleet]:
+        """The services of each model, in the models' order."""
 
 
 @dataclass(eq=False)
