@@ -159,6 +159,12 @@ class TargetSettings(ServiceSettings):
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
         least=0,
     )
+    resume_timeout: float = _limits(
+        60.0,
+        "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
+        "orchestrator have come to",
+        least=0,
+    )
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )

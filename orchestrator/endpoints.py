@@ -111,7 +111,8 @@ async def serve_clients(
 def _make_router(config: Config, access: Access, directories: Directories) -> Router:
     clients = config.clients
     timeouts = clients.resume_timeout, clients.request_timeout
-    return Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
+    count = access.callers.count_elsewhere
+    return Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait, count)
 
 
 async def _connect(

@@ -198,7 +198,7 @@ class Frontend:
         deadline = time.monotonic() + grace
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self.router.fail_all(Unavailable("the server is shutting down"))
+        self.router.leave(Unavailable("the server is shutting down"))
 
 
 def _choice_of(session: str, request_id: str) -> bool:

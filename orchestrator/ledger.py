@@ -109,6 +109,7 @@ class Record:
     grammar: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     caller: str = ""
+    choice: int = 0  # of its request
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
@@ -136,6 +137,8 @@ class Record:
             alternatives=self.logprobs or 0,
             grammar=self.grammar,
             traceparent=self.traceparent,
+            caller=self.caller,
+            choice=self.choice,
         )
 
 

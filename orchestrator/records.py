@@ -115,6 +115,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             grammar=grammar,
             caller=current_caller().name,
+            choice=index,
         )
         for index in range(count)
     ]

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from wire.errors import (
     Unavailable,
     error_from_code,
 )
-from wire.messages import At, Closed, Commit, FinishReason, SessionReads
+from wire.messages import At, CallerUsage, Closed, Commit, FinishReason, SessionReads
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class Router:
 
     resume_timeout: seconds that requests wait where there is no target. request_timeout: seconds that a request may
     take in all; 0: as long as it takes. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be
-    expected to wait before its prompt is read; 0: any time. routed: how often sessions were opened on each target.
+    expected to wait before its prompt is read; 0: any time. on_usage: told by each target what callers use of it
+    through other orchestrators. routed: how often sessions were opened on each target.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Router:
         request_timeout: float = 0.0,
         policy: str = "prefix",
         max_wait: float = 0.0,
+        on_usage: Callable[[str, Sequence[CallerUsage]], None] = lambda target, usage: None,
     ) -> None:
         self.ledger = Ledger()
+        self.used = on_usage
         self.routed: Counter[str] = Counter()
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
@@ -74,6 +77,8 @@ class Router:
         self._streams: dict[str, TargetStream] = {}
         self._places: dict[str, TargetStream] = {}  # of open sessions; those that wait for a target have none
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._leaving = False
         self._lost_at = float("-inf")  # when a target was lost last
         self._giving_up: asyncio.TimerHandle | None = None
 
@@ -82,14 +87,12 @@ class Router:
     @contextlib.asynccontextmanager
     async def connected_to_targets(self) -> AsyncIterator[None]:
         """Keep streams to the targets while the context lasts, dialling again when one is lost."""
-        following = asyncio.create_task(self._follow_directory())
+        self._following = asyncio.create_task(self._follow_directory())
         try:
             yield
         finally:
-            self._streams.clear()  # nothing is opened again
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            self.fail_all(Unavailable("the orchestrator is stopping"))
+            self.leave(Unavailable("the orchestrator is stopping"))
+            await asyncio.gather(self._following, return_exceptions=True)
             self._stop_clock()
 
     @property
@@ -153,7 +156,9 @@ class Router:
         usable = self._usable()
         if not usable:
             raise Unavailable("no target is connected; try again in a moment")
-        views = routing.admit([stream.view for stream in usable.values()], len(record.tokens), self._max_wait)
+        views = [stream.view for stream in usable.values()]
+        left = [view for view in views if record.session in view.left]
+        views = left or routing.admit(views, len(record.tokens), self._max_wait)
         try:
             self.ledger.open(record)
         except LedgerError as error:
@@ -180,7 +185,7 @@ class Router:
             self.ledger.close(record.session)
             place = self._places.pop(record.session, None)
             if place is not None:
-                place.close(record.session, finished=record.finish_reason is not FinishReason.NONE)
+                place.close(record.session, self._leaving or record.finish_reason is not FinishReason.NONE)
 
     def is_open(self, session: str) -> bool:
         return session in self._readers
@@ -196,9 +201,14 @@ class Router:
             queue.put_nowait(item)
         return queue is not None
 
-    def fail_all(self, error: ServiceError) -> None:
-        for queue in self._readers.values():
-            queue.put_nowait(error)
+    def leave(self, error: ServiceError) -> None:
+        """Leave the targets, which keep what sessions have come to, and tell all readers why."""
+        self._leaving = True  # nothing is aborted
+        self._streams.clear()  # nor opened again
+        if self._following is not None:
+            self._following.cancel()
+        for session in self._readers:
+            self._tell(session, error)
 
     async def reads(self, session: str) -> SessionReads:
         """Ask its target which blocks a round of a session read. Raises ServiceError."""

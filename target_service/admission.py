@@ -93,6 +93,8 @@ class Admission:
             reader=self._reader(request),
             lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
+            caller=request.caller,
+            choice=request.choice,
         )
         session.kv.dense = session.reads_all
         share = self._settings.prompt_read_share

@@ -67,7 +67,7 @@ class ScriptedRouter:
         read = [2, 2, 2, 2, 2, 1, 0, 1]
         return SessionReads(At(session, 0, 7, 60), 2, 2, 16, 4, 1, read, [2, 1, 0, 0, 0, 0, 0, 0])
 
-    def fail_all(self, error: ServiceError) -> None:
+    def leave(self, error: ServiceError) -> None:
         """Nothing waits here."""
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:

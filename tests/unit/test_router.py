@@ -441,7 +441,7 @@ async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_
         assert await running == [7] and router.targets["0"].sessions == 0
         says.put_nowait(Report(number=2, queue_places=9))
         await until(lambda: router.target_states()["0"].serving)
-        assert await tokens_of(router, "f") == [7] and router.routed["0"] == 2
+        assert [await tokens_of(router, name) for name in "fg"] == [[7]] * 2 and router.routed["0"] == 2
 
 
 async def test_a_target_is_found_again_where_it_is_now() -> None:
