@@ -55,7 +55,7 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""
+    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning."""
 
     def __init__(
         self,
@@ -75,6 +75,11 @@ class Frontend:
         self.reply_format = reply_format or ReplyFormat()
         self.accepting = True
         self._grammars = GrammarCompiler()
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.limits.model_name
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
@@ -202,7 +207,7 @@ class Frontend:
         deadline = time.monotonic() + grace
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self.router.fail_all(Unavailable("the server is shutting down"))
+        self.router.leave(Unavailable("the server is shutting down"))
 
 
 def _choice_of(session: str, request_id: str) -> bool:

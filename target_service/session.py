@@ -57,6 +57,7 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    caller, choice: of its request, too: whose it is, and which of the request's choices this is.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
     None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
     it gets. drafted: whether to wait for the draft's proposals.
@@ -83,6 +84,8 @@ class TargetSession:
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
     traceparent: str = ""
+    caller: str = ""
+    choice: int = 0
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
