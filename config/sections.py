@@ -37,6 +37,15 @@ _DRAFT = Setting(
 )
 _draft_model = partial(field, default=str(models.DRAFT), metadata={"setting": _DRAFT})
 
+# The targets' and the gateways' own.
+_RESUMPTION = Setting(
+    "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
+    "gateway have come to",
+    group="client endpoints",
+    least=0,
+)
+_resume_timeout = partial(field, default=60.0, metadata={"setting": _RESUMPTION})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
@@ -159,12 +168,7 @@ class TargetSettings(ServiceSettings):
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
         least=0,
     )
-    resume_timeout: float = _limits(
-        60.0,
-        "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
-        "orchestrator have come to",
-        least=0,
-    )
+    resume_timeout: float = _resume_timeout()
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
@@ -276,9 +280,7 @@ class ClientSettings(ClientAccess):
         group="client endpoints",
         choices=("auto", "none"),
     )
-    resume_timeout: float = setting(
-        60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
-    )
+    resume_timeout: float = _resume_timeout()
     max_connections: int = setting(
         1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
     )
@@ -348,6 +350,11 @@ class ClusterSettings(Section):
     )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
+    join: bool = setting(
+        False,
+        "place no services, but serve clients over those that another launch has placed in this namespace of Ray",
+        group="placement",
+    )
     target_resource: str = setting(
         "",
         "Ray's custom resource that a node must have to run the target; empty: any node will do",
@@ -360,8 +367,11 @@ class ClusterSettings(Section):
         super().__post_init__()
         if 0 < self.max_targets < self.targets:
             raise SettingsError(f"max_targets {self.max_targets} is less than targets {self.targets}")
-        if self.max_targets and self.target_address:
-            raise SettingsError("max_targets: services that run already (target_address) are not placed by this launch")
+        placed_by_others = "join" if self.join else "target_address" if self.target_address else ""
+        if self.max_targets and placed_by_others:
+            raise SettingsError(f"max_targets: with {placed_by_others} this launch places no services")
+        if self.join and self.target_address:
+            raise SettingsError("join and target_address: the services are found by the one or by the other")
 
 
 @dataclass(frozen=True, kw_only=True)

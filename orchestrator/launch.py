@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def with_token(config: Config) -> Config:
     """Give the services that a launch starts a token of their own if they have none, so that no one else enters."""
-    if config.cluster.target_address or config.target.read_token():
+    if config.cluster.target_address or config.cluster.join or config.target.read_token():
         return config
     return _with_token(config, secrets.token_urlsafe(32))
 
