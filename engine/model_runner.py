@@ -46,7 +46,7 @@ class ModelRunner(Runner):
     target. deterministic: what a sequence gives depends on its own tokens only, not on what runs beside it nor on how
     its rounds fell: every step has one shape, prompts are read PINNED_ROWS tokens at a time, and splits of attention
     are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's,
-    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager.
+    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -61,9 +61,12 @@ class ModelRunner(Runner):
         step_queries: int = 5,
         deterministic: bool = False,
         attention_backend: Backend | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
+        page = kv.k_pages[0][:1]
+        self.weight_tokens = weight_bytes / (2 * kv.num_layers * page.nbytes / PAGE_SIZE)
         self._limits = StepLimits(
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
@@ -136,7 +139,10 @@ class ModelRunner(Runner):
         """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
         What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
+        Nothing is drafted then.
         """
+        if inputs[0].read is not None and inputs[0].read.drafts:
+            return self._run([_without_drafting(item) for item in inputs])
         shape = shape_of(inputs)
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
             fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
@@ -179,12 +185,12 @@ class ModelRunner(Runner):
         counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
         step_queries = self._limits.step_queries
         for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps", disable=None):
-            for queries in (1, step_queries) if read is None else (step_queries,):
+            for queries in (1, step_queries) if read is None or read.drafts else (step_queries,):
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
                 item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)
                 shape = step_shape([item] * count, self.kv, self._limits)
                 self._passes.step_of(shape)
-                if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
+                if not shape.drafts and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
                     self._passes.step_of(replace(shape, fetches=True))
 
     def warm_up_prompts(self, tokens: int) -> None:
@@ -222,3 +228,10 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)
+
+
+def _without_drafting(item: SequenceInput) -> SequenceInput:
+    """Return an input that runs its first token alone; it shares the tokens with `item`, of which none was drafted."""
+    assert item.drafted is not None
+    del item.tokens[1:], item.drafted.tokens[:]
+    return replace(item, read=None)
