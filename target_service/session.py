@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.grammars import GrammarState
-from engine.inputs import SparsePrompt
+from engine.inputs import ReadMemory, SparsePrompt
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -59,13 +59,14 @@ class TargetSession:
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
     caller, choice: of its request, too: whose it is, and which of the request's choices this is.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
-    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
-    it gets. drafted: whether to wait for the draft's proposals.
-    proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
-    round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
-    late: what was announced ahead for this round by a message that crossed the verdict before it.
-    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
-    next round reads; reads: what the last round that was looked at read.
+    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
+    it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
+    usefulness: of the proposals that it gets. drafted: whether to wait for the draft's proposals. proposals: by round;
+    those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
+    before the last verdict. held: what was announced for the round judged last, by its key. late: what was announced
+    ahead for this round by a message that crossed the verdict before it. last_judged: the round judged last, and its
+    verdict. reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last
+    round that was looked at read.
     """
 
     id: str
@@ -83,6 +84,8 @@ class TargetSession:
     reader: Reader | None = None
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
+    memory: ReadMemory | None = None
+    weighed: int = 0
     traceparent: str = ""
     caller: str = ""
     choice: int = 0
@@ -121,6 +124,11 @@ class TargetSession:
     def reads_all(self) -> bool:
         """Whether all of its rounds read everything."""
         return self.reader is None or self.reader.method.name == "dense"
+
+    @property
+    def proposes_itself(self) -> bool:
+        """Whether it has proposals without a draft."""
+        return self.lookup is not None or self.memory is not None
 
     @property
     def announced_by(self) -> str:
@@ -193,6 +201,8 @@ class TargetSession:
         """Wait for room again, with the tokens that are committed and nothing else."""
         if self.reader is not None:
             self.reader = self.reader.anew()
+        if self.memory is not None:
+            self.memory, self.weighed = replace(self.memory, index=None), 0
         self.stats.waiting_since = None
         self.stats.preemptions += 1
         self.queued_at = time.monotonic()
