@@ -63,8 +63,9 @@ def _sizes(owner: Any) -> dict[str, int]:
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
     """Return the sessions that running targets go on with though the stream that opened them has ended."""
-    running = [(name, made.get(process)) for name, process in processes.items() if not process.stopped]
-    targets = [(name, actor) for name, actor in running if isinstance(actor, Verifier)]
+    running = [(name, process) for name, process in processes.items() if process.alive and not process.stopped]
+    actors = [(name, made.get(process)) for name, process in running]
+    targets = [(name, actor) for name, actor in actors if isinstance(actor, Verifier)]
     everyone = [(name, session) for name, target in targets for session in target.admission.everyone()]
     return [(name, session.id) for name, session in everyone if session.emit.__self__._closed]  # type: ignore[attr-defined]
 
