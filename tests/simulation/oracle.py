@@ -86,16 +86,17 @@ def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
     """Yield which clients got an error that nothing explains."""
     names = Counter((client.request.gateway, client.request.name) for client in clients)
+    is_crowded = sum(client.request.choices for client in clients) > scenario.max_queued
     for client in clients:
         is_only = names[client.request.gateway, client.request.name] == 1
-        if not _may_end_so(client, faults, scenario, is_only):
+        if not _may_end_so(client, faults, scenario, is_only, is_crowded):
             yield (
                 f"client {client.request.name} of gateway-{client.request.gateway} got {client.outcome} "
                 f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
             )
 
 
-def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool) -> bool:
+def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool, is_crowded: bool) -> bool:
     request, took = client.request, client.ended - client.started
     gateway, targets = f"gateway-{request.gateway}", scenario.targets_of(request.gateway)
     match client.outcome:
@@ -105,7 +106,7 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
             limits = [limit for limit in (request.timeout, scenario.request_timeout or None) if limit is not None]
             return any(took > limit - 1e-6 for limit in limits)
         case "RESOURCE_EXHAUSTED":
-            return scenario.max_queued < scenario.sessions
+            return is_crowded
         case "INVALID_ARGUMENT":
             return not is_only
         case "INTERNAL":
