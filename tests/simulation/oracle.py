@@ -118,10 +118,14 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
 
 
 def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: list[str], scenario: Scenario) -> bool:
-    """Return whether faults explain that a client was told so: there must be some of each target."""
+    """Return whether faults explain that a client was told so: there must be some of each target.
+
+    A Ray that is lost takes several targets with it, one after the other, but does not explain it by itself.
+    """
     details, end = client.details, client.ended
     if "again and again" in details:
-        return faults.count({gateway, *targets}, client.started - 10, end) >= _LOSSES
+        concerned = faults.concerning({gateway, *targets}, client.started - 10, end)
+        return len(concerned) > 1 and sum(max(1, len({*fault.names} & {*targets})) for fault in concerned) >= _LOSSES
     if "did not come back" in details:
         return all(faults.count({gateway, target}, 0, end - scenario.resume_timeout) > 0 for target in targets)
     if "no target is connected" in details:
