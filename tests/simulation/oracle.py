@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from config import TargetSettings
 from draft_service.drafter import Drafter
 from orchestrator.generation import Frontend
 from orchestrator.metrics import OURS
@@ -148,10 +149,15 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
             yield f"a target ended more sessions than it opened: {dict(counters)}"
 
 
-def useless_drafts(verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
-    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it."""
+def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
+    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it.
+
+    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them.
+    """
+    prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
+    reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
     is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
-    if scenario.faults or scenario.repeated or not is_fit:
+    if scenario.faults or scenario.repeated or not is_fit or reading_seconds > TargetSettings().draft_timeout:
         return
     drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
     plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)

@@ -233,7 +233,7 @@ class World:
             *(violation for client in self.clients for violation in client.violations),
             *oracle.wrong_outcomes(self.clients, self.faults, self.scenario),
             *oracle.wrong_counters(self.clients, frontends, verifiers),
-            *oracle.useless_drafts(verifiers, self.scenario),
+            *oracle.useless_drafts(self.clients, verifiers, self.scenario),
             *self.loop.errors,
         ):
             self.report(violation)
