@@ -10,13 +10,14 @@ from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from config.setting import Section, Setting, SettingsError, setting
 
+QUANTIZATIONS = ("none", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
-WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
+WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan", by_model=True)
 _rounds = partial(setting, group="rounds", by_model=True)
@@ -29,13 +30,23 @@ _scaling = partial(setting, group="scaling", by_model=True)
 
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
-    "draft model: Hugging Face id or folder; or without a draft service ngram: the target proposes what followed the "
-    "same tokens earlier in the text, none: it runs one token a step",
+    "draft model: Hugging Face id or folder; or without a draft service self: the target drafts for itself, reading "
+    "little of its KV, ngram: it proposes what followed the same tokens earlier in the text, none: it runs one token a "
+    "step",
     group="models and plan",
     name="draft",
     by_model=True,
 )
 _draft_model = partial(field, default=str(models.DRAFT), metadata={"setting": _DRAFT})
+
+# The targets' and the gateways' own.
+_RESUMPTION = Setting(
+    "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
+    "gateway have come to",
+    group="client endpoints",
+    least=0,
+)
+_resume_timeout = partial(field, default=60.0, metadata={"setting": _RESUMPTION})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +170,7 @@ class TargetSettings(ServiceSettings):
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
         least=0,
     )
-    resume_timeout: float = _limits(
-        60.0,
-        "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
-        "orchestrator have come to",
-        least=0,
-    )
+    resume_timeout: float = _resume_timeout()
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
@@ -176,6 +182,15 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    self_read_share: float = _rounds(
+        0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
+    )
+    self_from: int = _rounds(
+        -1,
+        "tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays by the "
+        "sizes of weights and KV",
+        least=-1,
+    )
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -234,6 +249,13 @@ class DraftSettings(ServiceSettings):
         flag="refresh-every",
         least=1,
     )
+    quantization: str = _rounds(
+        "none",
+        "how draft rounds read the draft's weights; fp8: in 8 bits, held beside the others, which read prompts",
+        name="draft_quantization",
+        flag="quantization",
+        choices=QUANTIZATIONS,
+    )
     support: int = 64
 
     @property
@@ -276,9 +298,7 @@ class ClientSettings(ClientAccess):
         group="client endpoints",
         choices=("auto", "none"),
     )
-    resume_timeout: float = setting(
-        60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
-    )
+    resume_timeout: float = _resume_timeout()
     max_connections: int = setting(
         1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
     )
@@ -348,6 +368,11 @@ class ClusterSettings(Section):
     )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
+    join: bool = setting(
+        False,
+        "place no services, but serve clients over those that another launch has placed in this namespace of Ray",
+        group="placement",
+    )
     target_resource: str = setting(
         "",
         "Ray's custom resource that a node must have to run the target; empty: any node will do",
@@ -360,8 +385,11 @@ class ClusterSettings(Section):
         super().__post_init__()
         if 0 < self.max_targets < self.targets:
             raise SettingsError(f"max_targets {self.max_targets} is less than targets {self.targets}")
-        if self.max_targets and self.target_address:
-            raise SettingsError("max_targets: services that run already (target_address) are not placed by this launch")
+        placed_by_others = "join" if self.join else "target_address" if self.target_address else ""
+        if self.max_targets and placed_by_others:
+            raise SettingsError(f"max_targets: with {placed_by_others} this launch places no services")
+        if self.join and self.target_address:
+            raise SettingsError("join and target_address: the services are found by the one or by the other")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.keys import watch_keys
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
-from orchestrator.placement import Directories, addresses_in
+from orchestrator.placement import Directories, Look, addresses_in, keep_found
 from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
@@ -151,12 +151,17 @@ def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> F
 
 
 async def run(
-    config: Config, access: Access, directories: Sequence[Directories], placement: Fleets | None = None
+    config: Config,
+    access: Access,
+    directories: Sequence[Directories],
+    placement: Fleets | None = None,
+    look: Look | None = None,
 ) -> None:
     """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that
     waits.
 
-    placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
+    placement: what placed the services and keeps them; None if they are others' affair. look: what looks for services
+    that another launch has placed. Raises ClusterError if they are
     lost for good, beside what `serve_clients` raises.
     """
     stop = asyncio.Event()
@@ -186,6 +191,9 @@ async def run(
                     if (scaling := scaling_of(model.cluster)) is not None:
                         targets = frontend.router.targets
                         watching.append(Autoscaler(Scaler(scaling), targets, lines, where, fleet, turn).run())
+            if look is not None:
+                names = [model.model_name for model in config.by_model]
+                watching.append(keep_found(look, dict(zip(names, directories, strict=True))))
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)

@@ -164,23 +164,21 @@ class Router:
         except LedgerError as error:
             raise InvalidArgument(str(error)) from None
         queue = self._readers[record.session] = asyncio.Queue()
-        deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
+        allowed = self._request_timeout
+        late = DeadlineExceeded(f"the request took longer than the {allowed:g} s that the server allows")
+        alarm = asyncio.get_running_loop().call_later(allowed, queue.put_nowait, late) if allowed else None
         try:
             self._place(record, views)
             while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        item = await queue.get()
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"the request took longer than the {self._request_timeout:g} s that the server allows"
-                    ) from None
+                item = await queue.get()
                 if isinstance(item, ServiceError):
                     raise item
                 yield item
                 if item.finish_reason is not FinishReason.NONE:
                     return
         finally:
+            if alarm is not None:
+                alarm.cancel()
             del self._readers[record.session]
             self.ledger.close(record.session)
             place = self._places.pop(record.session, None)

@@ -106,9 +106,15 @@ def start_gateway(services: Services, *flags: str) -> Stack:
 
 
 def start_stack(
-    *flags: str, environment: dict[str, str] | None = None, command: tuple[str, ...] = ("-m", "orchestrator.launch")
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    patience: float = START_SECONDS,
+    command: tuple[str, ...] = ("-m", "orchestrator.launch"),
 ) -> Stack:
-    """Launch with ports of its own choosing; returns when it says ready. command: what launches."""
+    """Launch with ports of its own choosing; returns when it says ready. Raises RuntimeError after so many seconds.
+
+    command: what launches.
+    """
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
     with output.open("w") as log:
         process = subprocess.Popen(
@@ -120,7 +126,7 @@ def start_stack(
             env=os.environ | (environment or {}),
         )
     stack = Stack(process, output)
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + patience
     while "\nready" not in output.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()

@@ -259,12 +259,12 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
     from orchestrator.placement import placed_services
 
     flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
-    with placed_services(resolve(*flags)) as (directories, placement):
-        assert placement is None
+    with placed_services(resolve(*flags)) as (directories, placement, look):
+        assert placement is None and look is None
         (where,) = directories
         assert where["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
         assert where["draft"].addresses == {"draft": "c:3"}
-    with placed_services(resolve("--target-address", "a:1")) as (directories, _):
+    with placed_services(resolve("--target-address", "a:1")) as (directories, *_):
         (where,) = directories
         assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
 
@@ -525,3 +525,27 @@ def test_a_list_of_models_that_cannot_be_served_is_refused(tmp_path: Path, text:
 def test_a_service_by_itself_takes_no_list_of_models(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a service by itself runs one model"):
         alone(TargetSettings(), "--config", config(tmp_path, TWO_MODELS))
+
+
+def test_who_places_the_services_is_told_once() -> None:
+    assert resolve("--targets", "2", "--max-targets", "4").cluster.max_targets == 4
+    for flags, reason in (
+        (("--targets", "3", "--max-targets", "2"), "max_targets 2 is less than targets 3"),
+        (("--max-targets", "2", "--target-address", "a:1"), "with target_address this launch places no services"),
+        (("--max-targets", "2", "--join"), "with join this launch places no services"),
+        (("--join", "--target-address", "a:1"), "by the one or by the other"),
+    ):
+        with pytest.raises(SettingsError, match=reason):
+            resolve(*flags)
+
+
+def test_a_launch_that_scales_numbers_its_services_and_keeps_drafts_in_proportion() -> None:
+    from orchestrator.cluster import placed_settings  # imports Ray
+
+    config = resolve("--targets", "2", "--max-targets", "5")
+    names = [[each.name for each in placed_settings(config, targets)] for targets in (2, 3, 5)]
+    assert names[0] == ["target-1", "target-2", "draft-1"]
+    assert names[1] == ["target-1", "target-2", "target-3", "draft-1", "draft-2"]
+    assert names[2][5:] == ["draft-1", "draft-2", "draft-3"]
+    alone = placed_settings(resolve("--max-targets", "2"))
+    assert [each.name for each in alone] == ["target-1", "draft-1"]
