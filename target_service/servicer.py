@@ -186,7 +186,9 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         account.open(request)
         self._left.forget(request)
         if left is not None:
+            self._verifier.counters["taken_up_sessions"] += 1
             for commit in left.retold(request.session):
+                self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
         elif len(request.tokens) == request.prompt_tokens:
             usage.add(request.caller, request.prompt_tokens)
