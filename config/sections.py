@@ -16,7 +16,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
-WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
+WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan", by_model=True)
 _rounds = partial(setting, group="rounds", by_model=True)
@@ -29,8 +29,9 @@ _scaling = partial(setting, group="scaling", by_model=True)
 
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
-    "draft model: Hugging Face id or folder; or without a draft service ngram: the target proposes what followed the "
-    "same tokens earlier in the text, none: it runs one token a step",
+    "draft model: Hugging Face id or folder; or without a draft service self: the target drafts for itself, reading "
+    "little of its KV, ngram: it proposes what followed the same tokens earlier in the text, none: it runs one token a "
+    "step",
     group="models and plan",
     name="draft",
     by_model=True,
@@ -180,6 +181,15 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    self_read_share: float = _rounds(
+        0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
+    )
+    self_from: int = _rounds(
+        -1,
+        "tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays by the "
+        "sizes of weights and KV",
+        least=-1,
+    )
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )

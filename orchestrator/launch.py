@@ -2,7 +2,6 @@
 to stop."""
 
 import argparse
-import asyncio
 import logging
 import os
 import secrets
@@ -64,13 +63,15 @@ def _launch(config: Config) -> None:
     access = read_access(config)
     for model in config.by_model:
         log.info("starting", extra={"target": model.target.model, "draft": model.draft.model})
+    import uvloop
+
     from orchestrator import endpoints
     from orchestrator.placement import check_addresses, placed_services
 
     config = endpoints.resolve_context(config)
     check_addresses(config)
     with placed_services(config) as placed:
-        asyncio.run(endpoints.run(config, access, *placed))
+        uvloop.run(endpoints.run(config, access, *placed))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,15 @@ from orchestrator.directory import Directory
 from orchestrator.ledger import Ledger, LedgerError, Record
 from orchestrator.target_stream import TargetStream
 from wire.access import PeerAccess
-from wire.errors import DeadlineExceeded, InvalidArgument, NotFound, ServiceError, Unavailable, error_from_code
+from wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    error_from_code,
+)
 from wire.messages import At, CallerUsage, Closed, Commit, FinishReason, SessionReads
 
 log = logging.getLogger(__name__)
@@ -156,23 +164,21 @@ class Router:
         except LedgerError as error:
             raise InvalidArgument(str(error)) from None
         queue = self._readers[record.session] = asyncio.Queue()
-        deadline = asyncio.get_running_loop().time() + self._request_timeout if self._request_timeout else None
+        allowed = self._request_timeout
+        late = DeadlineExceeded(f"the request took longer than the {allowed:g} s that the server allows")
+        alarm = asyncio.get_running_loop().call_later(allowed, queue.put_nowait, late) if allowed else None
         try:
             self._place(record, views)
             while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        item = await queue.get()
-                except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"the request took longer than the {self._request_timeout:g} s that the server allows"
-                    ) from None
+                item = await queue.get()
                 if isinstance(item, ServiceError):
                     raise item
                 yield item
                 if item.finish_reason is not FinishReason.NONE:
                     return
         finally:
+            if alarm is not None:
+                alarm.cancel()
             del self._readers[record.session]
             self.ledger.close(record.session)
             place = self._places.pop(record.session, None)
@@ -217,6 +223,24 @@ class Router:
         self._places[record.session] = stream = self._streams[view.name]
         self.routed[view.name] += 1
         stream.open(record, self.routed.total())
+
+    def _place_elsewhere(self, session: str) -> bool:
+        """Open a session that its target has no place for, and has not begun, on one that has not refused it either.
+
+        Returns whether there is one.
+        """
+        record, place = self.ledger.records.get(session), self._places.get(session)
+        if record is None or place is None or record.commits:
+            return False
+        record.refused_by.add(place.view.name)
+        others = [stream.view for name, stream in self._usable().items() if name not in record.refused_by]
+        try:
+            views = routing.admit(others, len(record.tokens), self._max_wait)
+        except ResourceExhausted:
+            return False
+        place.close(session, finished=True)
+        self._place(record, views)
+        return True
 
     def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
         """Open a session again whose target is lost, on one of these."""
@@ -270,7 +294,8 @@ class Router:
             self.ledger.counters["unknown_session_commits"] += 1
         elif isinstance(event, Closed):
             # A target that stops is a target lost: its stream ends next, and its sessions go elsewhere.
-            if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+            no_place = event.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            if event.code != grpc.StatusCode.UNAVAILABLE.value[0] and not (no_place and self._place_elsewhere(session)):
                 self._tell(session, error_from_code(event.code, event.message))
         else:
             try:

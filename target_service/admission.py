@@ -20,6 +20,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import Exactness, Open, Report, ServedEvent
@@ -42,6 +43,7 @@ class Admission:
         counters: Counter[str],
         report_blocks: bool = False,
         grammars: Grammars | None = None,
+        drafting: SelfDrafting | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self.preempted: deque[TargetSession] = deque()
@@ -50,7 +52,7 @@ class Admission:
         self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks, self._grammars = report_blocks, grammars
+        self._report_blocks, self._grammars, self._drafting = report_blocks, grammars, drafting
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
 
@@ -97,6 +99,9 @@ class Admission:
             choice=request.choice,
         )
         session.kv.dense = session.reads_all
+        if self._drafting is not None and (session.reads_all or session.announced_by):
+            session.memory = self._drafting.new_memory()
+            session.kv.drafts = True
         share = self._settings.prompt_read_share
         if share < 1 and not session.reads_all and session.prompt_logprobs is None:
             session.prompt = SparsePrompt(share, self._plan.dense_layers)

@@ -386,6 +386,32 @@ async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() 
         assert router.routed.total() == 3
 
 
+async def full(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    """Refuse each session, as a target does whose queue has filled up since its last report."""
+    await say(context, Beat())
+    async for frame in frames:
+        request = convert.serve_request_from_pb(frame)
+        if isinstance(request, Open):
+            await say(
+                context, Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "the queue is full")
+            )
+
+
+async def test_a_session_for_which_one_target_has_no_place_goes_to_another() -> None:
+    async with routing_to(Target(full), Target(full), Target(), policy="round-robin") as router:
+        for name in ("a", "b", "c"):
+            assert await tokens_of(router, name) == [7]
+        assert router.targets["0"].sessions == router.targets["1"].sessions == 0
+        assert router.routed["2"] == 3 and router.routed.total() > 3
+
+
+async def test_a_session_for_which_no_target_has_a_place_is_refused_after_one_try_at_each() -> None:
+    async with routing_to(Target(full), Target(full)) as router:
+        with pytest.raises(ResourceExhausted, match="the queue is full"):
+            await tokens_of(router, "a")
+        assert router.routed == {"0": 1, "1": 1}
+
+
 async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_has() -> None:
     """It says itself that it drains, and when it stays after all."""
     going_on, says = asyncio.Event(), asyncio.Queue[Report]()
