@@ -99,18 +99,8 @@ def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str) -> None:
     environment = RAY_ENVIRONMENT | {"SPECAHEAD_SERVICE_TOKEN": "both know it"}
     keeper = start_stack(
         *("--ray-address", cluster, "--target-resource", "large", "--draft-resource", "small"),
-        *(
-            "--max-targets",
-            "2",
-            "--scale-out-delay",
-            "0.5",
-            "--scale-in-delay",
-            "2",
-            "--scale-kv-use",
-            "0.4",
-            "--routing",
-            "least-loaded",
-        ),
+        *("--max-targets", "2", "--scale-kv-use", "0.4", "--scale-out-delay", "0.5", "--scale-in-delay", "2"),
+        *("--routing", "least-loaded"),
         *("--target-kv-tokens", "4000", "--max-context", "2048", "--max-sessions", "8"),
         environment=environment,
     )
