@@ -145,8 +145,8 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
                 if isinstance(event, Closed):
                     account.close(event.session)
                 elif isinstance(event, Commit):
-                    account.write(event)
                     reporter.usage.add(account.caller_of(event.at.session), len(event.tokens))
+                    account.write(event)
             await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
 
         try:
@@ -160,7 +160,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _leave(self, account: Account) -> None:
         """End the sessions of an orchestrator that is lost, and let the others know at once what it has left."""
         for written in account:
-            if written.ended_at is None:
+            if not written.has_ended:
                 self._verifier.abort(written.request.session)
             self._left.leave(written)
         for reporter, outbox in self._reporters.items():
@@ -181,12 +181,14 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
         """Open a session, or go on with one that was left: what was committed of it is told first."""
         left = self._left.find(request)
-        if left is None or left.ended_at is None:
+        if left is None or not left.has_ended:
             self._verifier.admission.open(request if left is None else left.going_on(request), outbox.put)
         account.open(request)
         self._left.forget(request)
         if left is not None:
+            self._verifier.counters["taken_up_sessions"] += 1
             for commit in left.retold(request.session):
+                self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
         elif len(request.tokens) == request.prompt_tokens:
             usage.add(request.caller, request.prompt_tokens)

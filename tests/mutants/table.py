@@ -110,7 +110,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/left_sessions.py",
         "test_left_sessions",
-        ("a finished session's name is kept", "written.ended_at = time.monotonic()", "pass"),
+        ("a finished session's name is kept", "self._open.pop(commit.at.session)", "written"),
         ("another's session is taken up", "key = asked.caller, name", "key = '', name"),
         ("what is left is kept for ever", "if until <= now", "if False"),
         ("another request takes a session up", "and written.follows(request)", ""),

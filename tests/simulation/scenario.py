@@ -11,7 +11,7 @@ from config.sections import ROUTING
 
 FAULTS = (
     *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
-    *("terminate target", "terminate draft"),
+    *("terminate target", "terminate draft", "drain target"),
     *("cut line", "cut service line", "cut link", "stall link", "lose ray"),
     *("slow steps", "failing target steps", "failing draft steps", "hanging step", "no numbers"),
 )
