@@ -52,7 +52,9 @@ class Graphs:
         buffers = make_buffers()
         captured = Captured(buffers, partial(launch, buffers))
         if self.captures:
+            began = time.perf_counter()
             captured.graph = self._capture(captured)
+            log.debug("captured a CUDA graph in %.2f s: %s", time.perf_counter() - began, shape)
             self.by_shape[shape] = captured
         return captured
 

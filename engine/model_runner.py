@@ -48,7 +48,7 @@ class ModelRunner(Runner):
     target. deterministic: what a sequence gives depends on its own tokens only, not on what runs beside it nor on how
     its rounds fell: every step has one shape, prompts are read PINNED_ROWS tokens at a time, and splits of attention
     are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's,
-    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager.
+    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -63,9 +63,12 @@ class ModelRunner(Runner):
         step_queries: int = 5,
         deterministic: bool = False,
         attention_backend: Backend | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
+        page = kv.k_pages[0][:1]
+        self.weight_tokens = weight_bytes / (2 * kv.num_layers * page.nbytes / PAGE_SIZE)
         self._limits = StepLimits(
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
@@ -138,7 +141,10 @@ class ModelRunner(Runner):
         """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
         What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
+        Nothing is drafted then.
         """
+        if inputs[0].read is not None and inputs[0].read.drafts:
+            return self._run([_without_drafting(item) for item in inputs])
         shape = shape_of(inputs)
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
             fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
@@ -177,7 +183,7 @@ class ModelRunner(Runner):
         """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
         kinds, sizes = self._ends_of_prompts(), (1, self._limits.step_queries)
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
-            for queries in sizes if read is None else sizes[1:]:
+            for queries in sizes if read is None or read.drafts else sizes[1:]:
                 drafted = Drafted([0] * (queries - 1), [], sampling, 0)
                 kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
@@ -198,7 +204,11 @@ class ModelRunner(Runner):
             for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
                 shape = step_shape([item] * count, self.kv, self._limits)
                 self._passes.step_of(shape)
-                if item.drafted and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
+                if (
+                    item.drafted
+                    and not shape.drafts
+                    and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
+                ):
                     self._passes.step_of(replace(shape, fetches=True))
                 if item.drafted and item.read is None:
                     logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
@@ -240,3 +250,10 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)
+
+
+def _without_drafting(item: SequenceInput) -> SequenceInput:
+    """Return an input that runs its first token alone; it shares the tokens with `item`, of which none was drafted."""
+    assert item.drafted is not None
+    del item.tokens[1:], item.drafted.tokens[:]
+    return replace(item, read=None)
