@@ -47,7 +47,8 @@ def own_calls(template: Template, tools: list[tuple[str, Schema]], several: bool
     """
     try:
         style = _style(_field(template, "tool_call") or {})
-        _check(template, style, tools[0][0])
+        for name, _ in tools:
+            _check(template, style, name)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         message = f"tool_choice: the model's own response template has calls that cannot be forced: {error}"
         raise InvalidArgument(message, "tool_choice", "unsupported_value") from None
@@ -67,7 +68,7 @@ def own_calls(template: Template, tools: list[tuple[str, Schema]], several: bool
 def reasoning_marks(template: Template) -> tuple[str, str] | None:
     """Return what opens and closes reasoning, None if there is none. Raises ValueError where that cannot be told."""
     field = _field(template, "reason") or _field(template, "think")
-    return field and (_text_of(field, "open").strip(), _text_of(field, "close").strip())
+    return None if field is None else (_text_of(field, "open").strip(), _text_of(field, "close").strip())
 
 
 def content_mark(template: Template) -> str:
@@ -100,7 +101,7 @@ def _style(field: dict[str, Any]) -> _Style:
     if kind not in ("json", "xml-inline") or _DIALECTS & set(given):
         raise ValueError(f"their arguments are {'a dialect of JSON' if kind == 'json' else kind}")
     transform, each = field.get("transform", "{content}"), bool(field.get("transform_each"))
-    function = transform if isinstance(transform, str) else transform.get("function", transform)
+    function: Any = transform.get("function", transform) if isinstance(transform, dict) else transform
     if function == "{content}":
         function = {"name": "{content.name}", "arguments": "{content.arguments}"}
     places = [function["name"], function.get("arguments", function.get("parameters"))]

@@ -532,6 +532,7 @@ async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
         ({"open": "<c>", "content": "json", "transform": {"function": {"name": "f"}}}, "cannot be forced"),
         ({"open_pattern": "<c[0-9]>", "content": "json", "transform": _FUNCTION}, "no text is known"),
         ({}, "arguments are text"),
+        ({"open_pattern": "<(?P<name>[a-r]+)>", "content": "json", "transform": _NAMED}, "does not find <weather>"),
     ],
 )
 async def test_calls_of_an_own_template_that_cannot_be_forced_are_refused(
