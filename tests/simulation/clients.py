@@ -91,6 +91,7 @@ def make_requests(scenario: Scenario) -> list[Request]:
 
 class Client:
     """One client. outcome: how its request ended, empty before; details: of an error. violations: what was wrong.
+    paused: seconds that it has taken to read its messages.
 
     aborted: the names of requests that any client has asked to be aborted.
     """
@@ -98,7 +99,7 @@ class Client:
     def __init__(self, request: Request, aborted: set[str]) -> None:
         self.request, self._aborted = request, aborted
         self.outcome = self.details = ""
-        self.started = self.ended = 0.0
+        self.started = self.ended = self.paused = 0.0
         self.violations: list[str] = []
         self._stop = [*request.stop, STOP]
         self._expected = script(request.prompt, request.max_tokens, self._stop)
@@ -133,6 +134,7 @@ class Client:
             if 0 <= request.aborts_after <= count and not self._asked:
                 await self._abort(stub)
             if request.pause:
+                self.paused += request.pause
                 await asyncio.sleep(request.pause)
         return self._finish()
 

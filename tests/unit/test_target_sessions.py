@@ -138,7 +138,7 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
 
 
 def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
-    """Each goes to the draft with the fewest; those of a draft that is lost go on with the others."""
+    """Each goes to the draft with the fewest of all targets; those of a draft that is lost go on with the others."""
     drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
     runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
     verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
@@ -155,6 +155,12 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
     assert counts == [[0, 1, 0], [1, 1, 0], [1, 1, 1], [1, 2, 1]]
     verifier.protocol.detach(drafts["draft-2"])
     assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 2]
+    verifier.protocol.receive(drafts["draft-1"], m.Load(other_sessions=2))
+    for name in ("e", "f"):
+        open_session(name)
+    assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 4], (
+        "draft-1 has others' sessions, too"
+    )
 
 
 def test_a_repeated_frame_changes_nothing() -> None:
