@@ -2,8 +2,8 @@
 
 Room grows as tokens come. A session starts to run when its tokens and a few more fit; when pages run out, the one that
 started last gives way to the others, and goes on before any that has not run yet. So the oldest always runs, and all
-come to their end. Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who
-opened a session.
+come to their end. Peers share places and queue, and the streams of a peer its part of them: nobody is kept out by
+another's many sessions. `emit` tells which stream opened a session.
 """
 
 import time
@@ -64,14 +64,16 @@ class Admission:
 
     # Opening.
 
-    def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
-        """Queue a session. Raises InvalidArgument if it can never run, ResourceExhausted if there is no room for it.
+    def open(self, request: Open, emit: Callable[[ServedEvent], None], peer: str = "") -> None:
+        """Queue a session that a stream of a peer asks for.
 
-        Where all places of the queue are taken, whoever has the most of them gives one to one who has fewer.
+        Where all places of the queue are taken, the peer that has the most of them gives one to a peer that has fewer,
+        and among the streams of one peer likewise. Raises InvalidArgument if the session can never run,
+        ResourceExhausted if there is no room for it.
         """
         self._check_request(request)
         if len(request.tokens) == request.prompt_tokens:  # one that has tokens already is opened again, and waits
-            self._make_place(len(request.tokens), emit)
+            self._make_place(len(request.tokens), emit, peer)
         grammar = self._grammar(request)
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
@@ -83,6 +85,7 @@ class Admission:
             stop_token_ids=frozenset(stop_token_ids),
             sampling=request.sampling,
             emit=emit,
+            peer=peer,
             queued_at=time.monotonic(),
             rules=rules if grammar is None else (grammar, *rules),
             grammar=grammar,
@@ -143,17 +146,21 @@ class Admission:
                 f"{length} tokens need {need} KV pages of {PAGE_SIZE}, the target has {self._kv.pool.num_pages}"
             )
 
-    def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
+    def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None], peer: str) -> None:
         """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
         most = self._settings.max_queued
         while (queued := self._queued_with(tokens)) > most:
-            waiting = Counter(session.emit for session in self.queue)
-            greediest = max(waiting, key=waiting.__getitem__, default=emit)
-            if waiting[greediest] <= waiting[emit] + 1:
+            peers = Counter(session.peer for session in self.queue)
+            greedy = max(peers, key=peers.__getitem__, default=peer)
+            if peers[greedy] <= peers[peer] + 1:
+                greedy = peer
+            streams = Counter(session.emit for session in self.queue if session.peer == greedy)
+            held = max(streams.values(), default=0)
+            if greedy == peer and held <= streams[emit] + 1:
                 raise ResourceExhausted(
                     f"no place is free, and {queued - 1} sessions are queued already of at most {most}; try again later"
                 )
-            newest = next(session for session in reversed(self.queue) if session.emit == greediest)
+            newest = next(session for session in reversed(self.queue) if streams[session.emit] == held)
             self.queue.remove(newest)
             newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
 
@@ -176,11 +183,13 @@ class Admission:
             running, free = running + 1, free - need
         return 0, running, free
 
-    def room(self, emit: Callable[[ServedEvent], None]) -> Report:
+    def room(self, emit: Callable[[ServedEvent], None], peer: str = "") -> Report:
         """Return a report that says how many more sessions of who owns `emit` would run at once, or wait."""
         left, running, free = self._after_next_step()
-        waiting = Counter(session.emit for session in self.queue)
-        taken_over = (max(waiting.values(), default=0) - waiting[emit]) // 2  # see _make_place
+        peers = Counter(session.peer for session in self.queue)
+        streams = Counter(session.emit for session in self.queue if session.peer == peer)
+        shares = (peers, peers[peer]), (streams, streams[emit])
+        taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _make_place
         return Report(
             sessions=len(self.running) + len(self.preempted) + len(self.queue),
             waiting=left,
@@ -236,8 +245,9 @@ class Admission:
         """Return the session that is the next to run. One must be waiting."""
         if self.preempted:
             return self.preempted[0]
+        peers = Counter(session.peer for session in self.running.values())
         running = Counter(session.emit for session in self.running.values())
-        return min(self.queue, key=lambda waiting: running[waiting.emit])  # the first of several
+        return min(self.queue, key=lambda waiting: (peers[waiting.peer], running[waiting.emit]))  # the first of several
 
     def _start(self, session: TargetSession) -> None:
         """Let a session run that waits for room."""

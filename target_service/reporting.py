@@ -35,10 +35,16 @@ class Reporter:
     """Makes the reports for one orchestrator, which owns the sessions of `emit`. opens: sessions that it asked for."""
 
     def __init__(
-        self, admission: Admission, reading: ReadingRate, prefixes: PrefixIndex, emit: Callable[[ServedEvent], None]
+        self,
+        admission: Admission,
+        reading: ReadingRate,
+        prefixes: PrefixIndex,
+        emit: Callable[[ServedEvent], None],
+        peer: str,
     ) -> None:
         self.opens = 0
-        self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
+        self._admission, self._reading, self._prefixes = admission, reading, prefixes
+        self._emit, self._peer = emit, peer
         self._changed = prefixes.watch()
         self._number, self._due_at = 0, 0.0
 
@@ -52,7 +58,7 @@ class Reporter:
         self._changed.difference_update(changed)
         held = self._prefixes.hashes
         report = replace(
-            self._admission.room(self._emit),
+            self._admission.room(self._emit, self._peer),
             number=self._number,
             opens=self.opens,
             tokens_per_second=self._reading.per_second,

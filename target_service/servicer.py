@@ -10,16 +10,20 @@ from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from wire import convert
+from wire.access import PeerStreams, peer_of
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
 from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
 from wire.outbox import Outbox
 from wire.server import guarded
 from wire.streams import exchange
 
+MOST_STREAMS = 32  # of a kind that one peer may hold
+
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     def __init__(self, verifier: Verifier, hello: Hello, wake: asyncio.Event) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._hello = hello
         self._wake = wake
         self.refusal = ""
@@ -27,7 +31,11 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._speculate(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
+
+    async def _hold(self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext) -> None:
+        with self._streams.held_by(peer_of(context)):
+            await self._speculate(frames, context)
 
     async def _speculate(
         self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
@@ -93,6 +101,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
 
@@ -112,18 +121,26 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._serve(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
 
-    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+    async def _hold(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+        peer = peer_of(context)
+        with self._streams.held_by(peer):
+            await self._serve(frames, context, peer)
+
+    async def _serve(
+        self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext, peer: str
+    ) -> None:
         outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
         opened: set[str] = set()
         verifier = self._verifier
-        reporter = Reporter(verifier.admission, verifier.reading, verifier.runner.kv.pool.prefixes, outbox.put)
+        index = verifier.runner.kv.pool.prefixes
+        reporter = Reporter(verifier.admission, verifier.reading, index, outbox.put, peer)
 
         def receive(frame: control_pb2.ServeFrame) -> None:
             reporter.opens += frame.HasField("open")
             try:
-                self._receive(frame, opened, outbox)
+                self._receive(frame, opened, outbox, peer)
             except ServiceError as error:
                 name = convert.session_in(frame, "body")
                 if not name:
@@ -147,11 +164,13 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
                 self._verifier.abort(session)
             self._wake.set()
 
-    def _receive(self, frame: control_pb2.ServeFrame, opened: set[str], outbox: Outbox[ServedEvent | Beat]) -> None:
+    def _receive(
+        self, frame: control_pb2.ServeFrame, opened: set[str], outbox: Outbox[ServedEvent | Beat], peer: str
+    ) -> None:
         """Do what a frame asks for. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
-            self._verifier.admission.open(request, outbox.put)
+            self._verifier.admission.open(request, outbox.put, peer)
             opened.add(request.session)
         elif isinstance(request, Abort) and request.session in opened:
             self._verifier.abort(request.session)

@@ -54,9 +54,10 @@ class TargetSession:
     """All that the target knows of a session.
 
     tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once they are
-    read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
-    grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
-    first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    read. emit: where its commits go. peer: who opened it. queued_at: when it last began to wait for room. rules: what
+    changes its logits; grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the
+    prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
+    request, if that is traced.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
     None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
     it gets. drafted: whether to wait for the draft's proposals.
@@ -73,6 +74,7 @@ class TargetSession:
     stop_token_ids: frozenset[int]
     sampling: Sampling
     emit: Callable[[ServedEvent], None]
+    peer: str
     queued_at: float
     rules: tuple[LogitRule, ...] = ()
     grammar: GrammarState | None = None

@@ -172,7 +172,9 @@ MUTANTS: list[Mutant] = [
         ("sessions run beyond the KV room", "need + self._kept(running) <= free", "True"),
         ("an aborted session goes on waiting", "(self.preempted if session in self.preempted else self.queue).remove(session)", "pass"),
         ("pages of ended sessions stay held", "            self._kv.release(session.kv)\n        self._closed.clear()", "            pass\n        self._closed.clear()"),
-        ("places go to whoever has most", "key=lambda waiting: running[waiting.emit]", "key=lambda waiting: -running[waiting.emit]"),
+        ("places go to the stream that has most", "running[waiting.emit]))", "-running[waiting.emit]))"),
+        ("places go to the peer that has most", "(peers[waiting.peer], running", "(-peers[waiting.peer], running"),
+        ("a peer's many streams keep others out of the queue", "peers = Counter(session.peer for session in self.queue)\n            greedy", "peers = Counter[str]()\n            greedy"),
         ("a name is opened twice", "if any(session.id == request.session for session in self.everyone()):", "if False:"),
     ),
     *_of(

@@ -617,6 +617,27 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
     assert [session.id for session in verifier.admission.admit()] == ["m2"]
 
 
+def test_a_peer_gains_no_places_by_many_streams() -> None:
+    """Places are shared between peers first, then between the streams of each, also where a report says how many."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=4, max_context=600))
+    admission, streams, calm = verifier.admission, [list[m.ServedEvent]() for _ in range(6)], list[m.ServedEvent]()
+    for i, stream in enumerate(streams):
+        admission.open(exact(f"m{i}"), stream.append, "many")
+        admission.admit()
+    assert [session.id for session in admission.queue] == ["m2", "m3", "m4", "m5"]
+    assert admission.room(calm.append, "calm").queue_places == 2
+    for name in ("c0", "c1"):
+        admission.open(exact(name), calm.append, "calm")
+    assert [session.id for session in admission.queue] == ["m2", "m3", "c0", "c1"]
+    assert admission.room(calm.append, "calm").queue_places == 0
+    with pytest.raises(ResourceExhausted):
+        admission.open(exact("m6"), lambda _: None, "many")
+    verifier.abort("m0")
+    admission.release_closed()
+    assert [session.id for session in admission.admit()] == ["c0"]
+
+
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
     """Also before the step that takes it up, and as soon as one that ran has ended."""
     verifier = Verifier(
