@@ -30,7 +30,9 @@ def make_runner(
     """
     max_context = max_context or kv_tokens
     kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG, dense_layers)
-    return ModelRunner(make_decoder(loaded), kv, read_shape(loaded.config).vocab_size, max_context, **how)
+    of_weights = sum(parameter.nbytes for parameter in loaded.parameters())
+    of_model = make_decoder(loaded), kv, read_shape(loaded.config).vocab_size
+    return ModelRunner(*of_model, max_context, weight_bytes=of_weights, **how)
 
 
 def _make_kv(
