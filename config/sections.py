@@ -10,6 +10,7 @@ from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from config.setting import Section, Setting, SettingsError, setting
 
+QUANTIZATIONS = ("none", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
@@ -247,6 +248,13 @@ class DraftSettings(ServiceSettings):
         name="draft_refresh_every",
         flag="refresh-every",
         least=1,
+    )
+    quantization: str = _rounds(
+        "none",
+        "how draft rounds read the draft's weights; fp8: in 8 bits, held beside the others, which read prompts",
+        name="draft_quantization",
+        flag="quantization",
+        choices=QUANTIZATIONS,
     )
     support: int = 64
 

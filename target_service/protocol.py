@@ -117,6 +117,9 @@ class DraftProtocol:
         if not session.announced_by:
             raise InvalidArgument(f"session {session.id} takes no announcements")
         late = session.came_late(event.at)
+        if late and event.at.base > len(session.tokens):  # the verdict accepted less than the shortest outcome
+            self._counters["stale_frames"] += 1
+            return
         if not late and not self._is_current(peer, session, event, session.announced):
             return
         self._check_announced_base(session, event.at)
