@@ -12,16 +12,20 @@ from target_service.session import DraftPeer
 from target_service.usage import CallerTokens, StreamUsage
 from target_service.verifier import Verifier
 from wire import convert
+from wire.access import PeerStreams, peer_of
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
 from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
 from wire.outbox import Outbox
 from wire.server import guarded
 from wire.streams import BEAT_SECONDS, PATIENCE, exchange
 
+MOST_STREAMS = 32  # of a kind that one peer may hold
+
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     def __init__(self, verifier: Verifier, hello: Hello, wake: asyncio.Event) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._hello = hello
         self._wake = wake
         self.refusal = ""
@@ -29,7 +33,11 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._speculate(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
+
+    async def _hold(self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext) -> None:
+        with self._streams.held_by(peer_of(context)):
+            await self._speculate(frames, context)
 
     async def _speculate(
         self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
@@ -94,6 +102,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
         self._left = LeftSessions(verifier.settings.resume_timeout)
@@ -120,10 +129,20 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._serve(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
 
-    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+    async def _hold(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
         outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
+        peer = peer_of(context)
+        with self._streams.held_by(peer), self._verifier.admission.shared(outbox.put, peer):
+            await self._serve(frames, context, outbox)
+
+    async def _serve(
+        self,
+        frames: AsyncIterator[control_pb2.ServeFrame],
+        context: grpc.aio.ServicerContext,
+        outbox: Outbox[ServedEvent | Beat],
+    ) -> None:
         account, verifier = Account(PATIENCE * BEAT_SECONDS), self._verifier
         prefixes = verifier.runner.kv.pool.prefixes
         reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._left, self._tokens)

@@ -54,7 +54,7 @@ MUTANTS: list[Mutant] = [
         ("a repeated commit is told twice", "if self.ledger.apply(event) is not None:", "if self.ledger.apply(event) or 1:"),
         ("a gap is told to nobody", "self._tell(session, ServiceError(str(error)))", "pass"),
         ("a session stays in the ledger", "self.ledger.close(record.session)", "pass"),
-        ("the deadline is forgotten", "asyncio.timeout_at(deadline)", "asyncio.timeout_at(None)"),
+        ("the deadline is forgotten", "put_nowait, late) if allowed", "put_nowait, late) if False"),
         ("sessions are not resumed", "        self._place(record, views)\n\n", "        pass\n\n"),
         ("a session goes where nothing was heard since its target was lost", "stream.found_at > self._lost_at or", "True or"),
         ("a target that drains is chosen", "and not stream.view.report.draining", ""),
@@ -105,7 +105,7 @@ MUTANTS: list[Mutant] = [
         ("a draft that does not fit is taken", "        if mismatch:", "        if False:"),
         ("the reason of a refusal is forgotten", 'self.refusal = f"draft and target do not fit: {mismatch}"', 'self.refusal = ""'),
         ("a lost draft stays attached", "            self._verifier.protocol.detach(peer)", "            pass"),
-        ("what a draft leaves unread has no limit", "Outbox(self._verifier.settings.most_unread_tokens)\n        peer", "Outbox()\n        peer"),
+        ("what a draft leaves unread has no limit", "Outbox(self._verifier.settings.most_unread_tokens)\n        peer = DraftPeer", "Outbox()\n        peer = DraftPeer"),
     ),
     *_of(
         "target_service/left_sessions.py",
@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
         ("tokens of NaN logits are committed", "        if not output.finite:", "        if False:"),
         ("KV of NaN logits is left for others", "            self.runner.kv.scrub(session.kv)\n", ""),
         ("sessions of a failed step hang", "            session.fail(ServiceError(f", "            str((f"),
-        ("a finished session keeps its pages", "            self._close(session)\n            return\n        # Verdicts", "            return\n        # Verdicts"),
+        ("a finished session keeps its pages", "            self._close(session)\n            return\n        if item.drafting_cost", "            return\n        if item.drafting_cost"),
     ),
     *_of(
         "target_service/commit.py",
@@ -181,7 +181,9 @@ MUTANTS: list[Mutant] = [
         ("sessions run beyond the KV room", "need + self._kept(running) <= free", "True"),
         ("an aborted session goes on waiting", "(self.preempted if session in self.preempted else self.queue).remove(session)", "pass"),
         ("pages of ended sessions stay held", "            self._kv.release(session.kv)\n        self._closed.clear()", "            pass\n        self._closed.clear()"),
-        ("places go to whoever has most", "key=lambda waiting: running[waiting.emit]", "key=lambda waiting: -running[waiting.emit]"),
+        ("places go to the stream that has most", "running[waiting.emit]))", "-running[waiting.emit]))"),
+        ("places go to the peer that has most", "(peers[self._peer_of(waiting)], running", "(-peers[self._peer_of(waiting)], running"),
+        ("a peer's many streams keep others out of the queue", "peers = Counter(map(self._peer_of, self.queue))\n            greedy", "peers = Counter[str]()\n            greedy"),
         ("a name is opened twice", "if any(session.id == request.session for session in self.everyone()):", "if False:"),
     ),
     *_of(
@@ -244,8 +246,8 @@ MUTANTS: list[Mutant] = [
         ("the nucleus is not renormalized", "return probs / probs.sum(-1, keepdim=True)", "return probs"),
     ),
     *_of(
-        "engine/rounds/launches.py",
+        "engine/next_tokens.py",
         "test_draft_rounds",
-        ("the draft's nucleus has a token too many", '(before < given["top_p"][:, None])', '(before <= given["top_p"][:, None])'),
+        ("the draft's nucleus has a token too many", "(before < top_p[:, None])", "(before <= top_p[:, None])"),
     ),
 ]  # fmt: skip
