@@ -96,6 +96,7 @@ class Deployment:
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
         own += ["--replay"] if self._replayed else []
+        own += ["--controls", str(self._controls)]
         target = self._launch("target", *own, *self.pair.target_flags)
         apart = self.pair.gpus is not None and self.pair.gpus[0] != self.pair.gpus[1]
         draft = self._launch_draft() if with_draft and apart else None
