@@ -31,7 +31,8 @@ class Admission:
 
     running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
     run are older. queue: those that have not run yet. report_blocks: whether the readers of sessions report which
-    blocks they read. grammars: what compiles those of sessions; None: sessions have none.
+    blocks they read. grammars: what compiles those of sessions; None: sessions have none. draining: whether
+    orchestrators are to open no more sessions.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Admission:
         self.running: dict[str, TargetSession] = {}
         self.preempted: deque[TargetSession] = deque()
         self.queue: deque[TargetSession] = deque()
+        self.draining = False
         self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
@@ -93,6 +95,8 @@ class Admission:
             reader=self._reader(request),
             lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
+            caller=request.caller,
+            choice=request.choice,
         )
         session.kv.dense = session.reads_all
         if self._drafting is not None and (session.reads_all or session.announced_by):
@@ -194,6 +198,8 @@ class Admission:
             queue_places=max(0, self._settings.max_queued - min(left, len(self.queue)), taken_over),
             unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
             queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
+            kv_pages=self._kv.pool.num_pages,
+            draining=self.draining,
         )
 
     # Room.

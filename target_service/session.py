@@ -57,14 +57,16 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    caller, choice: of its request, too: whose it is, and which of the request's choices this is.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
     None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
     it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
     usefulness: of the proposals that it gets. drafted: whether to wait for the draft's proposals. proposals: by round;
     those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
-    before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the round
-    judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round reads;
-    reads: what the last round that was looked at read.
+    before the last verdict. held: what was announced for the round judged last, by its key. late: what was announced
+    ahead for this round by a message that crossed the verdict before it. last_judged: the round judged last, and its
+    verdict. reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last
+    round that was looked at read.
     """
 
     id: str
@@ -85,6 +87,8 @@ class TargetSession:
     memory: ReadMemory | None = None
     weighed: int = 0
     traceparent: str = ""
+    caller: str = ""
+    choice: int = 0
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -95,6 +99,7 @@ class TargetSession:
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
+    late: BlockSelection | None = None
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     reads_wanted: bool = False
@@ -163,6 +168,11 @@ class TargetSession:
             return None
         return proposals.behind(len(self.tokens), self.tokens[-1])
 
+    def came_late(self, at: At) -> bool:
+        """Return whether a message for this round was made ahead of the verdict before it, which raised the epoch."""
+        before = None if self.last_judged is None else self.last_judged[0]
+        return before == (at.epoch, at.round - 1) and (at.epoch + 1, at.round) == self.key
+
     def foresaw(self, base: int, token: int) -> bool:
         """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
         ahead = self.proposals.get((self.epoch, self.round + 1))
@@ -179,7 +189,7 @@ class TargetSession:
         self.round += 1
         if not agreed:
             self.epoch += 1
-        self.foreseen = agreed
+        self.foreseen, self.late = agreed, None
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
         self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
@@ -206,4 +216,4 @@ class TargetSession:
         self.proposals.clear()
         self.announced.clear()
         self.held.clear()
-        self.last_judged = None
+        self.late = self.last_judged = None

@@ -117,6 +117,7 @@ class Verifier:
             "preempted_sessions": len(self.admission.preempted),
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
+            "draining": self.admission.draining,
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft,
             "drafted_sessions": sum(session.drafted for session in running),
