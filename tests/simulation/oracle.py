@@ -57,9 +57,10 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
 
 
 def _sizes(owner: Any) -> dict[str, int]:
-    """Return how much is in each collection that an object owns."""
+    """Return how much is in each collection that an object owns, but for those that hold nothing of requests."""
     collections = {name: value for name, value in vars(owner).items() if hasattr(value, "__len__")}
-    return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
+    others = "_counters", "_methods", "_peers"
+    return {name: len(value) for name, value in collections.items() if name not in others}
 
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
