@@ -54,7 +54,7 @@ MUTANTS: list[Mutant] = [
         ("a repeated commit is told twice", "if self.ledger.apply(event) is not None:", "if self.ledger.apply(event) or 1:"),
         ("a gap is told to nobody", "self._tell(session, ServiceError(str(error)))", "pass"),
         ("a session stays in the ledger", "self.ledger.close(record.session)", "pass"),
-        ("the deadline is forgotten", "asyncio.timeout_at(deadline)", "asyncio.timeout_at(None)"),
+        ("the deadline is forgotten", "call_later(allowed, queue", "call_later(1e9, queue"),
         ("sessions are not resumed", "        self._place(record, views)\n\n", "        pass\n\n"),
         ("a session goes where nothing was heard since its target was lost", "stream.found_at > self._lost_at or", "True or"),
         ("a target that drains is chosen", "and not stream.view.report.draining", ""),
