@@ -94,7 +94,8 @@ def make_requests(scenario: Scenario) -> list[Request]:
 
 class Client:
     """One client. outcome: how its request ended, empty before; details: of an error. violations: what was wrong.
-    gateway: that it asked last, of so many attempts; got: what came of that one, by choice.
+    gateway: that it asked last, of so many attempts; got: what came of that one, by choice. paused: seconds that
+    it has taken to read its messages.
 
     aborted: the names of requests that any client has asked to be aborted.
     """
@@ -102,7 +103,7 @@ class Client:
     def __init__(self, request: Request, aborted: set[str]) -> None:
         self.request, self._aborted = request, aborted
         self.outcome = self.details = ""
-        self.started = self.ended = 0.0
+        self.started = self.ended = self.paused = 0.0
         self.violations: list[str] = []
         self._stop = [*request.stop, STOP]
         self._expected = script(request.prompt, request.max_tokens, self._stop)
@@ -146,6 +147,7 @@ class Client:
             if 0 <= request.aborts_after <= count and not self._asked:
                 await self._abort(stub)
             if request.pause:
+                self.paused += request.pause
                 await asyncio.sleep(request.pause)
         return self._finish()
 

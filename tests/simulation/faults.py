@@ -194,12 +194,14 @@ class Faults:
 
     # What the oracle asks.
 
+    def concerning(self, names: set[str], since: float, until: float, kinds: str = "") -> list[Fault]:
+        """Return the faults that concerned any of these processes in a time, of kinds whose names hold a word."""
+        in_time = [fault for fault in self.happened if since <= fault.at <= until]
+        return [fault for fault in in_time if names & set(fault.names) and kinds in fault.kind]
+
     def count(self, names: set[str], since: float, until: float, kinds: str = "") -> int:
         """Return how many faults concerned any of these processes in a time, of kinds whose names hold a word."""
-        return sum(
-            bool(names & set(fault.names)) and since <= fault.at <= until and kinds in fault.kind
-            for fault in self.happened
-        )
+        return len(self.concerning(names, since, until, kinds))
 
 
 def _take_one(left: Counter[str], name: str) -> bool:

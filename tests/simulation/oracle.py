@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from config import TargetSettings
 from draft_service.drafter import Drafter
 from orchestrator.generation import Frontend
 from orchestrator.metrics import OURS
@@ -63,8 +64,9 @@ def _sizes(owner: Any) -> dict[str, int]:
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
     """Return the sessions that running targets go on with though the stream that opened them has ended."""
-    running = [(name, made.get(process)) for name, process in processes.items() if not process.stopped]
-    targets = [(name, actor) for name, actor in running if isinstance(actor, Verifier)]
+    running = [(name, process) for name, process in processes.items() if process.alive and not process.stopped]
+    actors = [(name, made.get(process)) for name, process in running]
+    targets = [(name, actor) for name, actor in actors if isinstance(actor, Verifier)]
     everyone = [(name, session) for name, target in targets for session in target.admission.everyone()]
     return [(name, session.id) for name, session in everyone if session.emit.__self__._closed]  # type: ignore[attr-defined]
 
@@ -86,16 +88,17 @@ def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) ->
     """Yield which clients got an error that nothing explains."""
     asked = [(client, {client.request.gateway, client.gateway}) for client in clients]
     names = Counter((gateway, client.request.name) for client, gateways in asked for gateway in gateways)
+    is_crowded = sum(client.request.choices for client in clients) > scenario.max_queued
     for client in clients:
         is_only = names[client.gateway, client.request.name] == 1 and client.attempts == 1
-        if not _may_end_so(client, faults, scenario, is_only):
+        if not _may_end_so(client, faults, scenario, is_only, is_crowded):
             yield (
                 f"client {client.request.name} of gateway-{client.gateway} got {client.outcome} "
                 f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
             )
 
 
-def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool) -> bool:
+def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool, is_crowded: bool) -> bool:
     request, took = client.request, client.ended - client.started
     gateway, targets = f"gateway-{client.gateway}", scenario.targets_of(client.gateway)
     match client.outcome:
@@ -105,7 +108,7 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
             limits = [limit for limit in (request.timeout, scenario.request_timeout or None) if limit is not None]
             return any(took > limit - 1e-6 for limit in limits)
         case "RESOURCE_EXHAUSTED":
-            return scenario.max_queued < scenario.sessions
+            return is_crowded
         case "INVALID_ARGUMENT":
             return not is_only
         case "INTERNAL":
@@ -117,10 +120,14 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
 
 
 def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: list[str], scenario: Scenario) -> bool:
-    """Return whether faults explain that a client was told so: there must be some of each target."""
+    """Return whether faults explain that a client was told so: there must be some of each target.
+
+    A Ray that is lost takes several targets with it, one after the other, but does not explain it by itself.
+    """
     details, end = client.details, client.ended
     if "again and again" in details:
-        return faults.count({gateway, *targets}, client.started - 10, end) >= _LOSSES
+        concerned = faults.concerning({gateway, *targets}, client.started - 10, end)
+        return len(concerned) > 1 and sum(max(1, len({*fault.names} & {*targets})) for fault in concerned) >= _LOSSES
     if "did not come back" in details:
         return all(faults.count({gateway, target}, 0, end - scenario.resume_timeout) > 0 for target in targets)
     if "no target is connected" in details:
@@ -145,10 +152,15 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
             yield f"a target ended more sessions than it opened: {dict(counters)}"
 
 
-def useless_drafts(verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
-    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it."""
+def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
+    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it.
+
+    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them.
+    """
+    prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
+    reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
     is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
-    if scenario.faults or scenario.repeated or not is_fit:
+    if scenario.faults or scenario.repeated or not is_fit or reading_seconds > TargetSettings().draft_timeout:
         return
     drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
     plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)
