@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
         ("tokens of NaN logits are committed", "        if not output.finite:", "        if False:"),
         ("KV of NaN logits is left for others", "            self.runner.kv.scrub(session.kv)\n", ""),
         ("sessions of a failed step hang", "            session.fail(ServiceError(f", "            str((f"),
-        ("a finished session keeps its pages", "            self._close(session)\n            return\n        # Verdicts", "            return\n        # Verdicts"),
+        ("a finished session keeps its pages", "            self._close(session)\n            return\n        if item.drafting_cost", "            return\n        if item.drafting_cost"),
     ),
     *_of(
         "target_service/commit.py",
@@ -244,8 +244,8 @@ MUTANTS: list[Mutant] = [
         ("the nucleus is not renormalized", "return probs / probs.sum(-1, keepdim=True)", "return probs"),
     ),
     *_of(
-        "engine/rounds/launches.py",
+        "engine/next_tokens.py",
         "test_draft_rounds",
-        ("the draft's nucleus has a token too many", '(before < given["top_p"][:, None])', '(before <= given["top_p"][:, None])'),
+        ("the draft's nucleus has a token too many", "(before < top_p[:, None])", "(before <= top_p[:, None])"),
     ),
 ]  # fmt: skip
