@@ -23,6 +23,7 @@ from tests.conftest import RAY_ENVIRONMENT
 from tests.stack import free_port, start_stack
 
 TOKENS = 1000
+PATIENCE = 180  # seconds, of which a quiet machine takes ten at most
 PROMPT = "The old man looked at the sea"
 _HEAD = "f" * 51 + "00000"  # the node id that Ray's fake provider of nodes has for the head
 
@@ -120,16 +121,18 @@ def test_targets_come_and_go_by_load_and_no_stream_ends(cluster: str) -> None:
         for thread in threads:
             thread.start()
         runs = lambda name: service_state(keeper.http, name, "sessions") > 0  # noqa: E731
-        wait_for(lambda: runs("target-1") and runs("target-2"), 120, "a second target takes part of the load")
-        wait_for(lambda: metric(joined.http, "routed_requests_total", target="target-2") > 0, 30, "the other finds it")
+        wait_for(lambda: runs("target-1") and runs("target-2"), PATIENCE, "a second target takes part of the load")
+        wait_for(
+            lambda: metric(joined.http, "routed_requests_total", target="target-2") > 0, PATIENCE, "the other finds it"
+        )
         done.set()
-        wait_for(lambda: not metric(keeper.http, "target_serving", target="target-2"), 60, "it drains")
+        wait_for(lambda: not metric(keeper.http, "target_serving", target="target-2"), PATIENCE, "it drains")
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         assert len(results) >= 6 and all(tokens == expected for tokens in results), "no stream has ended"
         gone = lambda http: not metric(http, "service_up", service="target-2")  # noqa: E731
-        wait_for(lambda: gone(keeper.http) and gone(joined.http), 60, "it is ended")
-        wait_for(lambda: count_nodes(cluster) == 2, 60, "its node is taken away")
+        wait_for(lambda: gone(keeper.http) and gone(joined.http), PATIENCE, "it is ended")
+        wait_for(lambda: count_nodes(cluster) == 2, PATIENCE, "its node is taken away")
 
         request = make_request(PROMPT, max_tokens=TOKENS, temperature=1.0, ignore_eos=True, request_id="mine")
         got: list[int] = []
