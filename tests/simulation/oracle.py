@@ -57,9 +57,10 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
 
 
 def _sizes(owner: Any) -> dict[str, int]:
-    """Return how much is in each collection that an object owns."""
+    """Return how much is in each collection that an object owns, but for those that hold nothing of requests."""
     collections = {name: value for name, value in vars(owner).items() if hasattr(value, "__len__")}
-    return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
+    others = "_counters", "_methods", "_peers"
+    return {name: len(value) for name, value in collections.items() if name not in others}
 
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
@@ -86,20 +87,21 @@ def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -
 
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
     """Yield which clients got an error that nothing explains."""
-    names = Counter((client.request.gateway, client.request.name) for client in clients)
+    asked = [(client, {client.request.gateway, client.gateway}) for client in clients]
+    names = Counter((gateway, client.request.name) for client, gateways in asked for gateway in gateways)
     is_crowded = sum(client.request.choices for client in clients) > scenario.max_queued
     for client in clients:
-        is_only = names[client.request.gateway, client.request.name] == 1
+        is_only = names[client.gateway, client.request.name] == 1 and client.attempts == 1
         if not _may_end_so(client, faults, scenario, is_only, is_crowded):
             yield (
-                f"client {client.request.name} of gateway-{client.request.gateway} got {client.outcome} "
+                f"client {client.request.name} of gateway-{client.gateway} got {client.outcome} "
                 f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
             )
 
 
 def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool, is_crowded: bool) -> bool:
     request, took = client.request, client.ended - client.started
-    gateway, targets = f"gateway-{request.gateway}", scenario.targets_of(request.gateway)
+    gateway, targets = f"gateway-{client.gateway}", scenario.targets_of(client.gateway)
     match client.outcome:
         case "stop" | "length" | "abort" | "left":
             return True
@@ -138,10 +140,12 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
     """Yield what does not add up: tokens that clients got, gateways counted and targets committed."""
     got = sum(len(tokens) for client in clients for tokens in client.got.values())
     counted = sum(_metric(frontend, f"{OURS}generation_tokens_total") for frontend in frontends)
-    committed = sum(verifier.counters["committed_tokens"] for verifier in verifiers)
-    if not got <= counted <= committed:
-        yield f"clients got {got} tokens, gateways counted {counted:g}, targets committed {committed}"
-    if all(client.outcome in ("stop", "length") for client in clients) and got != counted:
+    committed, retold = (
+        sum(verifier.counters[name] for verifier in verifiers) for name in ("committed_tokens", "retold_tokens")
+    )
+    if not got <= counted <= committed + retold:
+        yield f"clients got {got} tokens, gateways counted {counted:g}, targets told {committed} and {retold} again"
+    if all(client.outcome in ("stop", "length") and client.attempts == 1 for client in clients) and got != counted:
         yield f"all clients came to their end with {got} tokens, gateways counted {counted:g}"
     for verifier in verifiers:
         counters = verifier.counters

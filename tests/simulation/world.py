@@ -51,6 +51,7 @@ class World:
         self.launches = [self._cluster() for _ in scenario.gateways]
         self.faults.clusters = [self.gateways, *self.launches]
         self.faults.on_stop = self._watch_stopped
+        self.faults.on_drain = self._drain
         self.loop.thread_seconds = self.faults.thread_seconds
 
     def _cluster(self) -> Cluster:
@@ -108,6 +109,10 @@ class World:
         process = current_process()
         assert process is not None
         self.made[process] = made
+
+    def _drain(self, process: Process, draining: bool) -> None:
+        if isinstance(verifier := self.made.get(process), Verifier):
+            verifier.admission.draining = draining
 
     # Processes that hang.
 
