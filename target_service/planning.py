@@ -89,15 +89,15 @@ def plan_verify_step(
             reading.append(session)
         elif session.grammar is not None and not session.grammar.ready:
             continue
-        elif (proposal := session.ready_proposal()) is not None:
+        elif session.choice.gamma and (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
-        elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
-            step.rounds.append(plan_round(session, None, session.look_up(settings.gamma), now))
+        elif not session.choice.gamma or _may_decode_plainly(session, settings.draft_timeout, counters, now):
+            step.rounds.append(plan_round(session, None, session.look_up(settings.most_drafted), now))
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
-            step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))
+            step.prefills.append((session, _plan_reading(session, share, settings.most_drafted + 1, deterministic)))
     return step if step.rounds or step.prefills else None
 
 
@@ -156,7 +156,8 @@ def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list
     """
     base, read = len(session.tokens), None
     if session.reader is not None:
-        selection = session.announced.get(session.key) if proposal is not None else None
+        announced = session.announced.get(session.key)
+        selection = announced if proposal is not None and session.choice.sparse else None
         read = session.reader.read(selection, base, base + len(proposed))
         if read is not None and session.reads_wanted:
             read.report_blocks = True

@@ -24,7 +24,8 @@ PREFILL_CHUNK = 8192  # prompt tokens a step, at most
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    branches: the most that a row drafts. target_flags, draft_flags: further flags of the services. gpus: the device of
+    branches: the most that a row drafts. adaptive: whether the target decides how many tokens up to γ are drafted.
+    target_flags, draft_flags: further flags of the services. gpus: the device of
     target and draft; None: as torch finds."""
 
     target_shape: str
@@ -34,6 +35,7 @@ class Pair:
     budget: float
     read_share: float
     branches: int = 1
+    adaptive: bool = False
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
     gpus: tuple[int, int] | None = None
@@ -131,7 +133,8 @@ class Deployment:
 
     def _launch(self, side: str, *own: str) -> "subprocess.Popen[str]":
         command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]
-        command += ["--port", port_of(self._addresses[side]), "--gamma", str(self.pair.gamma)]
+        command += ["--port", port_of(self._addresses[side]), "--max-gamma", str(self.pair.gamma)]
+        command += ["--gamma", "auto" if self.pair.adaptive else str(self.pair.gamma)]
         command += ["--max-context", str(self._room.context), "--max-sessions", str(self._room.sessions)]
         command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
         command += ["--timeline", str(self.timeline(side))] if self._timed else []

@@ -732,7 +732,7 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     assert idle > 0
     rounds = ["d" if commit.drafted else "p" for commit in world.commits[name]]
     drafted = [len(run) for run in "".join(rounds).split("p") if run]
-    assert drafted[:3] == [15, 4, 4]
+    assert drafted[:3] == [12, 4, 4]
     plain = [len(run) for run in "".join(rounds).split("d") if run]
     assert plain[0] >= 16 and plain[1] >= 32
     assert world.verifier.counters["drafting_pauses"] in (3, 4)  # how soon each begins is a matter of the schedule
