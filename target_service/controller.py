@@ -111,16 +111,20 @@ class Controller:
         self._opened = 0
 
     def first_pace(self, load: Load, committed: int, announces: bool) -> Pace:
-        """Return how a session begins: in the way that is the fastest by what is typical of the others."""
+        """Return how a session begins: in the way that is the fastest by what is typical of the others.
+
+        Where no figure tells of drafting it is drafted, so that there will be one.
+        """
         self._opened += 1
         if not self._adaptive:
             return Pace(Choice(self._most, announces), Acceptance.assumed(self._most))
         pace = Pace(Choice(min(self._most, FIRST_GAMMA), announces), self._typical.as_prior(TYPICAL_ROUNDS))
         rates = self._rates(load, pace, announces)
-        best = max(rates, key=rates.__getitem__, default=pace.choice)
-        drafted = max(set(rates) - {PLAIN}, key=rates.__getitem__, default=pace.choice)
-        pace = replace(pace, choice=drafted)
-        if best != PLAIN or self._opened % TRIED_SESSIONS == 0:
+        plain = rates.pop(PLAIN, 0.0)
+        if not rates:
+            return pace
+        pace = replace(pace, choice=max(rates, key=rates.__getitem__))
+        if rates[pace.choice] >= plain or self._opened % TRIED_SESSIONS == 0:
             return pace
         return replace(pace, next_pause=LONGEST_PAUSE).paused(committed)
 

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from target_service.acceptance import Acceptance
-from target_service.controller import MARGIN, PLAIN_MARGIN, Controller, RoundSeen, choose, gammas
+from target_service.controller import (
+    LONGEST_PAUSE,
+    MARGIN,
+    PLAIN_MARGIN,
+    TRIED_SESSIONS,
+    Controller,
+    RoundSeen,
+    choose,
+    gammas,
+)
 from target_service.round_costs import PLAIN, STALE, Choice, RoundCosts
 
 CHOICES = [PLAIN, *(Choice(gamma, sparse) for gamma in (1, 2, 4) for sparse in (False, True))]
@@ -134,6 +143,16 @@ def test_a_figure_that_is_not_renewed_is_forgotten_and_an_outlier_counts_little(
     costs.add(LOAD, Choice(4), 10.0, 0.010, 0.008)
     assert costs.rounds(LOAD, PLAIN) == 0 and costs.seconds(LOAD, PLAIN) is None
     assert costs.seconds(LOAD, Choice(4)) == pytest.approx(0.020 * (1 + 2 / 16))
+
+
+def test_a_session_begins_as_is_typically_the_fastest_and_drafted_where_that_is_not_known() -> None:
+    controller = Controller(4, True, Counter())
+    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
+    assert not controller.first_pace(LOAD, 100, announces=False).is_paused(100)
+    controller.costs.add(LOAD, Choice(4), 4.0, 1.0, 1.0)
+    begun = [controller.first_pace(LOAD, 100, announces=False) for _ in range(TRIED_SESSIONS)]
+    assert [pace.is_paused(100) for pace in begun].count(False) == 1  # to see whether it is still so
+    assert all(pace.is_paused(100 + LONGEST_PAUSE - 1) for pace in begun if pace.is_paused(100))
 
 
 # On a machine.
