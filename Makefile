@@ -61,10 +61,11 @@ test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai
 test-vllm: setup  ## vLLM's own tests of its OpenAI endpoints, from its sources: VLLM=path
 	VLLM="$(VLLM)" $(BIN)/python -m tests.vllm_openai
 N ?= 100000
+JOBS ?= 2
 
-fuzz: setup  ## Give N strangers' inputs to all that reads them; READER=name: to one, chosen by what they reach
+fuzz: setup  ## Give N strangers' inputs to each of all that read them; READER=name: to one, chosen by what they reach
 	$(if $(READER),$(PIP) "atheris>=2.3")
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N))
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz$(if $(READER),.by_coverage $(READER) $(N), --inputs $(N) --jobs $(JOBS))
 
 schemas: setup  ## Follow a thousand random schemas to the end, with two seeds each
 	SCHEMAS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 3600 tests/unit/test_random_schemas.py
@@ -78,7 +79,7 @@ docs-check: setup  ## Find what the documents name and is no more: files, tests,
 	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 mutants: setup  ## Put faults into the product, one at a time: tests must fail (FAULTS=word chooses)
-	$(BIN)/python -m tests.mutants $(FAULTS)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(FAULTS)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -140,7 +141,7 @@ evaluate: setup  ## Reproduce docs/quality.md from a folder of texts: BOOKS=…
 SEEDS ?= 1000
 
 simulate: setup  ## The control path on virtual time, under faults: SEEDS=…
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs $(JOBS)
 
 bench-stack: setup  ## What a round costs without the models
 	$(BIN)/specahead bench stack

@@ -5,11 +5,11 @@ positions, which gives rounds their acceptance. Random choices play no part.
 """
 
 import argparse
-import asyncio
 from collections.abc import Callable
 
 import numpy as np
 import torch
+import uvloop
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
@@ -22,7 +22,7 @@ from sparsity.plan import Plan, uniform_plan
 from sparsity.selection import BlockSelection
 from target_service import service as target_service
 from wire.messages import Hello
-from wire.server import RunningServer, serve_until_signal
+from wire.server import RunningServer, keep_loaded, serve_until_signal
 
 VOCAB = 4096  # the bundled tokenizer's
 LAYERS, KV_HEADS, HEADS = 2, 2, 4
@@ -140,7 +140,8 @@ def main() -> None:
             draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 
-    asyncio.run(serve_until_signal(flags.side, run))
+    keep_loaded()
+    uvloop.run(serve_until_signal(flags.side, run))
 
 
 if __name__ == "__main__":

@@ -23,17 +23,14 @@ import grpc
 
 from benchmarks.processes import children
 from benchmarks.read_trace import ReadTrace, load_reads
-from benchmarks.serving.breakdown import Breakdown, break_down
-from benchmarks.serving.clients import SETTLED, Figures, Load, run_clients
+from benchmarks.serving.clients import Figures, Load, run_clients
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 from benchmarks.serving.service import Controls
-from benchmarks.serving.timeline import read_timeline
 
 _ADAPTED = 4
 _MARGIN = 64  # tokens of room beside prompt and output
-_TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def run(flags: argparse.Namespace) -> None:
         adaptive=flags.gamma == "auto",
         target_flags=tuple(shlex.split(flags.target_flags)),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
-        gpus=tuple(flags.gpus) if flags.gpus else None,
+        gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
     )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
     measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
@@ -154,7 +151,7 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
         deployment = Deployment(start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds)
         modes = [mode for mode in flags.modes if mode != "none" and (not hot or mode == "approximate")]
-        address = deployment.start(with_draft=bool(modes))
+        (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
         known: set[int] = set()
         for shape in shapes:
@@ -243,7 +240,7 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                breakdown = _breakdown(deployment, kept.name, with_draft=way.mode != "none")
+                breakdown = deployment.breakdown(kept.name, "target", "draft" if way.mode != "none" else "")
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 
@@ -278,20 +275,6 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str)
     seconds = time.monotonic() - began
     note(f"{what}: drafted after {seconds:.1f} s")
     return seconds
-
-
-def _breakdown(deployment: Deployment, name: str, with_draft: bool) -> Breakdown:
-    """What the rounds of a run waited for. Raises ValueError if a service has not written when its steps ran."""
-    limit = time.monotonic() + _TIMELINE_SECONDS
-    while True:
-        target = read_timeline(deployment.timeline("target"))
-        draft = read_timeline(deployment.timeline("draft")) if with_draft else None
-        try:
-            return break_down(target, draft, name, SETTLED)
-        except ValueError:
-            if time.monotonic() > limit:
-                raise
-        time.sleep(0.1)
 
 
 def _load(run: _Run, name: str, shape: Shape, tokens: int, exactness: str, seed: int) -> Load:

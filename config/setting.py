@@ -1,7 +1,8 @@
 """How a setting is declared: once, as a field of a section, with all that a command line needs to know of it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ class Setting:
     group: the heading of --help that lists it. name: what a launch, the environment and a file call it; "": only a
     service's own command line has it. flag: what a service's own command line calls it. least, most: the ends of its
     range; above: less than all of it; choices: all its values. words: values that have a name, by it. secret: it is
-    never printed.
+    never printed. by_model: each of several models of a launch may have its own.
     field, kind: the name and type of its section's field.
     In a declaration "{side}" stands for target or draft and "{field}" for the field's name; `declared_in` fills them.
     """
@@ -32,6 +33,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     secret: bool = False
+    by_model: bool = False
     field: str = ""
     kind: Any = None
 
@@ -71,11 +73,14 @@ class Section:
             item.check(getattr(self, item.field), item.name or item.field)
 
 
-def declared_in(section: type[Section]) -> Iterator[Setting]:
+@functools.cache
+def declared_in(section: type[Section]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
+    found = []
     for item in dataclasses.fields(section):
         declared: Setting | None = item.metadata.get("setting")
         if declared is not None:
             known = {"side": section.side, "field": item.name}
             words = {name: getattr(declared, name).format(**known) for name in ("help", "name", "flag")}
-            yield dataclasses.replace(declared, field=item.name, kind=item.type, **words)
+            found.append(dataclasses.replace(declared, field=item.name, kind=item.type, **words))
+    return tuple(found)

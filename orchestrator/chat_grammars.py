@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from orchestrator.chat_request import ChatRequest, Tool
+from orchestrator.lark import Lark, any_text, json_term, literal
 from orchestrator.replies import ReplyFormat
-from orchestrator.structured_outputs import SPACES
 from orchestrator.xml_calls import RULES as XML_RULES
 from orchestrator.xml_calls import call_body
 from wire.errors import InvalidArgument
@@ -24,37 +24,12 @@ _JSON_CALLS = {
 _OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<tool_call>"}
 
 
-class _Lark:
-    """Writes terms of a grammar for a tokenizer's tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def has_token(self, text: str) -> bool:
-        """Return whether a text is one token."""
-        number = self._tokenizer.convert_tokens_to_ids(text)
-        return number is not None and self._tokenizer.convert_ids_to_tokens(number) == text
-
-    def marker(self, text: str) -> str:
-        """Return a term for what opens or closes a part: a token where it is one, else a text."""
-        return f"<[{self._tokenizer.convert_tokens_to_ids(text)}]>" if self.has_token(text) else _literal(text)
-
-    def before(self, marker: str, name: str) -> tuple[str, str]:
-        """Return a term for any text up to a marker and the marker, and the rules that define it.
-
-        The text may be empty. name: of the rules.
-        """
-        if self.has_token(marker):
-            return f"({name.upper()}? {self.marker(marker)})", _any_text(name, marker)
-        return name, f"{name}[lazy]: /(?s:.*){_escaped(marker)}/\n"
-
-
 def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer: Any) -> str:
     """Return the Lark grammar of a chat's text, empty where that is free or @body alone.
 
     prompt: its text. Raises InvalidArgument for what cannot be followed in the format that the model writes.
     """
-    lark, structure = _Lark(tokenizer), request.structure
+    lark, structure = Lark(tokenizer), request.structure
     calls = _calls_grammar(request, form, lark) if request.must_call or request.has_strict_tools else ""
     if not calls and structure is None:
         return ""
@@ -70,7 +45,7 @@ def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer
     return f"start: {reasoning}{_FREE[form.tools][0]}\n{rules}{calls}{_FREE[form.tools][1]}"
 
 
-def _reasoning(prompt: str, form: ReplyFormat, lark: _Lark) -> tuple[str, str]:
+def _reasoning(prompt: str, form: ReplyFormat, lark: Lark) -> tuple[str, str]:
     """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason."""
     if not form.reasoning:
         return "", ""
@@ -84,7 +59,7 @@ def _reasoning(prompt: str, form: ReplyFormat, lark: _Lark) -> tuple[str, str]:
 # Calls.
 
 
-def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
+def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: Lark) -> str:
     """Return the rules of `calls`: one call of a tool that may be called, or several; one alone where the request
     names it. Empty where none can be made.
 
@@ -107,30 +82,30 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
     return f"calls: {_sequence(form, several, lark)}\n{rules}{XML_RULES if form.tools == 'qwen3_coder' else ''}"
 
 
-def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: _Lark) -> str:
+def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> str:
     """Return a term for a call of a tool."""
     name = tool.function.name
     if form.tools == "qwen3_coder":
         parameters = tool.function.parameters if _follows_schema(request, tool) else None
-        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, _literal)} {lark.marker('</tool_call>')}"
+        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, literal)} {lark.marker('</tool_call>')}"
     if _has_arguments_marked(form, lark):
-        return f"{lark.marker('[TOOL_CALLS]')} {_literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
+        return f"{lark.marker('[TOOL_CALLS]')} {literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
     opening, before, after, closing, _ = _JSON_CALLS[form.tools]
     marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
-    head = _literal(before.replace("NAME", json.dumps(name)))
-    return f"{marks[0]} {head} {_arguments(request, tool)} {_literal(after)} {marks[1]}"
+    head = literal(before.replace("NAME", json.dumps(name)))
+    return f"{marks[0]} {head} {_arguments(request, tool)} {literal(after)} {marks[1]}"
 
 
-def _sequence(form: ReplyFormat, several: bool, lark: _Lark) -> str:
+def _sequence(form: ReplyFormat, several: bool, lark: Lark) -> str:
     """Return a term for one `call`, or for one or several."""
     if _has_arguments_marked(form, lark):
         return "call+" if several else "call"
     between = "\n" if form.tools == "qwen3_coder" else _JSON_CALLS[form.tools][-1]
-    listed = f"call ({_literal(between)} call)*" if several else "call"
+    listed = f"call ({literal(between)} call)*" if several else "call"
     return f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"' if form.tools == "mistral" else listed
 
 
-def _has_arguments_marked(form: ReplyFormat, lark: _Lark) -> bool:
+def _has_arguments_marked(form: ReplyFormat, lark: Lark) -> bool:
     """Return whether a model writes calls as later ones of Mistral's do, each behind a mark of its own."""
     return form.tools == "mistral" and lark.has_token("[ARGS]")
 
@@ -145,27 +120,10 @@ def _arguments(request: ChatRequest, tool: Tool) -> str:
     schema: dict[str, Any] = {"type": "object"}
     if _follows_schema(request, tool):
         schema |= tool.function.parameters or {}
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
-
-
-# Terms.
-
-
-def _any_text(name: str, but: str) -> str:
-    """Return a rule of that name, in capitals, for any text, not empty, that does not spell `but`."""
-    return f"{name.upper()}: /(?s:.+)/ & ~/(?s:.*){_escaped(but)}(?s:.*)/\n"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
-    return "".join(f"\\{each}" if each in r"\/.[](){}|*+?^$" else each for each in text)
+    return json_term(schema)
 
 
 # Free text in which calls may begin, by format: a term and its rules. A call of Llama's is all that there is.
-_FREE = {name: ("FREE? calls?", _any_text("free", opening)) for name, opening in _OPENINGS.items()} | {
+_FREE = {name: ("FREE? calls?", any_text("free", opening)) for name, opening in _OPENINGS.items()} | {
     "llama3_json": ("(calls | FREE)?", "FREE: /[^{\\s](?s:.*)/\n")
 }

@@ -20,6 +20,7 @@ from orchestrator.replies import ReplyFormat, ReplyParser
 from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
@@ -54,7 +55,7 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""
+    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning."""
 
     def __init__(
         self,
@@ -75,6 +76,11 @@ class Frontend:
         self.accepting = True
         self._grammars = GrammarCompiler()
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.limits.model_name
+
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
 
@@ -87,7 +93,7 @@ class Frontend:
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
         """Return what splits the text that follows a chat's prompt, None if all of it is content."""
-        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream))
+        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
         if parser is not None:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser
@@ -98,6 +104,9 @@ class Frontend:
         prompt: the text of a chat's.
         """
         structure, main = request.structure, ""
+        if structure is not None and structure.kind == "structural_tag":
+            lark = tag_grammar(structure.text, structure.param, self.tokenizer)
+            structure = replace(structure, kind="lark", text=lark)
         if isinstance(request, ChatRequest):
             main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
             structure = None if request.must_call else structure
@@ -113,11 +122,16 @@ class Frontend:
                 raise InvalidArgument(f"request_id {record.session!r} is in use", "request_id")
         return records
 
-    async def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
+    def generate(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         """Run prepared records beside each other. Closing the iterator early aborts them; so does `abort`.
 
         Raises ServiceError as soon as one of them fails.
         """
+        if len(records) == 1 and not request.only_echoes:  # without a task and a queue between it and its client
+            return self._generate(records[0], request, 0)
+        return self._generate_together(records, request)
+
+    async def _generate_together(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
         async def run(record: Record, choice: int) -> None:
@@ -193,7 +207,7 @@ class Frontend:
         deadline = time.monotonic() + grace
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self.router.fail_all(Unavailable("the server is shutting down"))
+        self.router.leave(Unavailable("the server is shutting down"))
 
 
 def _choice_of(session: str, request_id: str) -> bool:

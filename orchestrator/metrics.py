@@ -125,14 +125,14 @@ class Metrics:
         """Count a request that got no token."""
         self._refused.labels(self._model, reason).inc()
 
-    def render(
+    def families(
         self,
         requests: int,
         services: Mapping[str, ServiceStatus | None],
         addresses: Mapping[str, str],
         targets: Mapping[str, TargetState],
-    ) -> bytes:
-        """The exposition text.
+    ) -> list[Metric]:
+        """Return all figures of the model.
 
         requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
         targets: how each is used.
@@ -145,7 +145,17 @@ class Metrics:
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
         families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
-        return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
+        return [*families, *map(_as_vllm, named_twice)]
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Return the text that Prometheus reads; families of the same name, of several models, become one."""
+    merged: dict[str, Metric] = {}
+    for family in families:
+        known = merged.setdefault(family.name, family)
+        if known is not family:
+            known.samples.extend(family.samples)
+    return generate_latest(_Families(list(merged.values())))
 
 
 class _Families:
@@ -177,7 +187,7 @@ def _service_families(
     events = CounterMetricFamily(f"{OURS}service_events", "Counters of the services", labels=[*labels, "name"])
     for name, status in services.items():
         values = [model, name, side_of(name)]
-        info.add_metric([*values, addresses[name], status.version if status else ""], 1)
+        info.add_metric([*values, addresses.get(name, ""), status.version if status else ""], 1)
         up.add_metric(values, float(status is not None))
         attached.add_metric(values, len(status.attached) if status else 0)
         _add_all(states, values, status.gauges if status else {})

@@ -1,6 +1,5 @@
 """The process that Ray runs for a service: it serves where Ray has started it, and says where that is."""
 
-import asyncio
 import logging
 import os
 import threading
@@ -10,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import ray
+import uvloop
 
 from config import DraftSettings, TargetSettings
 from config.logs import Recorder, Said, configure_logs
@@ -51,7 +51,7 @@ class ServiceActor:
             run = (
                 run_draft(settings, on_ready) if isinstance(settings, DraftSettings) else run_target(settings, on_ready)
             )
-            asyncio.run(run)
+            uvloop.run(run)
         except BaseException as error:
             log.exception("the %s service failed", settings.name or settings.side)
             if self._listening.done() or self._served_before:  # let Ray start it anew

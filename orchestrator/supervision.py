@@ -44,23 +44,49 @@ async def supervise(
     placement: Placement,
     put: Callable[[str, str], None],
     after_restart: Callable[[], None] = lambda: None,
+    turn: asyncio.Lock | None = None,
 ) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
-    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest.
+    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest. Others
+    may come and go meanwhile.
     put: told by name where a service listens that did not answer; it is asked there from then on.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
+    turn: held by whoever changes what is placed, so that there is one repair at a time.
     """
-    turn = asyncio.Lock()  # one repair at a time
-    watches = [_watch_service(name, ask, placement, put, turn) for name, ask in services.items()]
-    await run_together(_watch_placement(placement, turn, after_restart), *watches)
+    turn = turn or asyncio.Lock()
+    watching = _watch_services(services, placement, put, turn)
+    await run_together(_watch_placement(placement, turn, after_restart), watching)
+
+
+async def _watch_services(
+    services: Mapping[str, AskStatus], placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+) -> None:
+    """Watch each service as long as it is there. Runs until cancelled."""
+    watches: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for name in [name for name in services if name not in watches]:
+                watches[name] = asyncio.create_task(_watch_service(name, services, placement, put, turn))
+            for name in [name for name, watch in watches.items() if watch.done()]:
+                watches.pop(name).result()
+            await asyncio.sleep(BEAT_SECONDS)
+    finally:
+        for watch in watches.values():
+            watch.cancel()
+        await asyncio.gather(*watches.values(), return_exceptions=True)
 
 
 async def _watch_service(
-    name: str, ask: AskStatus, placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+    name: str,
+    services: Mapping[str, AskStatus],
+    placement: Placement,
+    put: Callable[[str, str], None],
+    turn: asyncio.Lock,
 ) -> None:
+    """Watch a service until it is no more among the services."""
     missed, serves = 0, False
-    while True:
+    while (ask := services.get(name)) is not None:
         try:
             await ask()
             if not serves:
@@ -69,6 +95,8 @@ async def _watch_service(
             await asyncio.sleep(BEAT_SECONDS)
             continue
         except grpc.aio.AioRpcError as error:
+            if name not in services:
+                return
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 missed += 1
             else:  # nobody listens: it is gone, or does not listen yet

@@ -20,6 +20,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import Exactness, Open, Report, ServedEvent
@@ -30,7 +31,8 @@ class Admission:
 
     running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
     run are older. queue: those that have not run yet. report_blocks: whether the readers of sessions report which
-    blocks they read. grammars: what compiles those of sessions; None: sessions have none.
+    blocks they read. grammars: what compiles those of sessions; None: sessions have none. draining: whether
+    orchestrators are to open no more sessions.
     """
 
     def __init__(
@@ -41,14 +43,16 @@ class Admission:
         counters: Counter[str],
         report_blocks: bool = False,
         grammars: Grammars | None = None,
+        drafting: SelfDrafting | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self.preempted: deque[TargetSession] = deque()
         self.queue: deque[TargetSession] = deque()
+        self.draining = False
         self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks, self._grammars = report_blocks, grammars
+        self._report_blocks, self._grammars, self._drafting = report_blocks, grammars, drafting
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
 
@@ -91,8 +95,13 @@ class Admission:
             reader=self._reader(request),
             lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
+            caller=request.caller,
+            choice=request.choice,
         )
         session.kv.dense = session.reads_all
+        if self._drafting is not None and (session.reads_all or session.announced_by):
+            session.memory = self._drafting.new_memory()
+            session.kv.drafts = True
         share = self._settings.prompt_read_share
         if share < 1 and not session.reads_all and session.prompt_logprobs is None:
             session.prompt = SparsePrompt(share, self._plan.dense_layers)
@@ -189,6 +198,8 @@ class Admission:
             queue_places=max(0, self._settings.max_queued - min(left, len(self.queue)), taken_over),
             unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
             queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
+            kv_pages=self._kv.pool.num_pages,
+            draining=self.draining,
         )
 
     # Room.

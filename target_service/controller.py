@@ -6,7 +6,8 @@ measured, and what nothing is known of is tried now and then by all sessions tog
 every round drafts so many tokens, and a session whose draft is of hardly any use is decoded plainly for a while, by
 a cost that is assumed.
 
-After drafting that did not pay a session does without for 16 tokens, and each time for twice as many, up to 512.
+After drafting that did not pay a session does without for 16 tokens, and each time for twice as many, up to 512; with
+measured costs for so many more that trying again costs a hundredth of the time.
 """
 
 from collections import Counter
@@ -21,6 +22,7 @@ PLAIN_MARGIN = 0.01  # by which going without a draft must be
 ASSUMED_COST = 0.06  # of a drafted token, in plain rounds, where costs are not measured
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens
 TRIAL = 4  # rounds that drafting gets after a pause, before it is judged
+TRIAL_SHARE = 0.01  # of the time, that trials may cost where costs are measured
 PROBED = 4  # rounds of each session that a figure needs to count
 FIRST_GAMMA = 4  # where nothing is known yet
 TYPICAL_NEWEST = 1 / 64  # weight of the newest round in what is typical of all sessions
@@ -44,10 +46,10 @@ class Pace:
     paused_until: int = 0
     kind: Choice | None = None
 
-    def paused(self, committed: int) -> "Pace":
-        """Return the pace at the start of a pause, when `committed` tokens are committed."""
+    def paused(self, committed: int, least: int = 0) -> "Pace":
+        """Return the pace at the start of a pause of at least so many tokens, when `committed` tokens are committed."""
         longer = min(2 * self.next_pause, LONGEST_PAUSE)
-        prior, until = self.acceptance.as_prior(), committed + self.next_pause
+        prior, until = self.acceptance.as_prior(), committed + max(self.next_pause, least)
         return replace(self, acceptance=prior, trial=TRIAL, next_pause=longer, paused_until=until)
 
     def is_paused(self, committed: int) -> bool:
@@ -85,7 +87,8 @@ class RoundSeen:
 
     kind: how it was made; gamma is the number of proposed tokens. accepted: of these. committed: tokens of the session
     after it. seconds: since the commit before; None where something else than rounds lay between. drafting, step: what
-    its draft and its step took. announces: whether its session takes announcements.
+    its draft and its step took. announces: whether its session takes announcements. cost: plain rounds that
+    drafting adds to it, where that is known without measuring.
     """
 
     kind: Choice
@@ -95,6 +98,7 @@ class RoundSeen:
     drafting: float
     step: float
     announces: bool
+    cost: float = 0.0
 
 
 class Controller:
@@ -126,7 +130,7 @@ class Controller:
         pace = replace(pace, choice=max(rates, key=rates.__getitem__))
         if rates[pace.choice] >= plain or self._opened % TRIED_SESSIONS == 0:
             return pace
-        return replace(pace, next_pause=LONGEST_PAUSE).paused(committed)
+        return replace(pace, next_pause=LONGEST_PAUSE).paused(committed, self._least_pause(pace, load))
 
     def effective(self, pace: Pace, committed: int) -> Choice:
         """Return how a session's next round is to be made."""
@@ -145,8 +149,9 @@ class Controller:
             self._typical = self._typical.after_round(kind.gamma, seen.accepted, TYPICAL_NEWEST)
             pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))
         if not self._adaptive:
-            gained, cost = pace.acceptance.tokens(self._most) - 1, ASSUMED_COST * self._most
-            return self._pause(pace, seen.committed) if kind.gamma and gained < cost and not pace.trial else pace
+            gained, cost = pace.acceptance.tokens(self._most) - 1, seen.cost or ASSUMED_COST * self._most
+            useless = kind.gamma and gained < cost and not pace.trial
+            return self._pause(pace, seen.committed, 0) if useless else pace
         if kind == before and seen.seconds and 2 * others[kind] >= others.total():
             self.costs.add(load, kind, seen.seconds, seen.drafting, seen.step)
         self._advance_probe(pace, seen, load, others.total())
@@ -157,13 +162,18 @@ class Controller:
     def _decide(self, pace: Pace, seen: RoundSeen, load: Load) -> Pace:
         choice = choose(pace.choice, self._rates(load, pace, seen.announces))
         if choice == PLAIN:
-            return self._pause(pace, seen.committed)
+            return self._pause(pace, seen.committed, self._least_pause(pace, load))
         settled = pace.acceptance.judged[0] > 2 * TRIAL
         return replace(pace, choice=choice, next_pause=FIRST_PAUSE if settled else pace.next_pause)
 
-    def _pause(self, pace: Pace, committed: int) -> Pace:
+    def _pause(self, pace: Pace, committed: int, least: int) -> Pace:
         self._counters["drafting_pauses"] += 1
-        return pace.paused(committed)
+        return pace.paused(committed, least)
+
+    def _least_pause(self, pace: Pace, load: Load) -> int:
+        """Return the tokens without a draft after which trying it again, in vain, costs no more than TRIAL_SHARE."""
+        drafted, plain = self.costs.seconds(load, pace.choice), self.costs.seconds(load, PLAIN)
+        return round(TRIAL * max(0.0, drafted / plain - 1) / TRIAL_SHARE) if drafted and plain else 0
 
     def _rates(self, load: Load, pace: Pace, announces: bool) -> dict[Choice, float]:
         """Return the tokens a second of each choice of which the seconds are known."""

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from config import TargetSettings
 from config.sections import MAX_BRANCHES
@@ -88,6 +89,8 @@ class DraftProtocol:
         match event:
             case Announcement():
                 self._take_announcement(peer, session, event)
+            case Proposals() if session.came_late(event.at):
+                self._take_late_proposals(session, event)
             case Proposals():
                 self._take_proposals(peer, session, event)
             case Ready():
@@ -111,21 +114,50 @@ class DraftProtocol:
         session.pace = session.pace.paused(len(session.tokens))
 
     def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
-        reader = session.reader
-        if reader is None or not session.announced_by:
+        if not session.announced_by:
             raise InvalidArgument(f"session {session.id} takes no announcements")
-        if not self._is_current(peer, session, event, session.announced):
+        late = session.came_late(event.at)
+        if late and event.at.base > len(session.tokens):  # the verdict accepted less than the shortest outcome
+            self._counters["stale_frames"] += 1
+            return
+        if not late and not self._is_current(peer, session, event, session.announced):
             return
         self._check_announced_base(session, event.at)
+        assert session.reader is not None
         blocks = self._plan.num_blocks(event.at.base)
         try:
-            selection = decode_selection(event.selection, session.known_selections, reader.announced_rows, blocks)
+            selection = decode_selection(
+                event.selection, session.known_selections, session.reader.announced_rows, blocks
+            )
         except UnknownReference as error:
-            self._refuse(peer, session, str(error))
+            if late:  # the round before was decoded plainly; the draft says this one again
+                self._counters["stale_frames"] += 1
+            else:
+                self._refuse(peer, session, str(error))
             return
-        session.announced[event.at.epoch, event.at.round] = selection
+        if late:
+            session.late = selection
+        else:
+            session.announced[event.at.epoch, event.at.round] = selection
         session.stats.announced_bytes += len(event.selection)
         self._counters["announced_bytes"] += len(event.selection)
+
+    def _take_late_proposals(self, session: TargetSession, event: Proposals) -> None:
+        """Take proposals that were made ahead for this round and crossed the verdict before it, if they foresaw it.
+
+        The draft will say them again under the new epoch; they are not waited for.
+        """
+        self._check_tokens(session, event)
+        selection, session.late = session.late, None
+        foreseen = (len(session.tokens), session.tokens[-1]) in event.outcomes
+        if not foreseen or session.key in session.proposals or (event.announces and selection is None):
+            self._counters["stale_frames"] += 1
+            session.stats.stale_rounds += 1
+            return
+        self._counters["late_rounds"] += 1
+        if selection is not None:
+            session.announced[session.key] = selection
+        session.proposals[session.key] = replace(event, at=event.at._replace(epoch=session.epoch))
 
     def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
         if self._is_current(peer, session, event, session.proposals):

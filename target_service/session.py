@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.grammars import GrammarState
-from engine.inputs import SparsePrompt
+from engine.inputs import ReadMemory, SparsePrompt
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -58,14 +58,17 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    caller, choice: of its request, too: whose it is, and which of the request's choices this is.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
-    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. pace: what is decided about its
-    rounds. choice: how the next one is made. committed_at: when its last round was finished, if it has run nothing else
-    since. drafted: whether to wait for the draft's proposals.
-    proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
-    round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
-    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
-    next round reads; reads: what the last round that was looked at read.
+    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
+    it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
+    pace: what is decided about its rounds. next_round: how that is made. committed_at: when its last round was
+    finished, if it has run nothing else since. drafted: whether to wait for the draft's proposals. proposals: by round;
+    those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
+    before the last verdict. held: what was announced for the round judged last, by its key. late: what was announced
+    ahead for this round by a message that crossed the verdict before it. last_judged: the round judged last, and its
+    verdict. reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last
+    round that was looked at read.
     """
 
     id: str
@@ -83,19 +86,24 @@ class TargetSession:
     reader: Reader | None = None
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
+    memory: ReadMemory | None = None
+    weighed: int = 0
     traceparent: str = ""
+    caller: str = ""
+    choice: int = 0
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
     draft: DraftPeer | None = None
     drafted: bool = False
     pace: Pace = UNDECIDED
-    choice: Choice = PLAIN
+    next_round: Choice = PLAIN
     committed_at: float | None = None
     proposals: dict[RoundKey, Proposals] = field(default_factory=dict)
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
+    late: BlockSelection | None = None
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     reads_wanted: bool = False
@@ -120,6 +128,11 @@ class TargetSession:
     def reads_all(self) -> bool:
         """Whether all of its rounds read everything."""
         return self.reader is None or self.reader.method.name == "dense"
+
+    @property
+    def proposes_itself(self) -> bool:
+        """Whether it has proposals without a draft."""
+        return self.lookup is not None or self.memory is not None
 
     @property
     def announced_by(self) -> str:
@@ -149,7 +162,7 @@ class TargetSession:
     @property
     def asked(self) -> tuple[int, bool]:
         """What its draft is asked for: so many tokens a round, and whether without announcements."""
-        drafted = self.choice if self.choice.gamma else self.pace.choice
+        drafted = self.next_round if self.next_round.gamma else self.pace.choice
         return drafted.gamma, bool(self.announced_by) and not drafted.sparse
 
     def look_up(self, gamma: int) -> list[int]:
@@ -164,6 +177,11 @@ class TargetSession:
         if proposals is None or (proposals.announces and self.key not in self.announced):
             return None
         return proposals.behind(len(self.tokens), self.tokens[-1])
+
+    def came_late(self, at: At) -> bool:
+        """Return whether a message for this round was made ahead of the verdict before it, which raised the epoch."""
+        before = None if self.last_judged is None else self.last_judged[0]
+        return before == (at.epoch, at.round - 1) and (at.epoch + 1, at.round) == self.key
 
     def foresaw(self, base: int, token: int) -> bool:
         """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
@@ -181,7 +199,7 @@ class TargetSession:
         self.round += 1
         if not agreed:
             self.epoch += 1
-        self.foreseen = agreed
+        self.foreseen, self.late = agreed, None
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
         self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
@@ -193,6 +211,8 @@ class TargetSession:
         """Wait for room again, with the tokens that are committed and nothing else."""
         if self.reader is not None:
             self.reader = self.reader.anew()
+        if self.memory is not None:
+            self.memory, self.weighed = replace(self.memory, index=None), 0
         self.stats.waiting_since = self.committed_at = None
         self.stats.preemptions += 1
         self.queued_at = time.monotonic()
@@ -206,4 +226,4 @@ class TargetSession:
         self.proposals.clear()
         self.announced.clear()
         self.held.clear()
-        self.last_judged = None
+        self.late = self.last_judged = None

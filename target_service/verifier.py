@@ -32,6 +32,7 @@ from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
 from target_service.round_costs import Choice, Load
+from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
@@ -44,6 +45,7 @@ WARM_SESSIONS = 16  # batches up to this size are made ready before the first re
 _COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
+    *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
 )
 
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
@@ -91,12 +93,15 @@ class Verifier:
         self.controller = Controller(settings.most_drafted, adaptive, self.counters)
         self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
-        self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
+        self._drafting = self_drafting(settings, plan, runner.weight_tokens)
+        of_sessions = on_round is not None, grammars, self._drafting
+        self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.prompt_read_share < 1:
             runner.check_sparse_prompts()
-        if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
+        drafts_with_means = self._drafting is not None and plan.group_size > 0
+        if drafts_with_means or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
@@ -107,6 +112,8 @@ class Verifier:
             nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
+        if self._drafting is not None:
+            reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
@@ -126,6 +133,7 @@ class Verifier:
             "preempted_sessions": len(self.admission.preempted),
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
+            "draining": self.admission.draining,
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft,
             "drafted_sessions": sum(session.drafted for session in running),
@@ -170,7 +178,7 @@ class Verifier:
             if session.pace is UNDECIDED:
                 tokens = len(session.tokens)
                 session.pace = self.controller.first_pace(self._load(), tokens, bool(session.announced_by))
-                session.choice = self.controller.effective(session.pace, tokens)
+                session.next_round = self.controller.effective(session.pace, tokens)
             self.protocol.assign(session, wait=True)
         while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
             *_, youngest = self.admission.running.values()
@@ -180,7 +188,8 @@ class Verifier:
 
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
-        return plan_verify_step(running, self.settings, self.runner.deterministic, self.counters, now)
+        how = self.settings, self._drafting, self.runner.deterministic
+        return plan_verify_step(running, *how, self.counters, now)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -277,6 +286,8 @@ class Verifier:
         if commit.finish_reason is not FinishReason.NONE:
             self._close(session)
             return
+        if item.drafting_cost:
+            session.weighed = commit.at.base
         # Verdicts that are imposed say nothing about who proposed, but are what auto is measured by.
         if imposed < 0 or self.settings.adaptive:
             self._decide(item, commit, beside)
@@ -301,9 +312,10 @@ class Verifier:
             drafting=commit.draft_seconds,
             step=commit.verify_seconds,
             announces=announces,
+            cost=item.drafting_cost,
         )
         session.pace = self.controller.after_round(session.pace, seen, beside.load, beside.kinds)
-        session.choice = self.controller.effective(session.pace, seen.committed)
+        session.next_round = self.controller.effective(session.pace, seen.committed)
 
     def _count(self, item: VerifyRound, commit: Commit) -> None:
         """Count a round, with those who proposed in it."""
@@ -312,9 +324,10 @@ class Verifier:
         self.counters["foreseen_rounds"] += item.session.foreseen
         self.counters[f"rounds_gamma_{len(item.proposed)}"] += 1
         if commit.drafted and item.proposal is None:
-            self.counters["ngram_rounds"] += 1
-            self.counters["ngram_draft_tokens"] += commit.drafted
-            self.counters["ngram_accepted_tokens"] += commit.accepted
+            proposer = self.settings.draft  # ngram or self
+            self.counters[f"{proposer}_rounds"] += 1
+            self.counters[f"{proposer}_draft_tokens"] += commit.drafted
+            self.counters[f"{proposer}_accepted_tokens"] += commit.accepted
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

@@ -105,8 +105,8 @@ def start_gateway(services: Services, *flags: str) -> Stack:
     return start_stack("--target-address", services.target, "--draft-address", services.draft, *flags)
 
 
-def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack:
-    """Launch with ports of its own choosing; returns when it says ready."""
+def start_stack(*flags: str, environment: dict[str, str] | None = None, patience: float = START_SECONDS) -> Stack:
+    """Launch with ports of its own choosing; returns when it says ready. Raises RuntimeError after so many seconds."""
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
     with output.open("w") as log:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
             env=os.environ | (environment or {}),
         )
     stack = Stack(process, output)
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + patience
     while "\nready" not in output.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()

@@ -212,6 +212,8 @@ class Open:
     alternatives: int = 0
     grammar: str = ""
     traceparent: str = ""  # W3C; empty: not traced
+    caller: str = ""
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,15 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class CallerUsage:
+    """What a caller uses through other orchestrators: requests that run, tokens since it was told last."""
+
+    caller: str
+    requests: int
+    tokens_used: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
 
@@ -271,6 +282,11 @@ class Report:
     queue_seconds: float = 0.0
     indexed: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
+    kv_pages: int = 0
+    draining: bool = False
+    left: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    usage: list[CallerUsage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -145,7 +146,7 @@ def run_service(settings: ServiceSettings, run: Callable[[OnReady], Awaitable[No
     """
     configure_logs(settings)
     try:
-        asyncio.run(serve_until_signal(settings.side, run))
+        uvloop.run(serve_until_signal(settings.side, run))
     except (OSError, ValueError) as error:
         log.debug("the service could not start", exc_info=error)
         sys.exit(f"error: {' '.join(str(error).split())}")

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import uvloop
 
 import draft_service.service
 import target_service.service
@@ -181,7 +182,7 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
                 return Recorder(flags.timeline, _rounds_verified, lambda: not verifier.admission.running)
 
             _time_service(patches, target_service.service, DraftProtocol, Proposals, recorder_of)
-        asyncio.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
+        uvloop.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
 
 
 def _run_draft(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +198,7 @@ def _run_draft(parser: argparse.ArgumentParser) -> None:
                 return Recorder(flags.timeline, _rounds_drafted, lambda: not drafter.session_count)
 
             _time_service(patches, draft_service.service, Drafter, Verdict, recorder_of)
-        asyncio.run(serve_until_signal("draft", lambda on_ready: draft_service.service.run(settings, on_ready)))
+        uvloop.run(serve_until_signal("draft", lambda on_ready: draft_service.service.run(settings, on_ready)))
 
 
 async def _keep_link(controls_file: str, *link: Any) -> None:

@@ -1,6 +1,6 @@
 """Give strangers' inputs to everything that reads them: `make fuzz N=…`.
 
-python -m tests.fuzz [--inputs N] [--seed S] [--keep] [TARGET…]
+python -m tests.fuzz [--inputs N] [--seed S] [--jobs J] [--keep] [TARGET…]
 
 Inputs are changed seeds, and those kept in tests/fuzz/corpus because they were taken in a way that none before was. No
 input may raise anything but a refusal, take MOST_SECONDS of processor time, or need more memory than MOST_MEMORY; one
@@ -14,8 +14,13 @@ import random
 import re
 import resource
 import signal
+import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +29,7 @@ from tests.fuzz.targets import Target, all_targets
 CORPUS = Path(__file__).resolve().parent / "corpus"
 MOST_SECONDS = 5.0
 MOST_MEMORY = 256 << 20  # bytes, beyond what the process has when it begins
+PART = 50_000  # inputs that a process tries at a time; of a slow target, its share of them
 MOST_KEPT = 1024  # bytes of an input that is kept
 
 
@@ -49,12 +55,12 @@ def report(target: Target, data: bytes, error: BaseException) -> NoReturn:
     raise error
 
 
-def fuzz(target: Target, inputs: int, seed: int) -> list[bytes]:
-    """Try so many inputs. Returns those that were taken in a way that no seed and none before was."""
+def fuzz(target: Target, inputs: int, seed: str) -> dict[str, bytes]:
+    """Try so many inputs. Returns those that were taken in a way that no seed and none before was, by that way."""
     rng = random.Random(f"{target.name} {seed}")
     pool = [*target.seeds, *read_corpus(target)]
     seen = {how(target.take(data)) for data in pool}
-    kept: list[bytes] = []
+    kept: dict[str, bytes] = {}
     for number in range(inputs):
         if number % 100 == 0:
             signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
@@ -67,7 +73,7 @@ def fuzz(target: Target, inputs: int, seed: int) -> list[bytes]:
             report(target, data, error)
         if taken not in seen and len(data) <= MOST_KEPT:
             seen.add(taken)
-            kept.append(data)
+            kept[taken] = data
             pool.append(data)
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return kept
@@ -84,29 +90,70 @@ def limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MOST_MEMORY, resource.RLIM_INFINITY))
 
 
+@cache
+def prepared() -> dict[str, Target]:
+    """Return this process's targets by name. What they load at the first use counts for no input: limits begin then."""
+    logging.disable(logging.ERROR)  # a refusal is logged
+    targets = {target.name: target for target in all_targets()}
+    for target in targets.values():
+        for data in target.seeds:
+            target.take(data)
+    limit_resources()
+    return targets
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process tries at a time."""
+
+    name: str
+    inputs: int
+    seed: str
+
+
+def parts(names: list[str], inputs: int, seed: int) -> list[Part]:
+    """Return the parts of a run, those of each target one after the other, the slowest targets first."""
+    found = []
+    for target in sorted(all_targets(), key=lambda target: target.share):
+        if not names or target.name in names:
+            for place, at in enumerate(range(0, inputs, PART)):
+                count = max(1, round(min(PART, inputs - at) * target.share))
+                found.append(Part(target.name, count, f"{seed} {place}"))
+    return found
+
+
+def run(part: Part) -> dict[str, bytes] | None:
+    """Try a part in this process; None if an input failed, which has been reported."""
+    try:
+        return fuzz(prepared()[part.name], part.inputs, part.seed)
+    except BaseException:
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
     parser.add_argument("targets", nargs="*", help="all, if none is named")
     parser.add_argument("--inputs", type=int, default=100_000, help="of each target; the slow ones get a part of it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--keep", action="store_true", help="add inputs that were taken in a new way to the corpus")
     flags = parser.parse_args()
-    logging.disable(logging.ERROR)  # a refusal is logged
-    targets = [target for target in all_targets() if not flags.targets or target.name in flags.targets]
-    for target in targets:
-        for data in target.seeds:  # what is loaded at the first use counts for no input
-            target.take(data)
-    limit_resources()
-    for target in targets:
-        started, count = time.monotonic(), max(1, round(flags.inputs * target.share))
-        kept = fuzz(target, count, flags.seed)
-        print(
-            f"{target.name}: {count} inputs in {time.monotonic() - started:.0f} s, {len(kept)} of a new kind",
-            flush=True,
-        )
-        if flags.keep and kept:
-            with (CORPUS / target.name).open("a") as file:
-                file.writelines(base64.b64encode(data).decode() + "\n" for data in kept)
+    started, failed = time.monotonic(), 0
+    counts: Counter[str] = Counter()
+    kept: dict[str, dict[str, bytes]] = defaultdict(dict)
+    chosen = parts(flags.targets, flags.inputs, flags.seed)
+    with ProcessPoolExecutor(flags.jobs) as pool:
+        for part, found in zip(chosen, pool.map(run, chosen), strict=True):
+            counts[part.name] += part.inputs
+            kept[part.name] |= found or {}
+            failed += found is None
+    for name, count in counts.items():
+        print(f"{name}: {count} inputs, {len(kept[name])} of a new kind")
+        if flags.keep and kept[name]:
+            with (CORPUS / name).open("a") as file:
+                file.writelines(base64.b64encode(data).decode() + "\n" for data in kept[name].values())
+    print(f"{counts.total()} inputs in {time.monotonic() - started:.0f} s, {failed} parts failed")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from orchestrator.records import check_tokens, to_records
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
 from orchestrator.responses_request import ResponsesRequest, to_chat
+from orchestrator.served_models import ServedModels
 from orchestrator.special_tokens import TextEncoder
 from protos import control_pb2, inference_pb2, speculation_pb2
 from sparsity.selection import BlockSelection
@@ -287,7 +288,7 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = make_app(ServedModels([frontend]), read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:

@@ -1,13 +1,18 @@
 """Put each fault of tests/mutants/table.py into a copy of the project, and see that its tests fail: `make mutants`.
 
-python -m tests.mutants [WORD…] runs those whose file or new text has one of the words. Its status is 1 if one survives.
+python -m tests.mutants [--jobs J] [WORD…] runs those whose file or new text has one of the words. Its status is 1 if
+one survives.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 from tests.mutants.table import MUTANTS, Mutant
@@ -17,28 +22,28 @@ TEST_SECONDS = 60  # a test that takes longer has failed: a mutant may make it w
 FAILED = 1  # pytest's status when tests ran and failed
 
 
-def copy_project(folder: Path) -> None:
-    """Copy the working tree, without what git ignores."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+@cache
+def own_copy(folder: str) -> Path:
+    """Copy the project into a folder of this process's own, without what begins with a dot and what Python leaves."""
+    place = Path(folder) / str(os.getpid())
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info"))
+    return place
 
 
-def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+def run_tests(folder: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", f"--timeout={TEST_SECONDS}", *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def is_killed(folder: Path, mutant: Mutant) -> bool:
+def is_killed(folder: str, mutant: Mutant) -> bool:
     """Return whether the tests of a mutant fail with it. Raises RuntimeError if they cannot be run."""
-    path = folder / mutant.file
+    path = own_copy(folder) / mutant.file
     before = path.read_text()
     path.write_text(mutant.applied_to(before))
     try:
-        done = run_tests(folder, list(mutant.tests))
+        done = run_tests(own_copy(folder), mutant.tests)
     finally:
         path.write_text(before)
     if done.returncode not in (0, FAILED):
@@ -46,27 +51,35 @@ def is_killed(folder: Path, mutant: Mutant) -> bool:
     return done.returncode == FAILED
 
 
-def main(words: list[str]) -> int:
-    chosen = [m for m in MUTANTS if not words or any(word in m.file or word in m.new for word in words)]
+def why_not(folder: str, test: str) -> str:
+    """Return what a file of tests says that fails without a mutant, or ""."""
+    done = run_tests(own_copy(folder), [test])
+    return done.stdout[-3000:] if done.returncode else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("words", nargs="*", help="those whose file or new text has one; else all")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, each with a copy of the project")
+    flags = parser.parse_args()
+    chosen = [m for m in MUTANTS if not flags.words or any(word in m.file or word in m.new for word in flags.words)]
     if not chosen:
-        print(f"no fault is put in by {' or '.join(words)}: give a part of a file's name or of the new text")
+        print(f"no fault is put in by {' or '.join(flags.words)}: give a part of a file's name or of the new text")
         return 2
-    with tempfile.TemporaryDirectory(prefix="specahead-mutants-") as name:
-        folder = Path(name)
-        copy_project(folder)
-        clean = run_tests(folder, sorted({test for mutant in chosen for test in mutant.tests}))
-        if clean.returncode:
-            print(f"the tests fail without a mutant\n{clean.stdout[-3000:]}")
-            return 1
-        survivors = []
-        for mutant in chosen:
-            killed = is_killed(folder, mutant)
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="specahead-mutants-") as folder, ProcessPoolExecutor(flags.jobs) as pool:
+        tests = sorted({test for mutant in chosen for test in mutant.tests})
+        failures = dict(zip(tests, pool.map(partial(why_not, folder), tests), strict=True))
+        for test, failure in failures.items():
+            if failure:
+                print(f"{test} fails without a mutant, so that its mutants are not tried\n{failure}")
+        tried = [mutant for mutant in chosen if not any(failures[test] for test in mutant.tests)]
+        for mutant, killed in zip(tried, pool.map(partial(is_killed, folder), tried), strict=True):
             print(f"{'killed  ' if killed else 'SURVIVED'} {mutant.file}: {mutant.what}", flush=True)
-            if not killed:
-                survivors.append(mutant)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants are killed")
-    return bool(survivors)
+            survivors += not killed
+    print(f"{len(tried) - survivors} of {len(tried)} mutants are killed, {len(chosen) - len(tried)} not tried")
+    return bool(survivors or len(tried) < len(chosen))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

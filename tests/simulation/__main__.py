@@ -20,11 +20,14 @@ def main() -> None:
     if flags.seed is not None:
         sys.exit(show(flags.seed))
     result, started, told = Result(), time.monotonic(), time.monotonic()
-    for part in run_in_processes(range(flags.first, flags.first + flags.seeds), flags.jobs):
-        result.add(part)
-        if time.monotonic() - told > _PROGRESS_SECONDS:
-            told = time.monotonic()
-            print(f"{result.seeds} seeds, {len(result.violations)} violations", flush=True)
+    try:
+        for part in run_in_processes(range(flags.first, flags.first + flags.seeds), flags.jobs):
+            result.add(part)
+            if time.monotonic() - told > _PROGRESS_SECONDS:
+                told = time.monotonic()
+                print(f"{result.seeds} seeds, {len(result.violations)} violations", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: this is what was run")
     print("\n".join(result.table()))
     print(f"{time.monotonic() - started:.0f} s")
     sys.exit(bool(result.violations))

@@ -153,6 +153,7 @@ def test_a_session_begins_as_is_typically_the_fastest_and_drafted_where_that_is_
     begun = [controller.first_pace(LOAD, 100, announces=False) for _ in range(TRIED_SESSIONS)]
     assert [pace.is_paused(100) for pace in begun].count(False) == 1  # to see whether it is still so
     assert all(pace.is_paused(100 + LONGEST_PAUSE - 1) for pace in begun if pace.is_paused(100))
+    assert all(pace.is_paused(100 + round(4 * 3.0 / 0.01) - 1) for pace in begun if pace.is_paused(100))
 
 
 # On a machine.
@@ -201,6 +202,12 @@ def test_a_sparse_step_is_chosen_where_it_is_faster(dense: float, sparse: float)
     machine.generate(3000)
     late = Counter(kind.sparse for kind in machine.kinds[-200:])
     assert late[sparse < dense] > 180
+
+
+def test_a_draft_that_is_far_too_slow_costs_a_hundredth_at_most() -> None:
+    machine = Machine(1.0, 1.2, 1.2, 2.5, lambda place: 0.8)
+    machine.generate(1000)
+    assert machine.generate(5000) >= 0.98
 
 
 def test_it_follows_an_acceptance_that_changes_within_few_rounds() -> None:

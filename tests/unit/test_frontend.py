@@ -34,7 +34,7 @@ class Failing(ScriptedRouter):
                 if self.stuck:
                     await asyncio.Event().wait()
 
-    def fail_all(self, error: ServiceError) -> None:
+    def leave(self, error: ServiceError) -> None:
         self.told.append(error)
 
 

@@ -737,7 +737,7 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     assert idle > 0
     rounds = ["d" if commit.drafted else "p" for commit in world.commits[name]]
     drafted = [len(run) for run in "".join(rounds).split("p") if run]
-    assert drafted[:3] == [12, 4, 4]
+    assert drafted[:3] == [9, 4, 4]
     plain = [len(run) for run in "".join(rounds).split("d") if run]
     assert plain[0] >= 16 and plain[1] >= 32
     assert world.verifier.counters["drafting_pauses"] in (3, 4)  # how soon each begins is a matter of the schedule
@@ -813,7 +813,7 @@ def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
     while len(world.commits[name]) < 5:
         world.happen()
     session = world.sessions[name]
-    sparse = session.choice
+    sparse = session.next_round
     for choice in (Choice(2, False), sparse):
         session.pace = replace(session.pace, choice=choice)
         before = len(world.commits[name])

@@ -26,6 +26,7 @@ from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import read_request
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.structured_outputs import Structure
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
@@ -131,6 +132,82 @@ async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
     for record in router.opened:
         assert follows(record.grammar, '{"a": 5}', router.tokenizer)
         assert not follows(record.grammar, "{}", router.tokenizer)
+
+
+INT = {"type": "json_schema", "json_schema": {"type": "integer"}}
+ADD = {"begin": "<add>", "content": INT, "end": "</add>"}
+SAY = {"begin": "<say>", "content": {"type": "any_text"}, "end": ["</say>", "<end>"]}
+OLDER = {"structures": [{"begin": "<add>", "schema": {"type": "integer"}, "end": "</add>"}], "triggers": ["<add"]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<add", "<say"], "tags": [ADD, SAY]}
+SEPARATED = {"type": "tags_with_separator", "tags": [ADD, SAY], "separator": ", "}
+ORDERED = {
+    "type": "sequence",
+    "elements": [
+        {"type": "const_string", "value": "So: "},
+        {"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "tag", **ADD}]},
+    ],
+}
+TAGGED = [  # what follows it, what does not
+    (OLDER, ["Hello", "", "one <add>1</add> and <add>22</add>.", "a <sub>"], ["<add>x</add>", "<adder>"]),
+    ({"format": TRIGGERED}, ["Hello", "<add>1</add> <say>any <thing></say>", "<say>x<end>"], ["<add>x", "<sayx"]),
+    ({"format": TRIGGERED | {"at_least_one": True}}, ["Hm <add>1</add>, so"], []),
+    ({"format": TRIGGERED | {"stop_after_first": True}}, ["Hello", "Hm <add>1</add>"], ["<add>1</add>x"]),
+    ({"format": SEPARATED}, ["", "<add>1</add>, <say></say>"], ["x", "<add>1</add><"]),
+    ({"format": SEPARATED | {"stop_after_first": True, "at_least_one": True}}, ["<add>1</add>"], ["<add>1</add>,"]),
+    ({"format": ORDERED}, ["So: a/bb", "So: <add>3</add>"], ["So: b", "a/b"]),
+    ({"format": {"type": "tag", "begin": "[", "content": INT, "end": ""}}, ["[7"], ["[7]", "7"]),
+]
+
+
+@pytest.mark.parametrize("marks", [[], ["<add>", "<say>", "</say>"], ["<add"]])
+@pytest.mark.parametrize(("given", "right", "wrong"), TAGGED)
+async def test_structural_tags(
+    tokenizer: Any, given: Any, right: list[str], wrong: list[str], marks: list[str]
+) -> None:
+    """The same whether tags are text, tokens, or begin with tokens."""
+    tokenizer = with_marks(tokenizer, marks)
+    lark = tag_grammar(json.dumps(given), "response_format", tokenizer)
+    source = await GrammarCompiler().compile(Structure("lark", lark, "response_format"))
+    for text in right:
+        assert follows(source, text, tokenizer), text
+    for text in wrong:
+        assert follows(source, text, tokenizer) is False, text
+    needed = given.get("format", {}).get("at_least_one")
+    assert bool(follows(source, "", tokenizer)) == (not needed and given.get("format", {}).get("type") in OPTIONAL)
+
+
+OPTIONAL = (None, "triggered_tags", "tags_with_separator")
+
+
+async def test_structural_tags_of_a_request(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = "Well, <add>12</add>."
+    tags: Any = {"type": "structural_tag", "format": TRIGGERED}
+    chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=tags)
+    assert chat.choices[0].message.content == router.answer
+    outputs = {"structured_outputs": {"structural_tag": json.dumps(OLDER)}}
+    await client.completions.create(model=MODEL, prompt="The sea", extra_body=outputs)
+    for record in router.opened:
+        assert follows(record.grammar, router.answer, router.tokenizer)
+        assert follows(record.grammar, "<add>x", router.tokenizer) is False
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        ({"format": {"type": "grammar", "grammar": "root ::= x"}}, "formats are const_string, .* got 'grammar'"),
+        ({"format": {"type": "tag", "begin": "<a>", "end": "</a>"}}, "lacks 'content'"),
+        ({"format": TRIGGERED | {"triggers": ["<x"]}}, "'<add>' begins with none of the triggers"),
+        ({"format": "all"}, "no structural tag"),
+        ({}, "lacks 'structures'"),
+    ],
+)
+async def test_structural_tags_that_are_not_known_are_refused_by_name(
+    client: AsyncOpenAI, tags: Any, words: str
+) -> None:
+    form: Any = {"type": "structural_tag", **tags}
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    assert refused.value.param == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,65 @@ def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     assert not stand.step()
 
 
+def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    late = together(ahead(stand, 101, 5), replace(ahead(stand, 103, right[2]), tokens=right[3:7]))
+    stand.receive(stand.proposal(right[:2], announces=False))
+    assert stand.step()
+    assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
+    stand.receive(late)
+    again = replace(stand.proposal([9, 9], announces=False), draft_seconds=1.0)
+    before = stand.state()
+    stand.receive(again)  # as a draft says it once it has the verdict
+    assert stand.state() == before
+    assert stand.verifier.counters["late_rounds"] == stand.verifier.counters["repeated_frames"] == 1
+    assert stand.step()
+    assert stand.session.tokens == [*stand.tokens, *right[:8]]
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    assert (verdict.plain, verdict.accepted) == (False, 4)
+
+
+def test_what_crossed_a_verdict_that_it_did_not_foresee_is_stale() -> None:
+    stand = Stand()
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    wrong = replace(together(ahead(stand, 103, (right[2] + 1) % VOCAB)), announces=True)
+    at = wrong.at
+    for event in (stand.announcement(), stand.proposal(right[:2])):
+        stand.receive(event)
+    assert stand.step()
+    before = stand.state()
+    selection = stand.selection(at.base)
+    late = m.Announcement(at, encode_selection(selection, ((0, 0), stand.selection(100))))
+    for event in (late, wrong):
+        stand.receive(event)
+    assert stand.state() == before
+    assert stand.verifier.counters["stale_frames"] == 1
+    assert not stand.step()
+    # What it announced is not taken for what is announced now.
+    stand.receive(replace(stand.announcement(), selection=encode_selection(stand.selection(103, 3))))
+    stand.receive(stand.proposal())
+    assert stand.step()
+    assert stand.verifier.counters["refused_frames"] == 0
+
+
+def test_an_announcement_that_crossed_the_verdict_is_read_with_its_proposals() -> None:
+    stand = Stand()
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    right_ahead = replace(together(ahead(stand, 103, right[2])), announces=True)
+    reference = (0, 0), stand.selection(100)
+    for event in (stand.announcement(), stand.proposal(right[:2])):
+        stand.receive(event)
+    assert stand.step()
+    selection = stand.selection(103, 3)
+    stand.receive(m.Announcement(right_ahead.at, encode_selection(selection, reference)))
+    stand.receive(right_ahead)
+    assert stand.session.announced[stand.session.key].keys.tolist() == selection.keys.tolist()
+    assert stand.step()
+    assert (stand.session.at.round, stand.verifier.counters["late_rounds"]) == (2, 1)
+
+
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
     stand = Stand(m.Exactness.EXACT)
     many = [ahead(stand, 101, token) for token in range(MAX_BRANCHES + 1)]

@@ -45,14 +45,21 @@ async def target_task(
     logits: Logits | None = None, **settings: Any
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[None]]]:
     """The same, and the task that serves: it is cancelled as SIGTERM does it."""
+    async with target_at(logits, **settings) as (address, task), grpc.aio.insecure_channel(address) as channel:
+        yield channel, task
+
+
+@contextlib.asynccontextmanager
+async def target_at(logits: Logits | None = None, **settings: Any) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """A target in this process for 30 s at most: its address, and the task that serves."""
     runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
     service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
     task = asyncio.create_task(service)
     try:
-        async with asyncio.timeout(30), grpc.aio.insecure_channel(await address) as channel:
-            yield channel, task
+        async with asyncio.timeout(30):
+            yield await address, task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
