@@ -1,7 +1,7 @@
 """How a setting is declared: once, as a field of a section, with all that a command line needs to know of it."""
 
 import dataclasses
-import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,5 +80,4 @@ def declared_in(section: type[Any]) -> tuple[Setting, ...]:
         if declared is not None:
             known = {"side": section.side, "field": item.name}
             words = {name: getattr(declared, name).format(**known) for name in ("help", "name", "flag")}
-            found.append(dataclasses.replace(declared, field=item.name, kind=item.type, **words))
-    return tuple(found)
+            yield dataclasses.replace(declared, field=item.name, kind=item.type, **words)
