@@ -33,7 +33,7 @@ class DraftProtocol:
         self.drafts: list[DraftPeer] = []
         self._sessions, self._counters = sessions, counters
         self._number = _number(settings.name)
-        self._plan, self._gamma, self._vocab_size = plan, settings.gamma, vocab_size
+        self._plan, self._gamma, self._vocab_size = plan, settings.most_drafted, vocab_size
 
     # Which draft a session has.
 
@@ -114,7 +114,7 @@ class DraftProtocol:
         log.warning("draft %s, session %s: %s", peer.name, name, error)
         self._counters["rejected_events"] += 1
         self.end(session)
-        session.usefulness = session.usefulness.paused(len(session.tokens))
+        session.pace = session.pace.paused(len(session.tokens))
 
     def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
         if not session.announced_by:
