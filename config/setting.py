@@ -71,9 +71,13 @@ class Section:
             item.check(getattr(self, item.field), item.name or item.field)
 
 
-@functools.cache
-def declared_in(section: type[Any]) -> tuple[Setting, ...]:
+def declared_in(section: type[Section]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
+    return _declared_in(section)  # type: ignore[arg-type]  # the hash of its instances is taken for the class's
+
+
+@functools.cache
+def _declared_in(section: type[Section]) -> tuple[Setting, ...]:
     found = []
     for item in dataclasses.fields(section):
         declared: Setting | None = item.metadata.get("setting")

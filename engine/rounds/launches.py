@@ -10,9 +10,10 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
-from engine.next_tokens import draw_tokens, slots_in
+from engine.next_tokens import draw_tokens
 from engine.passes.reads import heads_of
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
@@ -169,7 +170,7 @@ def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedRead
     before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
     present = before > 0
     position = before.long() + index
-    slot = slots_in(tables, position).where(present, -1)
+    slot = _slots_of(tables, position).where(present, -1)
     lengths = (before + index + 1).where(present, 0)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
     rows = Rows(starts, lengths, tables, 1)
@@ -183,11 +184,17 @@ def _run_branches(
     given, shape = round_.given, round_.shape
     before, own = given["before"], given["own"]
     tables = given["block_tables"].repeat_interleave(shape.branches, 0)
-    slots = slots_in(tables, own.long() + index).where(given["kept_own"] > 0, -1)
+    slots = _slots_of(tables, own.long() + index).where(given["kept_own"] > 0, -1)
     visible = torch.stack((before, own, (own + index + 1).where(before > 0, 0)), 1)
     starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=own.device)
     rows = Rows(starts, given["totals"], given["block_tables"], shape.branches, visible)
     return _run_pass(round_, rows, (token, before.long() + index, slots), lists, evidence, None)
+
+
+def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
+    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
+    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
+    return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _run_pass(
