@@ -1,7 +1,8 @@
 """Which sessions are drafted for.
 
-Their KV room grows as tokens come. Where it runs out, the session that was begun last gives way: its target decodes it
-plainly, and it waits its turn with those that found no room at all.
+Their KV room grows as tokens come. Where it runs out, a session gives way: its target decodes it plainly, and it waits
+its turn with those that found no room at all. Targets share the room: of the one with the most sessions here that
+which was begun last gives way, and of the one with the fewest that goes on which has waited longest.
 """
 
 from collections import Counter, deque
@@ -53,21 +54,25 @@ class Admission:
         grammar = None
         if begin.grammar and self._grammars is not None:
             grammar = self._grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
-        session = DraftSession.from_begin(peer, begin, self._settings.gamma, grammar)
+        session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)
 
     def drop(self, session: DraftSession) -> None:
-        """Release all that a session holds, and ask for the session that has waited longest for room."""
+        """Release all that a session holds, and ask for a session that waits for room: of the target with the fewest
+        sessions here that which has waited longest."""
         self._release(session)
         if self.waiting:
-            peer, name = self.waiting.popleft()
+            peer, name = chosen = min(self.waiting, key=lambda waits: len(waits[0].sessions))
+            self.waiting.remove(chosen)
             peer.send(Resync(name))  # it went on without us: where does it stand now?
 
     def preempt_youngest(self) -> None:
-        """Have the session that was begun last give its room to the others, and wait for room before all that do."""
-        session = self.sessions[-1]
+        """Have a session give its room to the others, and wait for room before all that do: of the target with the most
+        sessions here that which was begun last."""
+        most = max(len(session.peer.sessions) for session in self.sessions)
+        session = next(each for each in reversed(self.sessions) if len(each.peer.sessions) == most)
         self._decline(session.peer, session.id)
         self._release(session)
         self.waiting.appendleft((session.peer, session.id))
@@ -120,4 +125,4 @@ class Admission:
 
     def _need(self, tokens: int) -> int:
         """Return the pages of so many tokens, a round, and the branches that are drafted behind it."""
-        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.gamma + 1))
+        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.most_drafted + 1))

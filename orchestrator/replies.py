@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.response_templates import closing_tag
 from orchestrator.xml_calls import meant_properties
 
 # A call that is no JSON is given back as text.
@@ -118,14 +119,16 @@ class ReplyFormat:
         stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
         only_calls: whether there is no content, since calls are forced.
         """
+        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         if self.own is not None:
-            return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools), only_calls=only_calls)
+            own = ResponseParser(self.own, prefix=prompt, tools=typed)
+            return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return None
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
-            tools = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
+            tools = typed
         parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
         return ReplyParser(parser, self.tools == "mistral", stream, only_calls, closing)
@@ -169,18 +172,19 @@ class ReplyParser:
     ) -> None:
         self._parser: ResponseParser | None = parser
         self._short_ids, self._stream, self._only_calls, self._closing = short_ids, stream, only_calls, closing
-        self._call, self._told = "", 0  # the text of the call that is open, and how much of it is told
+        # The text of the call that is open, where its arguments begin, and how much of it is told.
+        self._call, self._begun, self._told = "", 0, 0
         self._tail = ""  # the last of the text
 
-    def feed(self, text: str, last: bool) -> list[Delta]:
-        """Return what a piece adds; at the last one, all that is left."""
+    def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
+        """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
         deltas = [Delta(text)] if text else []
         if self._parser is not None:
             self._tail = (self._tail + text)[-80:]
-            deltas = self._parse(self._parser, text, last)
+            deltas = self._parse(self._parser, text, last, cut)
         return [delta for delta in deltas if not (delta.content and self._only_calls)]
 
-    def _parse(self, parser: ResponseParser, text: str, last: bool) -> list[Delta]:
+    def _parse(self, parser: ResponseParser, text: str, last: bool, cut: bool) -> list[Delta]:
         try:
             deltas = [delta for event in parser.feed(text) for delta in self._deltas(event)]
         except ValueError:  # the text breaks the rules of the tokenizer's own template: the rest is given as it is
@@ -188,26 +192,26 @@ class ReplyParser:
             return [Delta(text)] if text else []
         if last:
             try:
-                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, last=True)]
+                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, True, cut)]
             except ValueError:  # and so does a call that was cut off
                 deltas += self._unfinished(self._call)
         return deltas
 
-    def _deltas(self, event: dict[str, Any], last: bool = False) -> list[Delta]:
+    def _deltas(self, event: dict[str, Any], last: bool = False, cut: bool = False) -> list[Delta]:
         field = event["field"]
         if field.startswith("tool_call"):
             if event["type"] == "region_open":
                 self._call, self._told = "", 0
             elif event["type"] == "region_chunk":
                 self._call += event["text"]
-                return self._tell_call() if self._stream and field == "tool_calls" else []
-            elif self._told:  # what is left, but for the brace that closes a complete call
-                end = -1 if isinstance(event["value"], dict) else None
-                left = self._call.rstrip()[self._told : end]
+                # What comes last may be the beginning of what closes the call.
+                return self._tell_call() if self._stream and field == "tool_calls" and not last else []
+            elif self._told:
+                left = self._call[self._told : _end_of_json(self._call, self._begun)]
                 return [Delta(arguments=left)] if left else []
             else:
                 calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                return [delta for call in calls for delta in self._called(call, last)]
+                return [delta for call in calls for delta in self._called(call, cut)]
         if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
             return []
         return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
@@ -219,7 +223,7 @@ class ReplyParser:
             begun = _BEGUN.match(self._call)
             if begun is None:
                 return []
-            self._told = begun.end()
+            self._begun = self._told = begun.end()
             said = [Delta(call=CalledTool(self._new_id(), begun[1], ""))]
         end = max(self._told, len(self._call.rstrip("} \t\r\n")))
         self._told, more = end, self._call[self._told : end]
@@ -229,9 +233,9 @@ class ReplyParser:
         number = secrets.token_hex(12)
         return number[:9] if self._short_ids else f"call_{number}"
 
-    def _called(self, value: Any, last: bool) -> list[Delta]:
-        """Return a call that was parsed, or what there is of it; text for what is no call. last: whether it is the last
-        thing in the text."""
+    def _called(self, value: Any, cut: bool) -> list[Delta]:
+        """Return a call that was parsed, or what there is of it; text for what is no call. cut: whether it is the last
+        thing in a text that was cut off."""
         if isinstance(value, str):
             return self._unfinished(value)
         function = value.get("function", value) if isinstance(value, dict) else None
@@ -239,7 +243,7 @@ class ReplyParser:
             return [Delta(json.dumps(value))]
         arguments = function.get("arguments", function.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if last and self._closing and not self._tail.rstrip().endswith(self._closing):
+        if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
             text = text[:-1]  # nobody is to take it for complete
         return [Delta(call=CalledTool(self._new_id(), function["name"], text))]
 
@@ -248,12 +252,17 @@ class ReplyParser:
         there is none."""
         at, deltas = len(text) - len(text.lstrip(" \t\r\n[")), list[Delta]()
         while (begun := _BEGUN.match(text, at)) is not None:
-            try:
-                _, end = json.JSONDecoder().raw_decode(text, begun.end())
-            except ValueError:
-                end = len(text)
+            end = _end_of_json(text, begun.end())
             deltas.append(Delta(call=CalledTool(self._new_id(), begun[1], text[begun.end() : end])))
             between = _BETWEEN.match(text, end)
             assert between is not None
             at = between.end()
         return deltas or ([Delta(text)] if text else [])
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Return where the JSON value ends that begins at `start`; the end of the text if it is not complete."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except ValueError:
+        return len(text)

@@ -9,7 +9,7 @@ import numpy as np
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class At(NamedTuple):
@@ -151,7 +151,16 @@ class Resync:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How many sessions a draft drafts for other targets than the one that it tells."""
+
+    other_sessions: int
+
+
+@dataclass(frozen=True)
 class Begin:
+    """gamma: tokens to draft a round; 0: as many as the handshake says. dense: announce nothing for now."""
+
     at: At
     tokens: list[int]
     sampling: Sampling
@@ -161,16 +170,23 @@ class Begin:
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
     traceparent: str = ""  # W3C; empty: not traced
+    gamma: int = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's."""
+    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's.
+
+    gamma, dense: as of Begin, for rounds that are not drafted yet.
+    """
 
     at: At
     accepted: int
     tokens: list[int]
     plain: bool
+    gamma: int = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -308,7 +324,7 @@ class SessionReads:
     fetched: list[int]
 
 
-DraftEvent = Announcement | Proposals | Ready | Decline | Resync
+DraftEvent = Announcement | Proposals | Ready | Decline | Resync | Load
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
 ServedEvent = Commit | Closed | Report

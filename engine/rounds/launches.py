@@ -51,14 +51,14 @@ class _Round:
         """Return where a pass adds the weights of its last queries."""
         if self.evidence is None:
             return None
-        share = 1 / (self.settings.gamma + 1)
+        share = 1 / self.shape.passes(self.settings)
         return Evidence(self.evidence, share, self.settings.block_size, self.shape.branches)
 
     @property
     def ends(self) -> Tensor:
         """The tokens of each sequence once the round has run, int32 [sequences]."""
         given = self.given
-        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.settings.gamma
+        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.shape.passes(self.settings) - 1
 
 
 def run_round(
@@ -114,14 +114,14 @@ def _zero_evidence(
 def _draw_tokens(
     round_: _Round, logits: Tensor, later: ListedReads | None, forbid: Callable[[Tensor, list[Tensor]], None] | None
 ) -> dict[str, list[Tensor]]:
-    """Draw a token from the logits of the first pass and run one more pass for each of gamma tokens.
+    """Draw a token from the logits of the first pass and run one more pass for each of γ tokens.
 
-    Returns for each result what each of the gamma + 1 draws gives it.
+    Returns for each result what each of the γ + 1 draws gives it.
     """
     drawn: dict[str, list[Tensor]] = defaultdict(list)
-    settings = round_.settings
+    settings, passes = round_.settings, round_.shape.passes(round_.settings)
     rules = ChangedLogits(round_.given, round_.shape.branches) if round_.shape.ruled else None
-    for index in range(settings.gamma + 1):
+    for index in range(passes):
         logits = logits if rules is None else rules.change(logits)
         if forbid is not None:
             forbid(logits, drawn["tokens"])
@@ -135,7 +135,7 @@ def _draw_tokens(
         if support is not None:
             drawn["ids"].append(support[0])
             drawn["probs"].append(support[1])
-        if index < settings.gamma:
+        if index < passes - 1:
             logits = _run_later_pass(round_, token, index, later)
     return drawn
 
@@ -246,7 +246,7 @@ def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads)
         read = present * round_.decoder.num_layers * round_.kv.kv_heads
     else:
         read = first.blocks.counts.sum((0, 2))
-    return read + round_.settings.gamma * later.blocks.counts.sum((0, 2))
+    return read + (round_.shape.passes(round_.settings) - 1) * later.blocks.counts.sum((0, 2))
 
 
 def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1) -> ListedReads:

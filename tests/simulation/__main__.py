@@ -1,6 +1,7 @@
 """`python -m tests.simulation`: run seeds and say what came up; run one again to see what led to its violation."""
 
 import argparse
+import signal
 import sys
 import time
 
@@ -16,12 +17,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, help="run this one alone, and show its log")
+    parser.add_argument("--crowd", action="store_true", help="2 to 4 targets and 50 sessions in each run")
     flags = parser.parse_args()
     if flags.seed is not None:
-        sys.exit(show(flags.seed))
-    result, started, told = Result(), time.monotonic(), time.monotonic()
+        sys.exit(show(flags.seed, flags.crowd))
+    result, started, told = Result(crowd=flags.crowd), time.monotonic(), time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended, as interrupted, it says what it has done
+    seeds = range(flags.first, flags.first + flags.seeds)
     try:
-        for part in run_in_processes(range(flags.first, flags.first + flags.seeds), flags.jobs):
+        for part in run_in_processes(seeds, flags.jobs, flags.crowd):
             result.add(part)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -29,13 +33,13 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted: this is what was run")
     print("\n".join(result.table()))
-    print(f"{time.monotonic() - started:.0f} s")
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bool(result.violations))
 
 
-def show(seed: int) -> int:
+def show(seed: int, crowd: bool) -> int:
     """Run a seed and print its scenario, its log up to the first violation, and all violations."""
-    world = run_seed(seed, keep_log=True)
+    world = run_seed(seed, keep_log=True, crowd=crowd)
     lines = world.log.lines or []
     at = next((index for index, line in enumerate(lines) if " violation: " in line), len(lines))
     print(world.scenario)

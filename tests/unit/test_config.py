@@ -182,7 +182,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--gamma", "0"),
+        ("--gamma", "-1"),
         ("--gamma", "65"),
         ("--budget", "-0.1"),
         ("--budget", "1.5"),
@@ -440,7 +440,7 @@ def test_what_exists_holds_allowed_values(name: str) -> None:
 
 
 def test_one_message_names_source_setting_value_and_range() -> None:
-    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 1 and at most 64$"):
+    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 0 and at most 64$"):
         resolve("--gamma", "65")
     with pytest.raises(SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"):
         resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")
