@@ -138,7 +138,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", nargs="+", default=["8x32K"], metavar="NxCONTEXT", help="sessions x prompt tokens; 8x32K, 4x102000"
     )
-    parser.add_argument("--modes", nargs="+", default=modes, choices=modes, help="none: without a draft")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=modes,
+        choices=[*modes, "self"],
+        help="none: without a draft; self: the target drafts for itself, measured beside none alone",
+    )
     parser.add_argument("--waves", type=int, nargs="+", default=[2], help="micro-batches that sessions are drafted in")
     parser.add_argument(
         "--ahead", nargs="+", default=["yes"], choices=["yes", "no"], help="draft on before a verdict is here"

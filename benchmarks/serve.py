@@ -30,6 +30,7 @@ from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape,
 from benchmarks.serving.service import Controls
 
 _ADAPTED = 4
+_ALONE = ("none", "self")  # modes of a target without a draft
 _MARGIN = 64  # tokens of room beside prompt and output
 
 
@@ -75,7 +76,7 @@ def run(flags: argparse.Namespace) -> None:
         flags.read_share,
         max(flags.branches),
         adaptive=flags.gamma == "auto",
-        target_flags=tuple(shlex.split(flags.target_flags)),
+        target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
         gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
     )
@@ -114,6 +115,8 @@ def _check(flags: argparse.Namespace) -> None:
     least = 8 * (most + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with gamma {most} it takes {least} for rounds to be timed")
+    if "self" in flags.modes and ({*flags.modes} - {"self", "none"} or flags.hot):
+        raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone, and without --hot")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
 
@@ -150,7 +153,7 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     flags, room = run.flags, _room(run, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
         deployment = Deployment(start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds)
-        modes = [mode for mode in flags.modes if mode != "none" and (not hot or mode == "approximate")]
+        modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
         (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
         known: set[int] = set()
@@ -158,8 +161,10 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
-            if "none" in flags.modes and not hot:
-                _measure_row(run, deployment, address, shape, Way("none"))
+            for mode in _ALONE if not hot else ():
+                if mode in flags.modes:
+                    deployment.control(Controls(attached=False, self_drafting=mode == "self"))
+                    _measure_row(run, deployment, address, shape, Way(mode))
         for shape in shapes if modes else []:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
@@ -227,8 +232,8 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
             return run_clients(address, _load(run, name, shape, tokens, exactness, max(0, repeat)))
 
         drafted_after = 0.0
-        if way.mode == "none":
-            measure(10, -1)
+        if way.mode in _ALONE:
+            measure(2 * (run.pair.gamma + 1), -1)
         else:
             drafted_after = _wait_until_drafted(run, lambda: measure(12 * (run.pair.gamma + 1), -1), f"{shape}, {way}")
         runs = [measure(run.flags.tokens, repeat) for repeat in range(run.flags.repeat)]
@@ -240,7 +245,7 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                breakdown = deployment.breakdown(kept.name, "target", "draft" if way.mode != "none" else "")
+                breakdown = deployment.breakdown(kept.name, "target", "" if way.mode in _ALONE else "draft")
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 

@@ -86,10 +86,10 @@ def _measure(
                 for name, figures in clients.run(loaded, flags.tokens, repeat).items():
                     runs.setdefault((len(loaded) > 1, name), []).append(figures)
         alone, rows = dict(alone or {}), []
-        for (others, name), figures in sorted(runs.items()):
+        for (others, name), measured in sorted(runs.items()):
             draft = deployment.drafts[deployment.targets.index(name) % drafts]
-            idle = deployment.breakdown(figures[-1].name, name, draft).draft_idle
-            rates = [each.tokens_a_second for each in figures]
+            idle = deployment.breakdown(measured[-1].name, name, draft).draft_idle
+            rates = [each.tokens_a_second for each in measured]
             if not all(rates):
                 raise ValueError(f"{name}: at no moment did all {shape.sessions} sessions generate; give more --tokens")
             row = SharedRow(name, drafts, others, rates, median(rates), None, 1 - idle)

@@ -74,7 +74,7 @@ class Section:
 
 
 @functools.cache
-def declared_in(section: type[Section]) -> tuple[Setting, ...]:
+def declared_in(section: type[Any]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
     found = []
     for item in dataclasses.fields(section):

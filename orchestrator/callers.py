@@ -111,10 +111,10 @@ class Callers:
             del caller.elsewhere[target]
         by_name = {caller.name: caller for caller in self._by_digest.values()} if usage else {}
         for each in usage:
-            if (caller := by_name.get(each.caller)) is not None:
-                caller.elsewhere[target] = each.requests
-                caller.pay(each.tokens_used)
-                self._elsewhere.setdefault(target, []).append(caller)
+            if (user := by_name.get(each.caller)) is not None:
+                user.elsewhere[target] = each.requests
+                user.pay(each.tokens_used)
+                self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
         """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""

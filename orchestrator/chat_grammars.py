@@ -9,8 +9,8 @@ from typing import Any
 from orchestrator.chat_request import ChatRequest, Tool
 from orchestrator.lark import Lark, any_text, json_term, literal
 from orchestrator.replies import ReplyFormat
-from orchestrator.xml_calls import RULES as XML_RULES
-from orchestrator.xml_calls import call_body
+from orchestrator.response_templates import content_mark, own_calls, reasoning_marks, reasons_behind
+from orchestrator.xml_calls import QWEN, call_body, rules_of
 from wire.errors import InvalidArgument
 
 # How calls are written, for which a grammar can be made: what opens and closes each, and the name of its arguments.
@@ -33,27 +33,35 @@ def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer
     calls = _calls_grammar(request, form, lark) if request.must_call or request.has_strict_tools else ""
     if not calls and structure is None:
         return ""
-    if form.own is not None and any(name.startswith(("reason", "think")) for name in form.own["fields"]):
-        message = "the model's own response template says how it reasons: no structure can be put behind that"
-        raise InvalidArgument(message, structure.param if structure else "tool_choice", "unsupported_value")
-    reasoning, rules = _reasoning(prompt, form, lark)
+    try:
+        reasoning, rules = _reasoning(prompt, form, lark)
+        opening = lark.spell(content_mark(form.own)) if form.own is not None and structure is not None else ""
+    except ValueError as error:
+        message = f"nothing can be put behind what the model's own response template says: {error}"
+        raise InvalidArgument(message, structure.param if structure else "tool_choice", "unsupported_value") from None
     if request.must_call:
         return f"start: {reasoning}calls\n{rules}{calls}"
     if structure is not None:  # in place of the free text beside calls
-        answer = "(calls | @body)" if calls else "@body"
-        return f"start: {reasoning}{answer}\n{rules}{calls}" if calls or reasoning else ""
+        answer = "(calls | @body)" if calls else f"{opening} @body"
+        return f"start: {reasoning}{answer}\n{rules}{calls}" if calls or reasoning or opening else ""
     return f"start: {reasoning}{_FREE[form.tools][0]}\n{rules}{calls}{_FREE[form.tools][1]}"
 
 
 def _reasoning(prompt: str, form: ReplyFormat, lark: Lark) -> tuple[str, str]:
-    """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason."""
-    if not form.reasoning:
+    """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason.
+
+    Raises ValueError where an own response template does not tell what opens and closes it.
+    """
+    marks = ("<think>", "</think>") if form.reasoning else None
+    if form.own is not None:
+        marks = reasoning_marks(form.own)
+    if marks is None:
         return "", ""
-    thought, rules = lark.before("</think>", "thought")
+    thought, rules = lark.before(marks[1], "thought")
     rules += "GAP: /\\s*/\n"
-    if form.thinks(prompt):
+    if form.thinks(prompt) if form.own is None else reasons_behind(form.own, prompt):
         return f"{thought} GAP ", rules
-    return f"({lark.marker('<think>')} {thought} GAP)? ", rules
+    return f"({lark.spell(marks[0])} {thought} GAP)? ", rules
 
 
 # Calls.
@@ -67,19 +75,22 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: Lark) -> str:
 
     Raises InvalidArgument if calls are forced in a format whose grammar is not known.
     """
+    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
+    if form.own is not None and request.must_call:
+        functions = (tool.function for tool in request.callable_tools)
+        return own_calls(form.own, [(each.name, each.parameters or {}) for each in functions], several, lark)
     known_format = form.own is None and (form.tools in _JSON_CALLS or form.tools == "qwen3_coder")
     opened_by = _OPENINGS.get(form.tools, "")
     if not request.must_call and not (known_format and (not opened_by or lark.has_token(opened_by))):
         return ""
     if not known_format:
         known = ", ".join([*_JSON_CALLS, "qwen3_coder"])
-        message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'its own'}"
+        message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'none'}"
         raise InvalidArgument(message, "tool_choice", "unsupported_value")
-    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
     calls = [_call(request, tool, form, lark) for tool in request.callable_tools]
     rules = f"call: {' | '.join(f'call_{i}' for i in range(len(calls)))}\n"
     rules += "".join(f"call_{i}: {call}\n" for i, call in enumerate(calls))
-    return f"calls: {_sequence(form, several, lark)}\n{rules}{XML_RULES if form.tools == 'qwen3_coder' else ''}"
+    return f"calls: {_sequence(form, several, lark)}\n{rules}{rules_of(QWEN) if form.tools == 'qwen3_coder' else ''}"
 
 
 def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> str:
@@ -87,7 +98,7 @@ def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> st
     name = tool.function.name
     if form.tools == "qwen3_coder":
         parameters = tool.function.parameters if _follows_schema(request, tool) else None
-        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, literal)} {lark.marker('</tool_call>')}"
+        return f"{lark.marker('<tool_call>')} {call_body(name, parameters)} {lark.marker('</tool_call>')}"
     if _has_arguments_marked(form, lark):
         return f"{lark.marker('[TOOL_CALLS]')} {literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
     opening, before, after, closing, _ = _JSON_CALLS[form.tools]

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
 from orchestrator.directory import name_services, side_of
-from orchestrator.joining_ray import connect_ray
+from orchestrator.joining_ray import check_ray_listens, connect_ray
 from orchestrator.service_actor import ServiceActor
 from wire.errors import ClusterError
 
@@ -136,6 +136,7 @@ class RayPlacement:
         self.fleets = [RayFleet(model, config.label(model)) for model in config.by_model]
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
 
     @property
     def owns_ray(self) -> bool:
@@ -152,11 +153,21 @@ class RayPlacement:
         self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
 
     def stop(self) -> None:
-        """Stop the services, and Ray itself if this process started it."""
+        """Stop the services, and Ray itself if this process started it. Those of a Ray without its head end with it."""
         if ray.is_initialized():
+            try:
+                self._check_head()
+            except ClusterError as error:
+                log.error("the services are not stopped, their nodes end them: %s", error)
+                return
             for started in [actor for fleet in self.fleets for actor in fleet.actors.values()][::-1]:
                 ray.kill(started, no_restart=True)
         self._leave()
+
+    def _check_head(self) -> None:
+        """Raise ClusterError if the head of a joined Ray is gone: what is asked of it then takes minutes to fail."""
+        if not self.owns_ray:
+            check_ray_listens(self._head)
 
     def _leave(self) -> None:
         for fleet in self.fleets:
@@ -177,17 +188,26 @@ class RayPlacement:
         self._fleet_of(name).replace(name)
 
     def is_alive(self) -> bool:
-        """Return whether Ray watches this node: without its raylet, services that die here stay dead."""
+        """Return whether Ray watches this node: without its raylet, services that die here stay dead.
+
+        Raises ClusterError if the head of a joined Ray is gone.
+        """
         node = ray._private.worker._global_node  # knows what this process started, at once; the GCS takes 15 s
         if node is not None and {kind for kind, _ in node.dead_processes()} & _NEEDED:
             return False
+        self._check_head()
         ours = ray.get_runtime_context().get_node_id()
         return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == ours)
 
     def restart(self) -> None:
-        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then."""
+        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then.
+
+        Raises ClusterError, and leaves everything as it is, if the head of a joined Ray is gone.
+        """
+        self._check_head()
         self._leave()
         self._folder = connect_ray(self._config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
         self.start()
 
 

@@ -160,16 +160,18 @@ class Frontend:
         shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
+        told = 0  # tokens; the record may be ahead of what is told
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
                     if item.finish_reason is FinishReason.ABORT:
                         outcome = "abort"
-                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT)
+                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT, told)
                         return
                     watch.round(item)
                     for part, accepted in _parts(item, bool(request.mark_accepted)):
                         text, stopped = shown.push(part)
+                        told += len(part.tokens)
                         chunk = Chunk(
                             text,
                             part.tokens,
@@ -182,7 +184,7 @@ class Frontend:
                         if stopped or part.finish_reason is not FinishReason.NONE:
                             reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
-                            yield _last(replace(chunk, text=text + shown.rest()), record, reason)
+                            yield _last(replace(chunk, text=text + shown.rest()), record, reason, told)
                             return
                         yield chunk
         except ServiceError as error:
@@ -256,13 +258,13 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
 
 
-def _last(chunk: Chunk, record: Record, reason: FinishReason) -> Chunk:
-    """Return a choice's last chunk, which has all but its text and tokens from the record."""
+def _last(chunk: Chunk, record: Record, reason: FinishReason, told: int) -> Chunk:
+    """Return a choice's last chunk, behind which the client has been told so many tokens."""
     return replace(
         chunk,
         finish_reason=reason,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
-        completion_tokens=len(record.generated),
+        completion_tokens=told,
         totals=record.totals,
     )

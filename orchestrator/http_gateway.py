@@ -29,7 +29,7 @@ from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.directory import services_of
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import SHORT_TEXT, Chunk, Frontend
-from orchestrator.http_requests import JSONRoute, RequestId
+from orchestrator.http_requests import PARSERS, JSONRoute, RequestId
 from orchestrator.metrics import exposition
 from orchestrator.records import max_body
 from orchestrator.requests import (
@@ -61,6 +61,7 @@ def make_app(
     most = max(max_body(frontend.limits) for frontend in models)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
     app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
+    app.state.parsing = asyncio.Semaphore(PARSERS)
     app.include_router(router)
     app.include_router(dashboard)
     app.add_middleware(RequestId)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.response_templates import closing_tag
 from orchestrator.xml_calls import meant_properties
 
 # A call that is no JSON is given back as text.
@@ -118,14 +119,16 @@ class ReplyFormat:
         stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
         only_calls: whether there is no content, since calls are forced.
         """
+        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         if self.own is not None:
-            return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools), only_calls=only_calls)
+            own = ResponseParser(self.own, prefix=prompt, tools=typed)
+            return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return None
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
-            tools = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
+            tools = typed
         parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
         closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
         return ReplyParser(parser, self.tools == "mistral", stream, only_calls, closing)
@@ -172,15 +175,15 @@ class ReplyParser:
         self._call, self._told = "", 0  # the text of the call that is open, and how much of it is told
         self._tail = ""  # the last of the text
 
-    def feed(self, text: str, last: bool) -> list[Delta]:
-        """Return what a piece adds; at the last one, all that is left."""
+    def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
+        """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
         deltas = [Delta(text)] if text else []
         if self._parser is not None:
             self._tail = (self._tail + text)[-80:]
-            deltas = self._parse(self._parser, text, last)
+            deltas = self._parse(self._parser, text, last, cut)
         return [delta for delta in deltas if not (delta.content and self._only_calls)]
 
-    def _parse(self, parser: ResponseParser, text: str, last: bool) -> list[Delta]:
+    def _parse(self, parser: ResponseParser, text: str, last: bool, cut: bool) -> list[Delta]:
         try:
             deltas = [delta for event in parser.feed(text) for delta in self._deltas(event)]
         except ValueError:  # the text breaks the rules of the tokenizer's own template: the rest is given as it is
@@ -188,12 +191,12 @@ class ReplyParser:
             return [Delta(text)] if text else []
         if last:
             try:
-                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, last=True)]
+                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, cut)]
             except ValueError:  # and so does a call that was cut off
                 deltas += self._unfinished(self._call)
         return deltas
 
-    def _deltas(self, event: dict[str, Any], last: bool = False) -> list[Delta]:
+    def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
         field = event["field"]
         if field.startswith("tool_call"):
             if event["type"] == "region_open":
@@ -207,7 +210,7 @@ class ReplyParser:
                 return [Delta(arguments=left)] if left else []
             else:
                 calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                return [delta for call in calls for delta in self._called(call, last)]
+                return [delta for call in calls for delta in self._called(call, cut)]
         if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
             return []
         return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
@@ -229,9 +232,9 @@ class ReplyParser:
         number = secrets.token_hex(12)
         return number[:9] if self._short_ids else f"call_{number}"
 
-    def _called(self, value: Any, last: bool) -> list[Delta]:
-        """Return a call that was parsed, or what there is of it; text for what is no call. last: whether it is the last
-        thing in the text."""
+    def _called(self, value: Any, cut: bool) -> list[Delta]:
+        """Return a call that was parsed, or what there is of it; text for what is no call. cut: whether it is the last
+        thing in a text that was cut off."""
         if isinstance(value, str):
             return self._unfinished(value)
         function = value.get("function", value) if isinstance(value, dict) else None
@@ -239,7 +242,7 @@ class ReplyParser:
             return [Delta(json.dumps(value))]
         arguments = function.get("arguments", function.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if last and self._closing and not self._tail.rstrip().endswith(self._closing):
+        if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
             text = text[:-1]  # nobody is to take it for complete
         return [Delta(call=CalledTool(self._new_id(), function["name"], text))]
 

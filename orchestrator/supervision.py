@@ -19,6 +19,7 @@ from wire.streams import BEAT_SECONDS, PATIENCE, run_together
 log = logging.getLogger(__name__)
 
 RAY_PATIENCE = 10.0  # seconds that Ray may take to say how its nodes are
+RAY_AWAY = 40.0  # seconds that the head of a joined Ray may be away; its raylets, and clients as this, wait for 60
 RAY_ATTEMPTS = 3
 PAUSE_BEATS = 5  # between attempts
 
@@ -32,8 +33,12 @@ class Placement(Protocol):
     def replace(self, name: str) -> None:
         """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
 
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here; else nobody here can start it again."""
+
     def is_alive(self) -> bool:
-        """Return whether the services are watched, so that one that dies is started anew."""
+        """Return whether the services are watched, so that one that dies is started anew. Raises if nobody can tell."""
 
     def restart(self) -> None:
         """Place all services anew. Raises ClusterError or what Ray raises."""
@@ -139,7 +144,7 @@ async def _replace(name: str, placement: Placement) -> bool:
 async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_restart: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
-        if await _is_alive(placement):
+        if await _is_watched(placement):
             continue
         log.error("Ray is lost, so nobody watches the services: they are placed anew")
         async with turn:
@@ -147,12 +152,29 @@ async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_resta
         log.warning("the services are placed anew")
 
 
-async def _is_alive(placement: Placement) -> bool:
+async def _is_watched(placement: Placement) -> bool:
+    """Return whether the services are watched. The head of a joined Ray that does not answer may come back for a while:
+    services on other nodes go on without it, and are watched again then."""
+    alive = await _is_alive(placement)
+    if alive is None and not placement.owns_ray:
+        log.error("Ray is lost: its head does not answer. Services go on; it has %g s to come back", RAY_AWAY)
+        deadline = asyncio.get_running_loop().time() + RAY_AWAY
+        while alive is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(BEAT_SECONDS)
+            alive = await _is_alive(placement)
+        if alive:
+            log.warning("Ray answers again")
+    return bool(alive)
+
+
+async def _is_alive(placement: Placement) -> bool | None:
+    """Return whether the services are watched; None if nobody tells."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
             return await asyncio.to_thread(placement.is_alive)
-    except TimeoutError:
-        return False
+    except Exception:
+        log.debug("Ray does not say how its nodes are", exc_info=True)
+        return None
 
 
 async def _restart(placement: Placement, after_restart: Callable[[], None]) -> None:

@@ -3,22 +3,27 @@ through another one: by the same request, of the same name and with the same key
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from wire.messages import At, Commit, Open
+from wire.messages import At, Commit, FinishReason, Open
 from wire.session_names import name_of_client
 
-MOST_LEFT = 4096
+MOST_LEFT = 1024
 
 
 @dataclass
 class Written:
-    """What an orchestrator was told of a session that it opened by `request`. ended_at: when the last was told."""
+    """What an orchestrator was told of a session that it opened by `request`."""
 
     request: Open
     commits: list[Commit] = field(default_factory=list)
-    ended_at: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was told the end."""
+        return bool(self.commits) and self.commits[-1].finish_reason is not FinishReason.NONE
 
     def follows(self, request: Open) -> bool:
         """Return whether another request asks for the same, whatever its seed."""
@@ -109,40 +114,35 @@ class Account:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._written: dict[str, Written] = {}
+        self._open: dict[str, Written] = {}
+        self._ended: deque[tuple[float, Written]] = deque()  # until when each is kept
 
     def open(self, request: Open) -> None:
         """Begin a session."""
-        self._written[request.session] = Written(request)
+        self._open[request.session] = Written(request)
 
     def caller_of(self, session: str) -> str:
-        """Return the name of the key that a session's request came with, empty if it is not known."""
-        written = self._written.get(session)
+        """Return the name of the key that an open session's request came with, empty for one that is not open."""
+        written = self._open.get(session)
         return "" if written is None else written.request.caller
 
     def __contains__(self, session: str) -> bool:
-        return session in self._written and self._written[session].ended_at is None
+        return session in self._open
 
     def write(self, commit: Commit) -> None:
         """Write down a round that is told."""
-        written = self._written.get(commit.at.session)
+        written = self._open.get(commit.at.session)
         if written is not None:
             written.commits.append(commit)
             if commit.finish_reason:
-                written.ended_at = time.monotonic()
-        self._expire()
+                self._ended.append((time.monotonic() + self._seconds, self._open.pop(commit.at.session)))
+        while self._ended and self._ended[0][0] <= time.monotonic():
+            self._ended.popleft()
 
     def close(self, session: str) -> None:
         """Forget a session that is over."""
-        self._written.pop(session, None)
-
-    def _expire(self) -> None:
-        oldest = time.monotonic() - self._seconds
-        while self._written:
-            first = next(iter(self._written.values()))
-            if first.ended_at is None or first.ended_at > oldest:
-                return
-            del self._written[first.request.session]
+        self._open.pop(session, None)
 
     def __iter__(self) -> Iterator[Written]:
-        return iter(self._written.values())
+        yield from self._open.values()
+        yield from (written for _, written in self._ended)

@@ -10,7 +10,7 @@ from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import Announcement, At, Decline, DraftEvent, End, Proposals, Ready, Refusal, Resync, Verdict
+from wire.messages import Announcement, At, Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class DraftProtocol:
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
         """Have a session drafted, unless it has a draft, is paused or there is none: by the draft with the fewest
-        sessions of this target, and of several by that which was placed beside it (draft-2 beside target-2).
+        sessions of all targets, and of several by that which was placed beside it (draft-2 beside target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
         if not self.drafts or session.draft is not None or session.is_paused:
             return
-        peer = min(self.drafts, key=lambda draft: (len(draft.sessions), _number(draft.name) != self._number))
+        peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait
         peer.sessions.add(session.id)
         peer.send(session.begin())
@@ -80,6 +80,9 @@ class DraftProtocol:
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
         """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
+        if isinstance(event, Load):
+            peer.other_sessions = event.other_sessions
+            return
         name = event.session if isinstance(event, Decline | Resync) else event.at.session
         session = self._sessions.get(name)
         if session is None or session.draft is not peer:

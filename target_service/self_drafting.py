@@ -15,6 +15,7 @@ from sparsity.announce import LEAST_WINDOW, shared_room
 from sparsity.plan import Plan
 from sparsity.selection import row_words
 
+DECAY = 0.9  # of remembered weights, a round
 EXPECTED = 0.7  # of the drafted tokens, that must pay for a round before any is tried
 
 
@@ -47,7 +48,7 @@ class SelfDrafting:
     def new_memory(self) -> ReadMemory:
         """Return what a session that drafts for itself begins with, where nothing was weighed."""
         importance = [self.plan.head_importance[layer] for layer in self.plan.sparse_layers]
-        return ReadMemory(torch.tensor(importance).flatten(), self.plan.memory_decay)
+        return ReadMemory(torch.tensor(importance).flatten(), DECAY)
 
     def drafted(self, weighed: int, base: int) -> int:
         """Return how many tokens a round behind `base` committed tokens drafts: none if its KV was not weighed in the

@@ -12,16 +12,20 @@ from target_service.session import DraftPeer
 from target_service.usage import CallerTokens, StreamUsage
 from target_service.verifier import Verifier
 from wire import convert
+from wire.access import PeerStreams, peer_of
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
 from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
 from wire.outbox import Outbox
 from wire.server import guarded
 from wire.streams import BEAT_SECONDS, PATIENCE, exchange
 
+MOST_STREAMS = 32  # of a kind that one peer may hold
+
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     def __init__(self, verifier: Verifier, hello: Hello, wake: asyncio.Event) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._hello = hello
         self._wake = wake
         self.refusal = ""
@@ -29,7 +33,11 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._speculate(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
+
+    async def _hold(self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext) -> None:
+        with self._streams.held_by(peer_of(context)):
+            await self._speculate(frames, context)
 
     async def _speculate(
         self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
@@ -94,6 +102,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
         self._left = LeftSessions(verifier.settings.resume_timeout)
@@ -120,10 +129,20 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._serve(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
 
-    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+    async def _hold(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
         outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
+        peer = peer_of(context)
+        with self._streams.held_by(peer), self._verifier.admission.shared(outbox.put, peer):
+            await self._serve(frames, context, outbox)
+
+    async def _serve(
+        self,
+        frames: AsyncIterator[control_pb2.ServeFrame],
+        context: grpc.aio.ServicerContext,
+        outbox: Outbox[ServedEvent | Beat],
+    ) -> None:
         account, verifier = Account(PATIENCE * BEAT_SECONDS), self._verifier
         prefixes = verifier.runner.kv.pool.prefixes
         reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._left, self._tokens)
@@ -145,8 +164,8 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
                 if isinstance(event, Closed):
                     account.close(event.session)
                 elif isinstance(event, Commit):
-                    account.write(event)
                     reporter.usage.add(account.caller_of(event.at.session), len(event.tokens))
+                    account.write(event)
             await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
 
         try:
@@ -160,7 +179,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _leave(self, account: Account) -> None:
         """End the sessions of an orchestrator that is lost, and let the others know at once what it has left."""
         for written in account:
-            if written.ended_at is None:
+            if not written.has_ended:
                 self._verifier.abort(written.request.session)
             self._left.leave(written)
         for reporter, outbox in self._reporters.items():
@@ -181,12 +200,14 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
         """Open a session, or go on with one that was left: what was committed of it is told first."""
         left = self._left.find(request)
-        if left is None or left.ended_at is None:
+        if left is None or not left.has_ended:
             self._verifier.admission.open(request if left is None else left.going_on(request), outbox.put)
         account.open(request)
         self._left.forget(request)
         if left is not None:
+            self._verifier.counters["taken_up_sessions"] += 1
             for commit in left.retold(request.session):
+                self._verifier.counters["retold_tokens"] += len(commit.tokens)
                 outbox.put(commit)
         elif len(request.tokens) == request.prompt_tokens:
             usage.add(request.caller, request.prompt_tokens)

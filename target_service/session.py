@@ -23,11 +23,18 @@ RoundKey = tuple[int, int]  # (epoch, round)
 
 @dataclass(eq=False)
 class DraftPeer:
-    """A draft at the other end of a stream. send: how to send to it. sessions: the names of those it drafts for."""
+    """A draft at the other end of a stream. send: how to send to it. sessions: the names of those it drafts for.
+    other_sessions: how many it drafts for other targets, as it has said."""
 
     name: str
     send: Callable[[TargetEvent], None]
     sessions: set[str] = field(default_factory=set)
+    other_sessions: int = 0
+
+    @property
+    def load(self) -> int:
+        """How many sessions it drafts in all."""
+        return len(self.sessions) + self.other_sessions
 
 
 @dataclass

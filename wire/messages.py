@@ -9,7 +9,7 @@ import numpy as np
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling, Support
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class At(NamedTuple):
@@ -148,6 +148,13 @@ class Decline:
 @dataclass(frozen=True)
 class Resync:
     session: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many sessions a draft drafts for other targets than the one that it tells."""
+
+    other_sessions: int
 
 
 @dataclass(frozen=True)
@@ -317,7 +324,7 @@ class SessionReads:
     fetched: list[int]
 
 
-DraftEvent = Announcement | Proposals | Ready | Decline | Resync
+DraftEvent = Announcement | Proposals | Ready | Decline | Resync | Load
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
 ServedEvent = Commit | Closed | Report

@@ -110,6 +110,7 @@ class Deployment:
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
         own += ["--replay"] if self._replayed else []
+        own += ["--controls", str(self._controls)]
         targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
         wanted, gpus = self.drafts if with_draft else [], self.pair.gpus
         apart = bool(gpus) and not {gpus[name] for name in wanted} & {gpus[name] for name in targets}

@@ -111,4 +111,5 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
     read = given["lists"], given["counts"], given["read_weights"]
+    assert shape.decay is not None
     remember_weights(given["memory"], indices, *read, given["blocks"], shape.decay, backend)

@@ -42,8 +42,9 @@ def lay_out_pass(
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         lay_out_verdicts(host, rounds)
         if "draft_uniforms" in host:
-            for i, item in enumerate(rounds):
-                host["draft_uniforms"][i] = uniforms(item.sampling.seed, item.base, shape.queries - 1, USE_DRAFT)
+            for i, drafted in enumerate(rounds):
+                seed, base = drafted.sampling.seed, drafted.base
+                host["draft_uniforms"][i] = uniforms(seed, base, shape.queries - 1, USE_DRAFT)
         rows = host["logits_rows"].reshape(shape.sequences, shape.queries)
         starts = host["query_starts"]
         # Rows behind a sequence's last one are not looked at: any will do.

@@ -158,5 +158,5 @@ def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkey
     account.write(commit("a", 3, 7, reason=FinishReason.STOP))
     assert "a@x.1" not in account and "b@x.1" in account and len(list(account)) == 2
     clock.now = 9
-    account.write(commit("b", 3, 7))
+    account.write(commit("b", 3, 7))  # which goes on for long
     assert [each.request.session for each in account] == ["b@x.1"]

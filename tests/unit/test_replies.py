@@ -101,6 +101,7 @@ OWN = {
     "start_anchor": "assistant:",
     "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}, "content": {}},
 }
+OWN_TAGS = {"start_anchor": "assistant:", "fields": {"tool_calls": TOOL_FORMATS["qwen3_coder"]["tool_calls"]}}
 WHOLE, BEGUN = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {"b": "} x'
 CUT_OFF = [
     (ReplyFormat("hermes"), f"<tool_call>{WHOLE}</tool_call>\n<tool_call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
@@ -114,6 +115,12 @@ CUT_OFF = [
         ReplyFormat("qwen3_coder"),
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
         "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n} x",
+        ['{"a": 1}', '{"a": 2'],
+    ),
+    (
+        ReplyFormat(own=OWN_TAGS),
+        "<tool_call><function=f>\n<parameter=a>\n1\n</parameter></function>\n</tool_call>"
+        "<tool_call><function=f><parameter=a>2</parameter><para",
         ['{"a": 1}', '{"a": 2'],
     ),
     (ReplyFormat(own=OWN), f"<call>{WHOLE}</call><call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
@@ -131,7 +138,7 @@ def test_forced_calls_that_are_cut_off_leave_no_text_beside_them(
     assert parser is not None
     told: list[str] = []
     for at in range(0, len(text), size):
-        for delta in parser.feed(text[at : at + size], at + size >= len(text)):
+        for delta in parser.feed(text[at : at + size], at + size >= len(text), cut=True):
             assert delta.content == ""
             if delta.call:
                 told.append(delta.call.arguments)

@@ -438,8 +438,115 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     assert follows(source, "yes", tokenizer) is None
 
 
+def template(calls: dict[str, Any], **others: Any) -> dict[str, Any]:
+    content = {"close": "<|im_end|>"}
+    return {"start_anchor": "assistant:", "fields": {"tool_calls": calls, "content": content, **others}}
+
+
+_FUNCTION = {"type": "function", "function": "{content}"}
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_LISTED = {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}}
+_QWEN = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+# As transformers and checkpoints have them: the fields of calls, two calls of them, and whether these can be one.
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "smollm": (
+        {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": _FUNCTION},
+        '<tool_call>\n{"name": "sea", "arguments": {"of": "north"}}\n</tool_call>',
+    ),
+    "cohere": (
+        {
+            **{"open": "<|START_ACTION|>", "close": "<|END_ACTION|>", "content": "json"},
+            **{"transform_each": True, "transform": _LISTED},
+        },
+        '<|START_ACTION|>[{"tool_name": "sea", "parameters": {"of": "north"}}]<|END_ACTION|>',
+    ),
+    "gpt-oss": (
+        {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
+            **{"close": "<|call|>", "repeats": True, "content": "json", "transform": _NAMED},
+        },
+        '<|channel|>commentary to=functions.sea<|message|>{"of": "north"}<|call|>',
+    ),
+    "qwen3.5": (
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            **{"close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline"},
+            **{"content_args": {"tag_pattern": _QWEN}, "transform": _NAMED},
+        },
+        "<tool_call>\n<function=sea>\n<parameter=of>\nnorth\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("marks", [[], [*MARKS, "<|call|>", "<|channel|>", "<|START_ACTION|>", "<|END_ACTION|>"]])
+@pytest.mark.parametrize(("calls", "call"), OWN.values(), ids=OWN)
+async def test_calls_are_forced_by_a_tokenizers_own_template(
+    tokenizer: Any, calls: dict[str, Any], call: str, marks: list[str]
+) -> None:
+    tokenizer, form = with_marks(tokenizer, marks), ReplyFormat(own=template(calls))
+    source = await call_source(tokenizer, form, tool_choice="required")
+    assert follows(source, call, tokenizer)
+    assert follows(source, call.replace("north", "east"), tokenizer) is False
+    assert not follows(source, "No.", tokenizer)
+    rng, schemas = (
+        random.Random(1),
+        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS},
+    )
+    written = [tokens for _ in range(10) if (tokens := write(source, tokenizer, rng)) is not None]
+    assert len(written) > 3
+    for tokens in written:
+        parser = form.parser("assistant:", TOOLS)
+        assert parser is not None
+        deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
+        assert deltas and all(delta.call is not None for delta in deltas)
+        for delta in deltas:
+            assert delta.call is not None
+            jsonschema.validate(json.loads(delta.call.arguments), schemas[delta.call.name])
+
+
+async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
+    thinking = {"open": "<think>", "close": "</think>"}
+    own = template(OWN["smollm"][0], thinking=thinking, content={"open": "<answer>", "close": "</answer>"})
+    form, call = ReplyFormat(own=own), OWN["smollm"][1]
+    tokenizer = with_marks(tokenizer, MARKS)
+    source = await call_source(tokenizer, form, tool_choice="required")
+    assert follows(source, f"<think>Well.</think>\n{call}", tokenizer)
+    assert follows(source, call, tokenizer)
+    request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes|no"})
+    for prompt, text in (
+        ("assistant:", "<think>hm</think><answer>yes"),
+        ("assistant:<think>\n", "so</think><answer>no"),
+    ):
+        main = chat_grammar(request, prompt, form, tokenizer)
+        assert follows(await GrammarCompiler().compile(request.structure, main), text, tokenizer)
+        parser = form.parser(prompt, [])
+        assert parser is not None
+        assert "".join(delta.content for delta in parser.feed(text, True)) in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({"open": "<c>", "content": "json", "content_args": {"unquoted_keys": True}}, "a dialect of JSON"),
+        ({"open": "<c>", "content": "kv-lines"}, "arguments are kv-lines"),
+        ({"open": "<c>", "content": "json", "transform": {"function": {"name": "f"}}}, "cannot be forced"),
+        ({"open_pattern": "<c[0-9]>", "content": "json", "transform": _FUNCTION}, "no text is known"),
+        ({}, "arguments are text"),
+        ({"open_pattern": "<(?P<name>[a-r]+)>", "content": "json", "transform": _NAMED}, "does not find <weather>"),
+    ],
+)
+async def test_calls_of_an_own_template_that_cannot_be_forced_are_refused(
+    tokenizer: Any, calls: dict[str, Any], words: str
+) -> None:
+    form = ReplyFormat(own=template(calls))
+    with pytest.raises(InvalidArgument, match=f"tool_choice: the model's own response template .*{words}") as refused:
+        await call_source(tokenizer, form, tool_choice="required")
+    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_value")
+
+
 async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any) -> None:
-    form = ReplyFormat(own={"fields": {"tool_calls": {}}})
+    form = ReplyFormat("")
     with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
         await call_source(tokenizer, form, tool_choice="required")
-    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", form, tokenizer) == ""
+    own = ReplyFormat(own=template(OWN["smollm"][0]))
+    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", own, tokenizer) == ""

@@ -1,6 +1,7 @@
 """A target alone: what single events of a draft do to its sessions, what it opens, and steps that fail."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
 
 
 def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
-    """Each goes to the draft with the fewest; those of a draft that is lost go on with the others."""
+    """Each goes to the draft with the fewest of all targets; those of a draft that is lost go on with the others."""
     drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
     runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
     verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
@@ -155,6 +156,12 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
     assert counts == [[0, 1, 0], [1, 1, 0], [1, 1, 1], [1, 2, 1]]
     verifier.protocol.detach(drafts["draft-2"])
     assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 2]
+    verifier.protocol.receive(drafts["draft-1"], m.Load(other_sessions=2))
+    for name in ("e", "f"):
+        open_session(name)
+    assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 4], (
+        "draft-1 has others' sessions, too"
+    )
 
 
 def test_a_repeated_frame_changes_nothing() -> None:
@@ -674,6 +681,31 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
     verifier.abort("m1")
     verifier.admission.release_closed()
     assert [session.id for session in verifier.admission.admit()] == ["m2"]
+
+
+def test_a_peer_gains_no_places_by_many_streams() -> None:
+    """Places are shared between peers first, then between the streams of each, also where a report says how many."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=4, max_context=600))
+    admission, streams, calm = verifier.admission, [list[m.ServedEvent]() for _ in range(6)], list[m.ServedEvent]()
+    with contextlib.ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(admission.shared(stream.append, "many"))
+        opened.enter_context(admission.shared(calm.append, "calm"))
+        for i, stream in enumerate(streams):
+            admission.open(exact(f"m{i}"), stream.append)
+            admission.admit()
+        assert [session.id for session in admission.queue] == ["m2", "m3", "m4", "m5"]
+        assert admission.room(calm.append).queue_places == 2
+        for name in ("c0", "c1"):
+            admission.open(exact(name), calm.append)
+        assert [session.id for session in admission.queue] == ["m2", "m3", "c0", "c1"]
+        assert admission.room(calm.append).queue_places == 0
+        with pytest.raises(ResourceExhausted):
+            admission.open(exact("m6"), streams[0].append)
+        verifier.abort("m0")
+        admission.release_closed()
+        assert [session.id for session in admission.admit()] == ["c0"]
 
 
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
