@@ -2,14 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from config import TargetSettings
 from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
+from sparsity.selection import BlockSelection
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import Announcement, At, Decline, DraftEvent, End, Proposals, Ready, Refusal, Resync, Verdict
+from wire.messages import Decline, DraftEvent, End, Proposals, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,6 @@ class DraftProtocol:
             peer.send(End(name))
             return
         match event:
-            case Announcement():
-                self._take_announcement(peer, session, event)
             case Proposals():
                 self._take_proposals(peer, session, event)
             case Ready():
@@ -110,72 +109,64 @@ class DraftProtocol:
         self.end(session)
         session.usefulness = session.usefulness.paused(len(session.tokens))
 
-    def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
-        reader = session.reader
-        if reader is None or not session.announced_by:
-            raise InvalidArgument(f"session {session.id} takes no announcements")
-        if not self._is_current(peer, session, event, session.announced):
-            return
-        self._check_announced_base(session, event.at)
-        blocks = self._plan.num_blocks(event.at.base)
-        try:
-            selection = decode_selection(event.selection, session.known_selections, reader.announced_rows, blocks)
-        except UnknownReference as error:
-            self._refuse(peer, session, str(error))
-            return
-        session.announced[event.at.epoch, event.at.round] = selection
-        session.stats.announced_bytes += len(event.selection)
-        self._counters["announced_bytes"] += len(event.selection)
-
     def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
-        if self._is_current(peer, session, event, session.proposals):
-            self._check_outcomes(session, event)
-            self._check_tokens(session, event)
-            session.proposals[event.at.epoch, event.at.round] = event
+        if not self._is_current(peer, session, event):
+            return
+        self._check_outcomes(session, event)
+        self._check_tokens(session, event)
+        key = event.at.epoch, event.at.round
+        if event.selection:
+            try:
+                session.announced[key] = self._read_announcement(session, event)
+            except UnknownReference as error:
+                self._refuse(peer, session, str(error))
+                return
+            session.stats.announced_bytes += len(event.selection)
+            self._counters["announced_bytes"] += len(event.selection)
+        session.proposals[key] = event
 
-    def _is_current(
-        self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposals, taken: Container[RoundKey]
-    ) -> bool:
-        """Return whether an event is of this round or the next, and the first of its kind.
+    def _read_announcement(self, session: TargetSession, event: Proposals) -> BlockSelection:
+        """Return what a round announces. Raises InvalidArgument, UnknownReference if the draft has lost track."""
+        reader, base = session.reader, event.at.base
+        if reader is None or not reader.announced_rows:
+            raise InvalidArgument(f"session {session.id} takes no announcements")
+        return decode_selection(
+            event.selection, session.known_selections, reader.announced_rows, self._plan.num_blocks(base)
+        )
 
-        Else it is a repeat, stale, or a gap that is refused. taken: the rounds whose event of this kind is here.
+    def _is_current(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> bool:
+        """Return whether proposals are for this round or the next, and the first for it.
+
+        Else it is a repeat, stale, or a gap that is refused.
         """
-        at, proposes = event.at, isinstance(event, Proposals)
+        at = event.at
         key = (at.epoch, at.round)
         if session.last_judged is not None and key == session.last_judged[0]:
             self._counters["repeated_frames"] += 1
-            if proposes:
-                peer.send(session.last_judged[1])
+            peer.send(session.last_judged[1])
             return False
         if at.epoch < session.epoch or at.round < session.round:
             self._counters["stale_frames"] += 1
-            session.stats.stale_rounds += proposes
+            session.stats.stale_rounds += 1
             return False
         if at.epoch > session.epoch or at.round > session.round + 1:
             self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
             return False
-        self._counters["repeated_frames"] += key in taken
-        return key not in taken
-
-    def _check_announced_base(self, session: TargetSession, at: At) -> None:
-        """Raise InvalidArgument for an announcement that ends where no outcome of a verdict can."""
-        committed, gamma = len(session.tokens), self._gamma
-        if at.round == session.round:  # made for the shortest of the outcomes that were drafted
-            fits = committed - gamma <= at.base <= committed
-        else:
-            fits = committed < at.base <= committed + gamma + 1
-        if not fits:
-            raise InvalidArgument(f"session {session.id}: announced up to {at.base}, {committed} tokens are committed")
+        self._counters["repeated_frames"] += key in session.proposals
+        return key not in session.proposals
 
     def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
         """Raise InvalidArgument for proposals behind outcomes that cannot be.
 
-        Those of this round that come after its verdict build on the committed tokens.
+        Those of this round that come after its verdict build on the committed tokens; the outcomes that were drafted
+        for beside that one may have been shorter.
         """
         base, committed, gamma = event.at.base, len(session.tokens), self._gamma
         if event.at.round > session.round:
             if not committed < base <= base + max(event.offsets) <= committed + gamma + 1:
                 raise InvalidArgument(f"session {session.id}: base {base} cannot follow {committed} tokens")
+        elif base < committed - gamma:
+            raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")
         elif event.outcomes != [(committed, session.tokens[-1])]:
             raise InvalidArgument(
                 f"session {session.id}: proposals behind {event.outcomes[:MAX_BRANCHES]} (base, assumed token); "

@@ -149,11 +149,9 @@ class TargetSession:
         return self.lookup.propose(self.tokens, min(gamma, self.max_length - len(self.tokens) - 1))
 
     def ready_proposal(self) -> Proposal | None:
-        """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
+        """Return the proposal for the current round, if it is here."""
         proposals = self.proposals.get(self.key)
-        if proposals is None or (proposals.announces and self.key not in self.announced):
-            return None
-        return proposals.behind(len(self.tokens), self.tokens[-1])
+        return None if proposals is None else proposals.behind(len(self.tokens), self.tokens[-1])
 
     def foresaw(self, base: int, token: int) -> bool:
         """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""

@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
         ("a repeated commit is told twice", "if self.ledger.apply(event) is not None:", "if self.ledger.apply(event) or 1:"),
         ("a gap is told to nobody", "self._tell(session, ServiceError(str(error)))", "pass"),
         ("a session stays in the ledger", "self.ledger.close(record.session)", "pass"),
-        ("the deadline is forgotten", "asyncio.timeout_at(deadline)", "asyncio.timeout_at(None)"),
+        ("the deadline is forgotten", "if allowed else None", "if False else None"),
         ("sessions are not resumed", "        self._place(record, views)\n\n", "        pass\n\n"),
         ("a session goes where nothing was heard since its target was lost", "stream.found_at > self._lost_at or", "True or"),
         ("a target that drains is chosen", "and name not in self._draining", ""),
@@ -164,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ("the draft placed beside a target is one of many", "_number(draft.name) != self._number", "False"),
         ("sessions of a lost draft wait for it", "            session.forget_draft()\n            self.assign(session)", "            self.assign(session)"),
         ("another's session can be drafted", "        if session is None or session.draft is not peer:\n            self._counters", "        if session is None:\n            self._counters"),
-        ("a draft that asks for a verdict again gets none", "                peer.send(session.last_judged[1])", "                pass"),
+        ("a draft that asks for a verdict again gets none", "            peer.send(session.last_judged[1])", "            pass"),
     ),
     *_of(
         "target_service/admission.py",
