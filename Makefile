@@ -46,7 +46,8 @@ test: setup lint check-protos  ## Lint, types, stubs, and all tests
 check: lint  ## Lint, types, and the unit tests of daily work: four minutes at most on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
 
-# Environments of real clients, each with what its file in tests/clients/environments names. CI runs the light ones.
+# Environments of real clients, each with what its file in tests/clients/environments names. openai's own client, which is
+# light, is in CI as well: tests/unit and tests/e2e ask by it.
 CLIENTS ?= openai3 openai2 aiperf tools
 
 test-clients: setup $(CLIENTS:%=.venv-clients/%/.ready)  ## Real clients (openai, litellm, lm-eval, …), unmodified, against a launch

@@ -23,16 +23,14 @@ import grpc
 
 from benchmarks.processes import children
 from benchmarks.read_trace import ReadTrace, load_reads
-from benchmarks.serving.breakdown import Breakdown, break_down
-from benchmarks.serving.clients import SETTLED, Figures, Load, run_clients
+from benchmarks.serving.clients import Figures, Load, run_clients
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 from benchmarks.serving.service import Controls
-from benchmarks.serving.timeline import read_timeline
 
+_ALONE = ("none", "self")  # modes of a target without a draft
 _MARGIN = 64  # tokens of room beside prompt and output
-_TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ def run(flags: argparse.Namespace) -> None:
         flags.budget,
         flags.read_share,
         max(flags.branches),
-        target_flags=tuple(shlex.split(flags.target_flags)),
+        target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
-        gpus=tuple(flags.gpus) if flags.gpus else None,
+        gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
     )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
     measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
@@ -114,6 +112,8 @@ def _check(flags: argparse.Namespace) -> None:
     least = 8 * (flags.gamma + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with gamma {flags.gamma} it takes {least} for rounds to be timed")
+    if "self" in flags.modes and ({*flags.modes} - {"self", "none"} or flags.hot):
+        raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone, and without --hot")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
 
@@ -145,16 +145,18 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     flags, room = run.flags, _room(run, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
         deployment = Deployment(start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds)
-        modes = [mode for mode in flags.modes if mode != "none" and (not hot or mode == "approximate")]
-        address = deployment.start(with_draft=bool(modes))
+        modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
+        (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
         known: set[int] = set()
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
-            if "none" in flags.modes and not hot:
-                _measure_row(run, deployment, address, shape, Way("none"))
+            for mode in _ALONE if not hot else ():
+                if mode in flags.modes:
+                    deployment.control(Controls(attached=False, self_drafting=mode == "self"))
+                    _measure_row(run, deployment, address, shape, Way(mode))
         for shape in shapes if modes else []:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
@@ -222,8 +224,8 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
             return run_clients(address, _load(run, name, shape, tokens, exactness, max(0, repeat)))
 
         drafted_after = 0.0
-        if way.mode == "none":
-            measure(10, -1)
+        if way.mode in _ALONE:
+            measure(2 * (run.flags.gamma + 1), -1)
         else:
             drafted_after = _wait_until_drafted(run, lambda: measure(12 * (run.flags.gamma + 1), -1), f"{shape}, {way}")
         runs = [measure(run.flags.tokens, repeat) for repeat in range(run.flags.repeat)]
@@ -235,7 +237,7 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                breakdown = _breakdown(deployment, kept.name, with_draft=way.mode != "none")
+                breakdown = deployment.breakdown(kept.name, "target", "" if way.mode in _ALONE else "draft")
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 
@@ -268,20 +270,6 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str)
     seconds = time.monotonic() - began
     note(f"{what}: drafted after {seconds:.1f} s")
     return seconds
-
-
-def _breakdown(deployment: Deployment, name: str, with_draft: bool) -> Breakdown:
-    """What the rounds of a run waited for. Raises ValueError if a service has not written when its steps ran."""
-    limit = time.monotonic() + _TIMELINE_SECONDS
-    while True:
-        target = read_timeline(deployment.timeline("target"))
-        draft = read_timeline(deployment.timeline("draft")) if with_draft else None
-        try:
-            return break_down(target, draft, name, SETTLED)
-        except ValueError:
-            if time.monotonic() > limit:
-                raise
-        time.sleep(0.1)
 
 
 def _load(run: _Run, name: str, shape: Shape, tokens: int, exactness: str, seed: int) -> Load:

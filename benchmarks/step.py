@@ -68,14 +68,28 @@ class Bench:
     def served(self, batch: int, context: int, queries: int, share: float) -> TimedRow:
         """As `approximate` sessions are verified: `share` of all blocks shared out over layers and heads in the step,
         means standing in for the others, weights remembered, and greedy verdicts on what was drafted."""
+        what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
+        return self._shared_out(what, batch, context, queries, share, self.kv_bytes(batch, context, share))
+
+    def drafting(self, batch: int, context: int, gamma: int, share: float) -> TimedRow:
+        """A whole round of a target that drafts for itself: gamma passes over `share` of all blocks, then a dense one
+        over gamma + 1 tokens that weighs all blocks and gives greedy verdicts."""
+        what = f"{gamma} drafting passes of {share:.0%}, {gamma + 1} queries dense, weighed, {batch} x {context}"
+        read = self.kv_bytes(batch, context) + gamma * self.kv_bytes(batch, context, share)
+        return self._shared_out(what, batch, context, gamma + 1, share, read, drafts=True)
+
+    def _shared_out(
+        self, what: str, batch: int, context: int, queries: int, share: float, read: float, drafts: bool = False
+    ) -> TimedRow:
         pages, rows = context // PAGE_SIZE, self.shape.num_hidden_layers * self.shape.num_key_value_heads
         shape = PassShape(
             *(batch, batch * queries, queries, pages, PAGE_SIZE),
             width=pages,
             groups=context // GROUP,
-            read_weights=True,
+            read_weights=not drafts,
             decay=0.9,
             judged=True,
+            drafts=drafts,
         )
         if self.kv.means is None:
             self.kv.keep_group_means(GROUP)
@@ -89,8 +103,7 @@ class Bench:
         numbers = {"importance": 1, "first": 1, "last": pages - 4, "blocks": pages, "room": room}
         for name, value in (numbers | {"group_counts": shape.groups, "draft_counts": queries - 1}).items():
             given[name].fill_(value)
-        what = f"{queries} queries, {share:.0%} shared out, means, verdicts, {batch} x {context}"
-        return self._measure(what, shape, buffers, self.kv_bytes(batch, context, share))
+        return self._measure(what, shape, buffers, read, queries if drafts else 1)
 
     def _buffers(self, shape: PassShape, context: int, memory: torch.Tensor | None = None) -> Buffers:
         """Sequences that end at `context`, their pages in random order."""
@@ -107,9 +120,9 @@ class Bench:
         given["slots"].copy_(slots.flatten())
         return buffers
 
-    def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float) -> TimedRow:
+    def _measure(self, what: str, shape: PassShape, buffers: Buffers, kv_bytes: float, passes: int = 1) -> TimedRow:
         ms = graph_milliseconds(lambda: run_pass(self.decoder, self.kv, shape, buffers, "triton"), self.repeats)
-        return TimedRow(what, ms, self.floor(kv_bytes), None)
+        return TimedRow(what, ms, self.floor(kv_bytes, passes), None)
 
     def round(self, batch: int, context: int, gamma: int, share: float, announces: bool, branches: int = 1) -> TimedRow:
         """A draft's round: gamma tokens and the pass that runs the last one, the first pass dense and emitting."""
@@ -165,6 +178,7 @@ def run(flags: argparse.Namespace) -> None:
                 bench.served(batch, context, 5, 0.1),
             ]
             rows = [bench.step(batch, context, 1), dense, *(row.against(dense.milliseconds) for row in sparse)]
+            rows += [bench.step(batch, context, 9), bench.drafting(batch, context, 8, 0.06)]
             table += [row.named("target: ") for row in rows]
         del bench
         torch.cuda.empty_cache()

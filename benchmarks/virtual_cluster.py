@@ -19,9 +19,11 @@ from config import DraftSettings, TargetSettings
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep
+from target_service.left_sessions import LeftSessions
 from target_service.planning import VerifyStep
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
+from target_service.usage import CallerTokens
 from target_service.verifier import Verifier
 from wire.messages import Open, Report, ServedEvent
 
@@ -113,7 +115,8 @@ class VirtualTarget:
         self._clock, self._on_report = clock, on_report
         self._emit = lambda event: clock.call_in(_WIRE_SECONDS, partial(on_event, event))
         prefixes = self.verifier.runner.kv.pool.prefixes
-        self._reporter = Reporter(self.verifier.admission, self.verifier.reading, prefixes, self._emit)
+        alone = LeftSessions(0), CallerTokens()  # of no other orchestrators
+        self._reporter = Reporter(self.verifier.admission, self.verifier.reading, prefixes, self._emit, *alone)
         self.service.after_step = self._report
         clock.call_in(0.0, self._beat)
 

@@ -20,7 +20,7 @@ def run(flags: argparse.Namespace) -> None:
     """Answer each line of standard input until it ends. Raises ValueError for what the server refuses, OSError if it
     does not answer; at a terminal the conversation goes on after a refusal, without the message that led to it."""
     server, console = Server(flags), Console(highlight=False, soft_wrap=True)
-    model = server.get("/v1/models")["data"][0]["id"]
+    model = flags.model or server.get("/v1/models")["data"][0]["id"]
     opening = [{"role": "system", "content": flags.system}] if flags.system else []
     messages = list(opening)
     if sys.stdin.isatty():

@@ -71,6 +71,7 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="", metavar="NAME", help="which of a server's models, if it has several")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--seed", type=int)

@@ -22,6 +22,7 @@ def run(flags: argparse.Namespace) -> None:
     result = generate(
         flags.address,
         prompt,
+        model=flags.model,
         api_key=flags.api_key or os.environ.get("SPECAHEAD_API_KEY", ""),
         tls=read_tls("", "", flags.tls_ca) if flags.tls_ca else Tls() if flags.tls else None,
         max_tokens=flags.max_tokens,

@@ -73,6 +73,11 @@ COMMANDS = {
     "bench serve": Command(
         bench.add_serve_flags, "benchmarks.serve", "tokens a second of the services, random weights, imposed acceptance"
     ),
+    "bench shared-draft": Command(
+        bench.add_shared_draft_flags,
+        "benchmarks.shared_draft",
+        "what two targets lose by having one draft between them, beside each with the draft to itself",
+    ),
     "completion": Command(client.add_completion_flags, "cli.completion", "print what completes commands in a shell"),
 }
 

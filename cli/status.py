@@ -29,24 +29,31 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def read_status(server: Server) -> dict[str, Any]:
-    """Return what is known of a server: its requests, its models, its services by name and which nodes run which."""
+    """Return what is known of a server: its models and their requests, its services, and which nodes run which."""
     ready = json.loads(server.read("/ready", refused=True))["status"] == "ok"
-    model = server.get("/v1/models")["data"][0]
+    cards = server.get("/v1/models")["data"]
     figures, services = _read_metrics(server.read("/metrics"))
-    drafted, accepted = (figures[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
     return {
         "url": server.url,
         "version": server.get("/version")["version"],
         "ready": ready,
-        "model": model["id"],
-        "draft_model": model["draft"],
-        "max_model_len": model["max_model_len"],
+        "models": [_model(card, figures[card["id"]]) for card in cards],
+        "nodes": _nodes(services),
+        "services": services,
+    }
+
+
+def _model(card: dict[str, Any], figures: dict[str, float]) -> dict[str, Any]:
+    """Return what is told of a model, by its card and its figures."""
+    drafted, accepted = (figures[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+    return {
+        "model": card["id"],
+        "draft_model": card["draft"],
+        "max_model_len": card["max_model_len"],
         "requests_running": figures["num_requests_running"],
         "requests_waiting": figures["num_requests_waiting"],
         "tokens_generated": figures["generation_tokens_total"],
         "acceptance": accepted / drafted if drafted else None,
-        "nodes": _nodes(services),
-        "services": services,
     }
 
 
@@ -58,17 +65,19 @@ def _nodes(services: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     return nodes
 
 
-def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Return the server's own figures by name, and each service's state by name. `side`, `address`, `version`, `up` and
-    `attached` (how many peers it has) are there beside what the service tells of itself; whole numbers are ints."""
-    figures: dict[str, float] = {}
+def _read_metrics(text: str) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
+    """Return the figures of each model, and each service's state, by name. `model`, `side`, `address`, `version`,
+    `up` and `attached` (how many peers it has) are there beside what the service tells of itself; whole numbers are
+    ints."""
+    figures: dict[str, dict[str, float]] = {}
     services: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name, labels = sample.name.removeprefix("specahead:"), sample.labels
             value = int(sample.value) if sample.value.is_integer() else sample.value
             if name == "service_info":
-                services[labels["service"]] = {key: labels[key] for key in ("side", "address", "version")}
+                about = {key: labels[key] for key in ("side", "address", "version")}
+                services[labels["service"]] = {"model": labels["model_name"]} | about
             elif name == "service_up":
                 services[labels["service"]]["up"] = value
             elif name == "service_attached":
@@ -76,27 +85,34 @@ def _read_metrics(text: str) -> tuple[dict[str, float], dict[str, dict[str, Any]
             elif name == "service_state":
                 services[labels["service"]][labels["name"]] = value
             elif set(labels) == {"model_name"}:
-                figures[name] = value
+                figures.setdefault(labels["model_name"], {})[name] = value
     return figures, services
 
 
 def _show(status: dict[str, Any], console: Console) -> None:
     state = "ready" if status["ready"] else "not ready"
     console.print(f"specahead {status['version']} at {status['url']}: {state}")
-    console.print(f"model {status['model']}, {status['max_model_len']} tokens of context, drafted by ", end="")
-    console.print(status["draft_model"], soft_wrap=True)
-    share = "" if status["acceptance"] is None else f", {status['acceptance']:.0%} of drafted tokens accepted"
-    console.print(
-        f"requests: {status['requests_running']} running, {status['requests_waiting']} waiting; "
-        f"{status['tokens_generated']} tokens generated{share}\n",
-        soft_wrap=True,
-    )
+    for model in status["models"]:
+        _show_model(model, console)
+    console.print()
+    has_draft = {model["model"]: model["draft_model"] not in WITHOUT_DRAFT for model in status["models"]}
     columns = ("service", "state", "pid", "sessions", "KV pages held", "of", "KV use", "address", "version")
     table = Table(*(Column(name, overflow="fold") for name in columns), box=None)
     for name, values in status["services"].items():
-        cells = _cells(values, status["draft_model"] not in WITHOUT_DRAFT)
+        cells = _cells(values, has_draft[values["model"]])
         table.add_row(name, *cells, values["address"], values["version"])
     console.print(table)
+
+
+def _show_model(model: dict[str, Any], console: Console) -> None:
+    console.print(f"model {model['model']}, {model['max_model_len']} tokens of context, drafted by ", end="")
+    console.print(model["draft_model"], soft_wrap=True)
+    share = "" if model["acceptance"] is None else f", {model['acceptance']:.0%} of drafted tokens accepted"
+    console.print(
+        f"requests: {model['requests_running']} running, {model['requests_waiting']} waiting; "
+        f"{model['tokens_generated']} tokens generated{share}",
+        soft_wrap=True,
+    )
 
 
 def _cells(values: dict[str, Any], has_draft: bool) -> list[str]:

@@ -6,7 +6,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 Service = TypeVar("Service", bound=ServiceSettings)
 
 ENVIRONMENT_PREFIX = "SPECAHEAD_"
+MODELS = "models"  # of a file: several models of one launch, each with its settings
 NAMES = {
     item.name
     for section in (TargetSettings, DraftSettings, ClientSettings, ClusterSettings)
@@ -46,9 +48,25 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_launch(flags: argparse.Namespace, environment: Mapping[str, str]) -> Config:
     """The settings of a launch whose flags were parsed. Raises SettingsError; exits on --dry-run."""
-    target, draft, clients, cluster = _read(flags, _sections_of(Config()), environment)
-    check_client_listener(clients, clients.host)
-    return Config(target=target, draft=draft, clients=clients, cluster=cluster)
+    configs = [
+        Config(target=target, draft=draft, clients=clients, cluster=cluster)
+        for target, draft, clients, cluster in _read(flags, _sections_of(Config()), environment)
+    ]
+    first = configs[0]
+    check_client_listener(first.clients, first.clients.host)
+    if len(configs) == 1:
+        return first
+    _check_models(configs)
+    return dataclasses.replace(first, several=tuple(configs))
+
+
+def _check_models(configs: Sequence[Config]) -> None:
+    """Raise SettingsError for models that cannot be served by one launch."""
+    for name, count in Counter(config.model_name for config in configs).items():
+        if count > 1:
+            raise SettingsError(f"{count} of the models are called {name!r}: give each its own served_model_name")
+    if len({bool(config.cluster.target_address) for config in configs}) > 1:
+        raise SettingsError("models: some have a target_address and some have none; give it to all of them or to none")
 
 
 def _sections_of(config: Config) -> list[Section]:
@@ -64,42 +82,65 @@ def resolve_service(
     """
     _add_flags(parser, [default])
     flags = parser.parse_args(arguments)
-    (settings,) = _read(flags, [default], environment)
+    ((settings,),) = _read(flags, [default], environment)
     check_service_listener(settings, settings.host)
     return settings, flags
 
 
-def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[Any]:
-    """The sections with what the sources say; their flags are taken out of `flags`.
+def _read(flags: argparse.Namespace, defaults: Sequence[Section], environment: Mapping[str, str]) -> list[list[Any]]:
+    """The sections with what the sources say, for each model of the file's list; their flags are taken out of `flags`.
 
     Settings of the same name in several sections get the same value. Raises SettingsError for an unknown key of the
     file and for a value that is not allowed, naming its source; an unknown variable of the environment is a warning.
     """
     options = _options(defaults)
     given = {key: vars(flags).pop(item.flag) for key, (item, _) in options.items()}
+    path, (general, models) = flags.config, _from_file(flags.config) if flags.config else ({}, [])
+    if models and len(defaults) == 1:
+        raise SettingsError(f"{path}: {MODELS} is for a launch; a service by itself runs one model")
     sources: list[tuple[str, Mapping[str, Any]]] = [
-        (flags.config or "file", _from_file(flags.config) if flags.config else {}),
+        (path or "file", general),
         ("environment", _from_environment(environment)),
         ("flag", {key: value for key, value in given.items() if value is not None}),
     ]
     values: dict[str, Any] = {}
     for source, found in sources:
         values |= {key: _convert(options[key][0], value, source) for key, value in found.items() if key in options}
-    sections = [_filled(section, values) for section in defaults]
+    if models and "target" in values:
+        raise SettingsError(f"a target is given beside the {MODELS} of {path}: give it in that list")
+    entries = [_entry(options, entry, f"{path}: {MODELS}[{index}]") for index, entry in enumerate(models)]
+    filled = [[_filled(section, values | own) for section in defaults] for own in entries or [{}]]
     if flags.dry_run:
-        print(json.dumps(describe(sections), indent=2))
+        print(json.dumps(describe(filled), indent=2))
         sys.exit(0)
-    return sections
+    return filled
 
 
-def describe(sections: Iterable[Section]) -> dict[str, Any]:
-    """The settings by their names, as a file may give them, without those that are secret."""
-    return {
-        item.name: getattr(section, item.field)
-        for section in sections
-        for item in declared_in(type(section))
-        if item.name and not item.secret
-    }
+def _entry(options: Mapping[str, tuple[Setting, Any]], entry: Any, source: str) -> dict[str, Any]:
+    """The settings of a model of the file's list, by key. Raises SettingsError."""
+    if not isinstance(entry, dict) or "target" not in entry:
+        raise SettingsError(f"{source}: expected a mapping of settings, with a target at least; got {entry!r}")
+    for name in entry:
+        if name not in options or not options[name][0].by_model:
+            why = "holds for all models: give it outside of the list" if name in options else "is no setting"
+            raise SettingsError(f"{source}: {name} {why}")
+    return {key: _convert(options[key][0], value, source) for key, value in entry.items()}
+
+
+def describe(models: Sequence[Sequence[Section]]) -> dict[str, Any]:
+    """The settings by their names, as a file may give them, without those that are secret. models: sections of each."""
+
+    def settings(sections: Iterable[Section], by_model: Collection[bool]) -> dict[str, Any]:
+        return {
+            item.name: getattr(section, item.field)
+            for section in sections
+            for item in declared_in(type(section))
+            if item.name and not item.secret and item.by_model in by_model
+        }
+
+    if len(models) == 1:
+        return settings(models[0], (True, False))
+    return settings(models[0], (False,)) | {MODELS: [settings(sections, (True,)) for sections in models]}
 
 
 def _options(defaults: Sequence[Section]) -> dict[str, tuple[Setting, Any]]:
@@ -172,18 +213,22 @@ def _is_injected(key: str, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _from_file(path: str) -> dict[str, Any]:
-    """Raises SettingsError for a file that is no mapping of settings, and for unknown keys."""
+def _from_file(path: str) -> tuple[dict[str, Any], list[Any]]:
+    """The settings of a file, and what it lists as models. Raises SettingsError for a file that is no mapping of
+    settings, for unknown keys and for models that are no list."""
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
+    models = content.pop(MODELS, [])
     unknown = sorted(str(key) for key in content if key not in NAMES)
     if unknown:
         raise SettingsError(f"{path}: no such setting: {', '.join(unknown)}")
-    return content
+    if not isinstance(models, list):
+        raise SettingsError(f"{path}: {MODELS} is {models!r}, expected a list of mappings of settings")
+    return content, models
 
 
 def _convert(item: Setting, value: Any, source: str) -> Any:

@@ -10,30 +10,43 @@ from config.access import ClientAccess, ServiceAccess
 from config.attention_backends import ATTENTION_BACKENDS, ATTENTION_HELP, check_attention_backend
 from config.setting import Section, Setting, SettingsError, setting
 
+QUANTIZATIONS = ("none", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
-WITHOUT_DRAFT = ("none", "ngram")  # what may stand in place of a draft model
+WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
-_models = partial(setting, group="models and plan")
-_rounds = partial(setting, group="rounds")
-_limits = partial(setting, group="sessions and steps")
-_memory = partial(setting, group="KV memory")
-_running = partial(setting, group="how the models run")
+_models = partial(setting, group="models and plan", by_model=True)
+_rounds = partial(setting, group="rounds", by_model=True)
+_limits = partial(setting, group="sessions and steps", by_model=True)
+_memory = partial(setting, group="KV memory", by_model=True)
+_running = partial(setting, group="how the models run", by_model=True)
 _services = partial(setting, group="where the services listen")
 _port = partial(setting, least=0, most=LARGEST_PORT)
+_scaling = partial(setting, group="scaling", by_model=True)
 
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
-    "draft model: Hugging Face id or folder; or without a draft service ngram: the target proposes what followed the "
-    "same tokens earlier in the text, none: it runs one token a step",
+    "draft model: Hugging Face id or folder; or without a draft service self: the target drafts for itself, reading "
+    "little of its KV, ngram: it proposes what followed the same tokens earlier in the text, none: it runs one token a "
+    "step",
     group="models and plan",
     name="draft",
+    by_model=True,
 )
 _draft_model = partial(field, default=str(models.DRAFT), metadata={"setting": _DRAFT})
+
+# The targets' and the gateways' own.
+_RESUMPTION = Setting(
+    "seconds that requests wait for a lost target before they fail, and that a target keeps what those of a lost "
+    "gateway have come to",
+    group="client endpoints",
+    least=0,
+)
+_resume_timeout = partial(field, default=60.0, metadata={"setting": _RESUMPTION})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +122,7 @@ class ServiceSettings(ServiceAccess, ModelSettings):
         "port of the {side} service, the next ones for further services of a launch; 0: any free one",
         group="where the services listen",
         name="{side}_port",
+        by_model=True,
     )
     name: str = ""
 
@@ -156,6 +170,7 @@ class TargetSettings(ServiceSettings):
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
         least=0,
     )
+    resume_timeout: float = _resume_timeout()
     max_queued: int = _limits(
         1024, "sessions that may wait for a place; more are refused, with 0 all that cannot run at once", least=0
     )
@@ -167,6 +182,15 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    self_read_share: float = _rounds(
+        0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
+    )
+    self_from: int = _rounds(
+        -1,
+        "tokens of all sessions of a step from which on a target drafts for itself; negative: where it pays by the "
+        "sizes of weights and KV",
+        least=-1,
+    )
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
@@ -225,6 +249,13 @@ class DraftSettings(ServiceSettings):
         flag="refresh-every",
         least=1,
     )
+    quantization: str = _rounds(
+        "none",
+        "how draft rounds read the draft's weights; fp8: in 8 bits, held beside the others, which read prompts",
+        name="draft_quantization",
+        flag="quantization",
+        choices=QUANTIZATIONS,
+    )
     support: int = 64
 
     @property
@@ -238,7 +269,10 @@ class ClientSettings(ClientAccess):
     """The endpoints that clients call."""
 
     served_model_name: str = setting(
-        "", "model name that clients use; empty: the target's last path component", group="client endpoints"
+        "",
+        "model name that clients use; empty: the target's last path component",
+        by_model=True,
+        group="client endpoints",
     )
     host: str = setting("127.0.0.1", "address that the client endpoints bind", group="client endpoints")
     grpc_port: int = _port(50051, "client gRPC port; 0: any free one", group="client endpoints")
@@ -246,24 +280,25 @@ class ClientSettings(ClientAccess):
     tool_call_parser: str = setting(
         "auto",
         f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat template shows",
+        by_model=True,
         group="client endpoints",
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = setting(
         "auto",
         f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}; deepseek_r1 begins with it, unmarked",
+        by_model=True,
         group="client endpoints",
         choices=REASONING_PARSERS,
     )
     generation_config: str = setting(
         "auto",
         "how tokens are chosen where a request does not say: auto (by the model's generation_config.json) or none",
+        by_model=True,
         group="client endpoints",
         choices=("auto", "none"),
     )
-    resume_timeout: float = setting(
-        60.0, "seconds that requests wait for a lost target before they fail", group="client endpoints", least=0
-    )
+    resume_timeout: float = _resume_timeout()
     max_connections: int = setting(
         1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
     )
@@ -274,12 +309,14 @@ class ClientSettings(ClientAccess):
         "prefix",
         "which of several targets takes a request: the one that has most of its prompt cached unless others are less "
         "busy, the least busy one, or one after the other",
+        by_model=True,
         group="client endpoints",
         choices=ROUTING,
     )
     max_wait: float = setting(
         0.0,
         "seconds that a request may be expected to wait before its prompt is read, else it is refused; 0: any time",
+        by_model=True,
         group="client endpoints",
         least=0,
     )
@@ -292,35 +329,91 @@ class ClientSettings(ClientAccess):
 class ClusterSettings(Section):
     """Where the services run."""
 
-    targets: int = setting(1, "target services that Ray is to run", group="placement", least=1)
-    drafts: int = setting(1, "draft services that Ray is to run; each serves all targets", group="placement", least=1)
+    targets: int = setting(1, "target services that Ray is to run", by_model=True, group="placement", least=1)
+    drafts: int = setting(
+        1, "draft services that Ray is to run; each serves all targets", by_model=True, group="placement", least=1
+    )
+    max_targets: int = _scaling(
+        0,
+        "target services that Ray is to run at most, where the load asks for more than --targets, with drafts in "
+        "proportion; 0: no more than these",
+        least=0,
+    )
+    scale_kv_use: float = _scaling(
+        0.7, "share of the targets' KV room that is to be in use; more is a load for more targets", above=0, most=1
+    )
+    scale_wait: float = _scaling(
+        5.0, "seconds that a new request may be expected to wait, on average over the targets", above=0
+    )
+    scale_out_delay: float = _scaling(
+        30.0, "seconds for which the load must ask for more targets until there are", least=0
+    )
+    scale_in_delay: float = _scaling(
+        600.0, "seconds for which the load must ask for fewer targets until one is drained and ended", least=0
+    )
     target_address: str = setting(
         "",
         "HOST:PORT of a target service that runs already, or several with commas; then Ray is not used",
+        by_model=True,
         group="placement",
     )
     draft_address: str = setting(
-        "", "HOST:PORT of a draft service of theirs, or several, for its status in /metrics", group="placement"
+        "",
+        "HOST:PORT of a draft service of theirs, or several, for its status in /metrics",
+        by_model=True,
+        group="placement",
     )
     connect_timeout: float = setting(
         30.0, "seconds that target and draft may take to be found at the start; 0: any time", group="placement", least=0
     )
     ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
     namespace: str = setting("specahead", "Ray namespace", group="placement")
-    target_resource: str = setting(
-        "", "Ray's custom resource that a node must have to run the target; empty: any node will do", group="placement"
+    join: bool = setting(
+        False,
+        "place no services, but serve clients over those that another launch has placed in this namespace of Ray",
+        group="placement",
     )
-    draft_resource: str = setting("", "the same for the draft", group="placement")
+    target_resource: str = setting(
+        "",
+        "Ray's custom resource that a node must have to run the target; empty: any node will do",
+        by_model=True,
+        group="placement",
+    )
+    draft_resource: str = setting("", "the same for the draft", by_model=True, group="placement")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.max_targets < self.targets:
+            raise SettingsError(f"max_targets {self.max_targets} is less than targets {self.targets}")
+        placed_by_others = "join" if self.join else "target_address" if self.target_address else ""
+        if self.max_targets and placed_by_others:
+            raise SettingsError(f"max_targets: with {placed_by_others} this launch places no services")
+        if self.join and self.target_address:
+            raise SettingsError("join and target_address: the services are found by the one or by the other")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a launch. What both services need has the same value in both."""
+    """All settings of a launch. What both services need has the same value in both.
+
+    several: a Config for each of several models, which differ in what settings may by model; all others are those of
+    the first, as in this Config, which has its target and draft as well. Empty: the launch serves one model.
+    """
 
     target: TargetSettings = field(default_factory=partial(TargetSettings, max_context=0, host=""))
     draft: DraftSettings = field(default_factory=partial(DraftSettings, max_context=0, host=""))
     clients: ClientSettings = field(default_factory=ClientSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    several: tuple["Config", ...] = ()
+
+    @property
+    def by_model(self) -> tuple["Config", ...]:
+        """The settings of each model that is served."""
+        return self.several or (self,)
+
+    def label(self, model: "Config") -> str:
+        """What stands in the names of a model's services: its name if there are several models, else nothing."""
+        return model.model_name if self.several else ""
 
     @property
     def has_draft(self) -> bool:

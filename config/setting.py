@@ -16,7 +16,8 @@ class Setting:
 
     group: the heading of --help that lists it. name: what a launch, the environment and a file call it; "": only a
     service's own command line has it. flag: what a service's own command line calls it. least, most: the ends of its
-    range; above: less than all of it; choices: all its values. secret: it is never printed.
+    range; above: less than all of it; choices: all its values. secret: it is never printed. by_model: each of several
+    models of a launch may have its own.
     field, kind: the name and type of its section's field.
     In a declaration "{side}" stands for target or draft and "{field}" for the field's name; `declared_in` fills them.
     """
@@ -30,6 +31,7 @@ class Setting:
     above: float | None = None
     choices: tuple[str, ...] = ()
     secret: bool = False
+    by_model: bool = False
     field: str = ""
     kind: Any = None
 
@@ -70,7 +72,7 @@ class Section:
 
 
 @functools.cache
-def declared_in(section: type[Section]) -> tuple[Setting, ...]:
+def declared_in(section: type[Any]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
     found = []
     for item in dataclasses.fields(section):

@@ -1,7 +1,8 @@
 """Which sessions are drafted for.
 
-Their KV room grows as tokens come. Where it runs out, the session that was begun last gives way: its target decodes it
-plainly, and it waits its turn with those that found no room at all.
+Their KV room grows as tokens come. Where it runs out, a session gives way: its target decodes it plainly, and it waits
+its turn with those that found no room at all. Targets share the room: of the one with the most sessions here that
+which was begun last gives way, and of the one with the fewest that goes on which has waited longest.
 """
 
 from collections import Counter, deque
@@ -59,15 +60,19 @@ class Admission:
         self.sessions.append(session)
 
     def drop(self, session: DraftSession) -> None:
-        """Release all that a session holds, and ask for the session that has waited longest for room."""
+        """Release all that a session holds, and ask for a session that waits for room: of the target with the fewest
+        sessions here that which has waited longest."""
         self._release(session)
         if self.waiting:
-            peer, name = self.waiting.popleft()
+            peer, name = chosen = min(self.waiting, key=lambda waits: len(waits[0].sessions))
+            self.waiting.remove(chosen)
             peer.send(Resync(name))  # it went on without us: where does it stand now?
 
     def preempt_youngest(self) -> None:
-        """Have the session that was begun last give its room to the others, and wait for room before all that do."""
-        session = self.sessions[-1]
+        """Have a session give its room to the others, and wait for room before all that do: of the target with the most
+        sessions here that which was begun last."""
+        most = max(len(session.peer.sessions) for session in self.sessions)
+        session = next(each for each in reversed(self.sessions) if len(each.peer.sessions) == most)
         self._decline(session.peer, session.id)
         self._release(session)
         self.waiting.appendleft((session.peer, session.id))

@@ -19,7 +19,7 @@ from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
-from wire.messages import Begin, End, Refusal, Resync, TargetEvent, Verdict
+from wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
 from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,14 @@ class Drafter:
                     self.counters["refused_frames"] += 1
                     peer.send(Resync(expected.session))
 
+    def _tell_load(self) -> None:
+        """Tell each target how many sessions the others have here, where that has changed."""
+        for peer in self._peers:
+            others = self.session_count - len(peer.sessions)
+            if peer.told != others:
+                peer.told = others
+                peer.send(Load(others))
+
     def _receive_verdict(self, peer: TargetPeer, verdict: Verdict) -> None:
         name = verdict.at.session
         if name in peer.sessions:
@@ -107,6 +115,7 @@ class Drafter:
         The pages that it writes are taken; where they run out, sessions give way, the youngest first.
         """
         self._apply_inbox()
+        self._tell_load()
         while (step := self._plan_rounds()) is not None and not self.runner.kv.reserve(step.work):
             self.admission.preempt_youngest()
         self._steps += step is not None

@@ -1,6 +1,6 @@
 """Which outcomes of a verdict are likely, judged by what the draft found likely at each position."""
 
-from heapq import nlargest
+from operator import itemgetter
 
 from engine.rounds.requests import DraftedTokens
 
@@ -22,11 +22,12 @@ def likely_outcomes(drafted: DraftedTokens, proposed: int, acceptance: float, mo
     first = (proposed, drafted.tokens[proposed])
     if most == 1 or drafted.alternatives is None:
         return [first]
-    chances: dict[Outcome, float] = {}
-    for accepted in range(proposed + 1):
-        reached = acceptance**accepted
+    others: list[tuple[float, Outcome]] = []
+    left = 1 - acceptance  # the chance that so many tokens are accepted and no more
+    for accepted, likeliest in enumerate(drafted.alternatives[: proposed + 1].tolist()):
         rejected = drafted.tokens[accepted]
-        others = [int(token) for token in drafted.alternatives[accepted] if token != rejected]
-        for token, rank in zip(others, _RANKS, strict=False):
-            chances[accepted, token] = reached * (1 - acceptance) * rank
-    return [first, *nlargest(most - 1, chances, key=chances.__getitem__)]
+        tokens = [token for token in likeliest if token != rejected]
+        others += [(left * rank, (accepted, token)) for token, rank in zip(tokens, _RANKS, strict=False)]
+        left *= acceptance
+    others.sort(key=itemgetter(0), reverse=True)
+    return [first, *(outcome for _, outcome in others[: most - 1])]

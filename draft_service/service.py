@@ -40,7 +40,7 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     log.info("loading the model", extra={"model": settings.model})
-    opened = open_model(settings)
+    opened = open_model(settings, eight_bit=settings.quantization == "fp8")
     planned = plan.draft_layers, plan.draft_heads
     actual = opened.shape.num_layers, opened.shape.num_heads
     if planned != actual:

@@ -30,12 +30,14 @@ _NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
 class TargetPeer:
     """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
 
-    ended: the last sessions that are over; late verdicts on them are of no interest.
+    ended: the last sessions that are over; late verdicts on them are of no interest. told: how many sessions of other
+    targets it knows of.
     """
 
     send: Callable[[DraftEvent], None]
     sessions: dict[str, "DraftSession"] = field(default_factory=dict)
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
+    told: int = 0
 
 
 @dataclass(frozen=True)

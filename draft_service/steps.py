@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -97,8 +98,9 @@ def plan_draft_step(
     for session in (*due, *(session for session, _ in parts)):
         if session.moved is not None and session.drafted is None:  # what a verdict cut short is not worth moving
             session.cut_kv(kv, session.moved.target)
+    refresh = _refresh_together(due, settings)
     return DraftStep(
-        _refresh_together([_plan_round(session, plan, settings) for session in due], settings),
+        [_plan_round(session, plan, settings, refresh) for session in due],
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
@@ -108,24 +110,28 @@ def _goes_ahead(session: DraftSession, foresight: float, settings: DraftSettings
     return settings.ahead and session.may_go_ahead and session.foresees(foresight)
 
 
-def _refresh_together(rounds: list[PlannedRound], settings: DraftSettings) -> list[PlannedRound]:
-    """Let all rounds of a step begin with a dense pass or none: one graph drafts them.
+def _refresh_together(sessions: list[DraftSession], settings: DraftSettings) -> bool:
+    """Return whether all rounds of a step begin with a dense pass, or none: one graph drafts them.
 
     Where branches are drafted, there is a graph without the dense pass for steps with branches only.
     """
-    branched = settings.branches == 1 or any(len(item.request.branches) > 1 for item in rounds)
-    if not branched or any(item.session.refresh_due(settings.refresh_every) for item in rounds):
-        return rounds
-    return [replace(item, request=replace(item.request, refresh=False)) for item in rounds]
+    branched = settings.branches == 1 or any(session.drafted is not None for session in sessions)
+    return not branched or any(session.refresh_due(settings.refresh_every) for session in sessions)
 
 
-def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> PlannedRound:
+@lru_cache
+def _no_draws(count: int) -> np.ndarray:
+    """Return what greedy sessions draw with, which never looks at it."""
+    return np.zeros(count)
+
+
+def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, refresh: bool) -> PlannedRound:
     """Return the request of a session's round, or of the one behind it if that is drafted already."""
     sampling, announce, drafted = session.sampling, None, session.drafted
 
     def draws(position: int) -> np.ndarray:
         if sampling.greedy:
-            return np.zeros(settings.gamma + 1)
+            return _no_draws(settings.gamma + 1)
         return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()
@@ -153,6 +159,7 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings) -> P
         uniforms=draws(base),
         announce=announce,
         memory=session.memory,
+        refresh=refresh,
         branches=tuple(branches),
         moved=session.moved,
         top_k=sampling.top_k,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backends import Backend, default_backend
+from kernels.eight_bit_linear import MAX_ROWS, EightBitWeight, eight_bit_linear
 from kernels.gated_activation import silu_and_multiply
 from kernels.rms_norm import add_rms_norm, add_scaled
 from kernels.rotary import rotate_and_write_kv
@@ -22,6 +23,19 @@ from kernels.skinny_linear import is_skinny, skinny_linear
 Attend = Callable[[int, Tensor], Tensor]
 # What a layer does with queries, keys and values side by side: (layer, qkv) -> [tokens, heads * dim].
 AttendToQkv = Callable[[int, Tensor], Tensor]
+
+
+# Stretches of inputs that layers with 8-bit weights are cut into: of attention's output and of the MLP's second one.
+OUT_PARTS, DOWN_PARTS = 4, 8
+
+
+@dataclass(frozen=True)
+class EightBitLayer:
+    """Weights of a layer once more, in 8 bits, for passes of few rows."""
+
+    out: EightBitWeight
+    gate_up: EightBitWeight
+    down: EightBitWeight
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,7 @@ class DecoderLayer:
     gate_up: [2 * inner, hidden], gate, up; down: [hidden, inner]
     head_norms: [2, head_dim], of each head's query and of each head's key (Qwen3).
     full_norms: [heads * head_dim] and [kv_heads * head_dim], of all heads' queries and keys together (OLMo-2).
-    rotates: whether the layer turns queries and keys by their positions.
+    rotates: whether the layer turns queries and keys by their positions. eight_bit: what passes of few rows read.
     """
 
     input_norm: Tensor | None
@@ -51,6 +65,7 @@ class DecoderLayer:
     head_norms: Tensor | None = None
     full_norms: tuple[Tensor, Tensor] | None = None
     rotates: bool = True
+    eight_bit: EightBitLayer | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,7 @@ class Decoder:
     rotate, mostly all.
     epsilon: of all norms. attention_scale: what products of queries and keys are multiplied by. embedding_scale,
     residual_scale, logits_scale: what embeddings, the outputs of attention and MLP, and logits are multiplied by
-    (Granite).
+    (Granite). eight_bit_head: the lm_head in 8 bits, if the layers are held so, too.
     """
 
     embedding: Tensor
@@ -78,6 +93,7 @@ class Decoder:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    eight_bit_head: EightBitWeight | None = None
 
     can_capture = True  # in CUDA graphs
 
@@ -130,6 +146,8 @@ class Decoder:
         )
         if kernels == "triton" and is_skinny(hidden) and not norms_outputs:
             return _run_skinny(self, hidden, attention, logits_rows)
+        if self.eight_bit_head is not None and len(hidden) <= MAX_ROWS:
+            return _run_eight_bit(self, hidden, attention, logits_rows, kernels)
         return _run_wide(self, hidden, attention, logits_rows, kernels)
 
 
@@ -188,3 +206,25 @@ def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits
         hidden = hidden[logits_rows]
     head = decoder.lm_head, None, decoder.norm, epsilon
     return skinny_linear(hidden, *head, scale=decoder.logits_scale, backend="triton")
+
+
+def _run_eight_bit(
+    decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
+) -> Tensor:
+    """Return the logits of up to MAX_ROWS rows, reading weights in 8 bits where they are held so. hidden: as above"""
+    residual: Tensor | None = None
+    for index, layer in enumerate(decoder.layers):
+        weights = layer.eight_bit
+        assert weights is not None
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
+        attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
+        hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
+        normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
+        inner = eight_bit_linear(normed, weights.gate_up, gated=True, backend=backend)
+        hidden = eight_bit_linear(inner, weights.down, DOWN_PARTS, backend=backend)
+    normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
+    assert decoder.eight_bit_head is not None
+    logits = eight_bit_linear(
+        normed if logits_rows is None else normed[logits_rows], decoder.eight_bit_head, backend=backend
+    )
+    return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale

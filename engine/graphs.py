@@ -1,12 +1,17 @@
 """CUDA graphs: launches that are captured once and replayed, each with buffers of its own."""
 
-from collections.abc import Callable, Hashable
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from engine.staging import Buffers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,7 +52,9 @@ class Graphs:
         buffers = make_buffers()
         captured = Captured(buffers, partial(launch, buffers))
         if self.captures:
+            began = time.perf_counter()
             captured.graph = self._capture(captured)
+            log.debug("captured a CUDA graph in %.2f s: %s", time.perf_counter() - began, shape)
             self.by_shape[shape] = captured
         return captured
 
@@ -67,3 +74,19 @@ class Graphs:
             results.copy_out()
         inputs.in_graph = results.in_graph = True
         return graph
+
+
+@contextlib.contextmanager
+def tell_captures(graphs: Graphs, what: str) -> Iterator[None]:
+    """Log how many graphs are captured in this context, what of, in how many seconds and in how much memory."""
+    start, captured, memory = time.monotonic(), len(graphs.by_shape), torch.cuda.memory_reserved()
+    yield
+    log.info(
+        "CUDA graphs are captured",
+        extra={
+            "of": what,
+            "graphs": len(graphs.by_shape) - captured,
+            "seconds": round(time.monotonic() - start, 1),
+            "gib": round((torch.cuda.memory_reserved() - memory) / 2**30, 2),
+        },
+    )

@@ -50,7 +50,9 @@ class SparseRead:
     """What a sequence's queries read: lists that are known before the pass, or a budget that the pass shares out.
 
     group_means: let means stand in for what is not read (KVCache.means). emit_weights: return what weight each listed
-    block got. report_blocks: return which blocks were read.
+    block got. report_blocks: return which blocks were read. drafts: it is not the pass that reads so, which reads
+    everything and has the budget's memory take up what it weighs. Its tokens behind the first are drafted before by
+    passes that read so, one token each (engine.passes.drafting).
     """
 
     block_size: int
@@ -59,10 +61,13 @@ class SparseRead:
     group_means: bool = False
     emit_weights: bool = False
     report_blocks: bool = False
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         if (self.lists is None) == (self.budget is None):
             raise ValueError("a sparse read has either lists or a budget")
+        if self.drafts and self.budget is None:
+            raise ValueError("drafting passes read by a budget: give one in place of lists")
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -88,7 +93,8 @@ class SequenceInput:
     """`tokens` to run at positions kv.length …; their KV is written and kv.length moves on.
 
     read, prompt: how queries read sparsely; with neither, they read everything. drafted: of `tokens` all but the first,
-    to be judged; then logits must be "all", and the output is a verdict instead of them.
+    to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
+    behind the first are put in the place of those given, in `drafted` as well.
     """
 
     kv: SequenceKV

@@ -75,6 +75,7 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
     sampled = "temperature" in arrays
     if sampled:
         arrays["temperature"][:] = 0
+    if "support_probs" in arrays:
         arrays["support_probs"][:] = 0
     if "top_k" in arrays:
         arrays["top_k"][:] = arrays["min_p"][:] = 0
@@ -89,6 +90,8 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
             arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
         arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, USE_ACCEPT)
         arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, USE_TARGET)
+        if "support_ids" not in arrays:  # what was drafted on the device is there
+            continue
         for j, support in enumerate(item.supports):
             arrays["support_ids"][i, j, : len(support.ids)] = support.ids
             arrays["support_probs"][i, j, : len(support.ids)] = support.probs

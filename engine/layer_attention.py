@@ -19,6 +19,7 @@ from kernels.paged_attention import (
     Work,
     add_listed_weights,
     paged_attention,
+    paged_attention_remembering,
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     plan_work,
@@ -92,6 +93,23 @@ class Evidence:
     queries: int = 1
 
 
+@dataclass(frozen=True)
+class BlockMemory:
+    """Has a dense pass remember how much weight each block got (`paged_attention_remembering`).
+
+    memory: [places, rows, blocks] float32; rows are (layer, KV head), for those layers that `index` has a number for.
+    places: [sequences] int32, where each sequence's are. apart: whether the output must be, to the last bit, that of a
+    pass that remembers nothing; then keys are read twice.
+    """
+
+    memory: Tensor
+    places: Tensor
+    index: dict[int, int]
+    decay: float
+    block_size: int
+    apart: bool = False
+
+
 @dataclass
 class LayerAttention:
     """The attention of one pass: call it with a layer's index and its queries [rows, heads, dim].
@@ -106,7 +124,7 @@ class LayerAttention:
     pages: LayerPages
     backend: Backend
     listed: ListedReads | None = None
-    weights: Tensor | Evidence | None = None
+    weights: Tensor | Evidence | BlockMemory | None = None
     tables_of: Callable[[int], Tensor] | None = None
     prompts: PromptsOfLayer | None = None
     dense_work: Work | None = None
@@ -131,6 +149,11 @@ class LayerAttention:
             out, given = paged_attention_with_block_weights(batch, weights.block_size, emitting, width=width, **how)
             weights.sums[:, layer].add_(given[:, 0] if emitting == 1 else given.mean(1), alpha=weights.share)
             return out
+        if isinstance(weights, BlockMemory) and layer in weights.index:
+            rows = slice(weights.index[layer] * self.heads.kv, (weights.index[layer] + 1) * self.heads.kv)
+            remembered = weights.memory[:, rows], weights.places, weights.decay
+            out = paged_attention_remembering(batch, weights.block_size, *remembered, **how)
+            return paged_attention(batch, **how) if weights.apart else out
         if self.prompts is not None:
             reads, of_layer = self.prompts(layer), (queries, batch.k_pages, batch.v_pages, batch.scale)
             if isinstance(reads, SparsePromptReads):

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
+from engine.graphs import tell_captures
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.cache import KVCache
@@ -25,6 +26,7 @@ from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling
 from kernels.backends import Backend, default_backend, power_of_two
@@ -46,7 +48,7 @@ class ModelRunner(Runner):
     target. deterministic: what a sequence gives depends on its own tokens only, not on what runs beside it nor on how
     its rounds fell: every step has one shape, prompts are read PINNED_ROWS tokens at a time, and splits of attention
     are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's,
-    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager.
+    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -61,9 +63,12 @@ class ModelRunner(Runner):
         step_queries: int = 5,
         deterministic: bool = False,
         attention_backend: Backend | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         self.decoder, self.kv, self.vocab_size, self.device = decoder, kv, vocab_size, kv.device
         self.deterministic = deterministic
+        page = kv.k_pages[0][:1]
+        self.weight_tokens = weight_bytes / (2 * kv.num_layers * page.nbytes / PAGE_SIZE)
         self._limits = StepLimits(
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
@@ -136,7 +141,10 @@ class ModelRunner(Runner):
         """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
         What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
+        Nothing is drafted then.
         """
+        if inputs[0].read is not None and inputs[0].read.drafts:
+            return self._run([_without_drafting(item) for item in inputs])
         shape = shape_of(inputs)
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
             fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
@@ -172,20 +180,39 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
-        """Capture the steps that these reads take, greedy and sampled, in batches of up to `sequences`."""
+        """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
+        kinds, sizes = self._ends_of_prompts(), (1, self._limits.step_queries)
+        for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
+            for queries in sizes if read is None or read.drafts else sizes[1:]:
+                drafted = Drafted([0] * (queries - 1), [], sampling, 0)
+                kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
+        self._capture(kinds, sequences)
+
+    def _ends_of_prompts(self) -> list[SequenceInput]:
+        """Return an input of each kind of step that reads the last few tokens of a prompt."""
+        sizes = 1, self._limits.step_queries, self._limits.queries
+        ends = [SequenceInput(SequenceKV(), [0] * queries) for queries in sizes]
+        return [item for item in ends if not self._limits.is_prompt(item)]
+
+    def _capture(self, kinds: list[SequenceInput], sequences: int) -> None:
+        """Capture the steps of inputs of these kinds, in batches of up to `sequences`."""
         if not self._captures:
             return
-        kinds = itertools.product(reads, (Sampling(0.0), Sampling(1.0)))
-        counts = [(*kind, 1 << i) for kind in kinds for i in range(power_of_two(sequences).bit_length())]
-        step_queries = self._limits.step_queries
-        for read, sampling, count in tqdm(counts, desc="capturing CUDA graphs of steps", disable=None):
-            for queries in (1, step_queries) if read is None else (step_queries,):
-                drafted = Drafted([0] * (queries - 1), [], sampling, 0)
-                item = SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted)
+        counts = [1 << i for i in range(power_of_two(sequences).bit_length())]
+        steps = list(itertools.product(kinds, counts))
+        with tell_captures(self._passes.graphs, "steps"):
+            for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
                 shape = step_shape([item] * count, self.kv, self._limits)
                 self._passes.step_of(shape)
-                if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
+                if (
+                    item.drafted
+                    and not shape.drafts
+                    and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
+                ):
                     self._passes.step_of(replace(shape, fetches=True))
+                if item.drafted and item.read is None:
+                    logits = torch.zeros(count, len(item.tokens), self.vocab_size, device=self.device)
+                    judge_by_rules(logits, [item.drafted] * count, self.deterministic)
 
     def warm_up_prompts(self, tokens: int) -> None:
         if self.device.type != "cuda":
@@ -207,6 +234,7 @@ class ModelRunner(Runner):
     def warm_up_rounds(self, sequences: int, methods: Sequence[str]) -> None:
         if self._rounds is not None:
             self._rounds.warm_up(sequences, methods)
+            self._capture(self._ends_of_prompts(), sequences)
 
     @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
@@ -222,3 +250,10 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)
+
+
+def _without_drafting(item: SequenceInput) -> SequenceInput:
+    """Return an input that runs its first token alone; it shares the tokens with `item`, of which none was drafted."""
+    assert item.drafted is not None
+    del item.tokens[1:], item.drafted.tokens[:]
+    return replace(item, read=None)

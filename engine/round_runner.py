@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from engine.decoder import Decoder
 from engine.grammars import WORD, unpack_mask
-from engine.graphs import Captured, Graphs
+from engine.graphs import Captured, Graphs, tell_captures
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
@@ -47,20 +47,24 @@ class RoundRunner:
         self._one_by_one = Graphs(captures=False)
         self._memories = ReadMemories(settings.memories + 1)
         self._nobody = RoundMemory()  # takes what is left by sequences that nothing is remembered of
+        self._rules = torch.empty(3, 0, 0)
 
     def warm_up(self, sequences: int, methods: Sequence[str]) -> None:
-        """Capture rounds of up to `sequences` sessions, greedy and sampled, that announce nothing or by `methods`."""
+        """Capture rounds of up to `sequences` sessions that announce nothing or by `methods`: greedy and sampled ones,
+        and those whose logits are changed."""
         if not self._graphs.captures:
             return
         # The largest first: what all shapes share is made to fit it.
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         branches = sorted({1, self._settings.branches}, reverse=True)
-        kinds = list(itertools.product((False, True), ("", *methods), sizes, branches))
-        for sampled, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
-            shape = RoundShape(count, ROUND_QUERIES, self._max_pages, sampled, method, of_each)
-            self._round_of(shape)
-            if self._settings.refresh_every > 1 and of_each == self._settings.branches:
-                self._round_of(replace(shape, refreshes=False))
+        draws = {"sampled": False, "ruled": False}, {"sampled": True, "ruled": False}, {"sampled": True, "ruled": True}
+        kinds = list(itertools.product(draws, ("", *methods), sizes, branches))
+        with tell_captures(self._graphs, "rounds"):
+            for draw, method, count, of_each in tqdm(kinds, desc="capturing CUDA graphs of rounds", disable=None):
+                shape = RoundShape(count, ROUND_QUERIES, self._max_pages, method=method, branches=of_each, **draw)
+                self._round_of(shape)
+                if self._settings.refresh_every > 1 and of_each == self._settings.branches:
+                    self._round_of(replace(shape, refreshes=False))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
@@ -96,8 +100,9 @@ class RoundRunner:
         return read_round(round_.buffers, shape, requests)
 
     def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
-        sampled = any(item.temperature > 0 for item in requests)
         ruled = any(item.rules is not None for item in requests)
+        # Rounds with rules are sampled ones: a graph serves both, and greedy sessions are greedy in any.
+        sampled = ruled or any(item.temperature > 0 for item in requests)
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if not self._graphs.captures:
@@ -116,6 +121,8 @@ class RoundRunner:
             buffers = make_round_buffers(shape, self._settings, self._vocab_size, self._kv.device)
             if self._settings.refresh_every > 1:
                 buffers.tensors["memory"] = self._weights()
+            if shape.ruled:
+                buffers.tensors["rules"] = self._rules_of(shape.sequences)
             return buffers
 
         def launch(buffers: Buffers) -> None:
@@ -124,6 +131,12 @@ class RoundRunner:
 
         graphs = self._graphs if asking is None else self._one_by_one
         return graphs.of(shape, make_buffers, launch)
+
+    def _rules_of(self, sequences: int) -> Tensor:
+        """Return room for what changes logits, [3, sequences, vocab] float32: the same for all shapes that fit."""
+        if sequences > self._rules.shape[1]:
+            self._rules = torch.zeros(3, sequences, self._vocab_size, device=self._kv.device)
+        return self._rules[:, :sequences]
 
     def _weights(self) -> Tensor:
         """Return what is remembered of all sessions, [places, layers * heads, blocks] float32."""

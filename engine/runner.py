@@ -11,12 +11,13 @@ class Runner:
     """Runs a model over paged KV. One call is one step; the caller decides what is in it.
 
     vocab_size: token ids that there are. deterministic: whether what a sequence gives depends on nothing that runs
-    beside it.
+    beside it. weight_tokens: tokens of KV that take as much memory as the weights.
     """
 
     kv: KVCache
     vocab_size: int
     deterministic = False
+    weight_tokens = 0.0
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs, write their KV and advance their lengths. Returns outputs in input order.

@@ -9,24 +9,28 @@ from kernels.backends import check_backend, jit, power_of_two, tl
 def add_rms_norm(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, backend: str = "torch", scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `hidden`'s dtype.
+    """Return the RMSNorm (Zhang & Sennrich 2019) of residual + scale * hidden, and that sum, in `weight`'s dtype.
 
-    hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. weight: [size].
+    hidden, residual: [rows, size]; without a residual the sum is `hidden`, not scaled. weight: [size]. hidden may come
+    in parts beside a residual, [parts, rows, size] float32: it is their sum, rounded to the dtype.
     Statistics are in float32; the normalised row is rounded to the dtype before it is multiplied by the weight, as
     transformers does it.
     """
     check_backend("add_rms_norm", backend)
     if backend == "torch":
+        hidden = hidden if hidden.dim() == 2 else hidden.sum(0).to(weight.dtype)
         total = hidden if residual is None else add_scaled(hidden, residual, scale)
         wide = total.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(hidden.dtype), total
-    rows, size = hidden.shape
-    out = torch.empty_like(hidden)
-    total = hidden if residual is None else torch.empty_like(hidden)
+    rows, size = hidden.shape[-2:]
+    out = torch.empty(rows, size, dtype=weight.dtype, device=hidden.device)
+    total = hidden if residual is None else torch.empty_like(out)
     _add_rms_norm_kernel[(rows,)](
         *(hidden, residual, weight, out, total),
-        *(hidden.stride(0), size, epsilon, scale),
+        *(hidden.stride(-2), size, epsilon, scale),
+        rows,
+        PARTS=1 if hidden.dim() == 2 else len(hidden),
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,
     )
@@ -49,6 +53,8 @@ def _add_rms_norm_kernel(
     size: tl.constexpr,
     epsilon: tl.constexpr,
     SCALE: tl.constexpr,
+    rows,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -56,6 +62,9 @@ def _add_rms_norm_kernel(
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(hidden_ptr + (part * rows + row) * stride + at, mask=inside, other=0.0)
+    total = total.to(weight.dtype)
     if residual_ptr is not None:
         if SCALE != 1.0:
             total = (total.to(tl.float32) * SCALE).to(total.dtype)

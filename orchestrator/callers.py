@@ -2,7 +2,8 @@
 
 Requests at once are counted while they run. Tokens a minute are a bucket that holds a minute's worth and fills at a
 steady rate: a request is taken while the bucket is not empty, and pays for its prompt at once and for its tokens as
-they come.
+they come. What a key is used for through other orchestrators, the targets that they share report
+(target_service/usage.py).
 """
 
 import contextlib
@@ -14,18 +15,19 @@ from dataclasses import dataclass, field
 
 from orchestrator.keys import Key, digest_of
 from wire.errors import ResourceExhausted, Unauthenticated
+from wire.messages import CallerUsage
 
 
 @dataclass(eq=False)
 class Caller:
-    """The holder of a key. running: requests at the moment; tokens: what is left in the bucket, as of `at` seconds.
-
-    allowed: whether the key still counts.
+    """The holder of a key. running: requests at the moment, and elsewhere: those of other orchestrators, by target;
+    tokens: what is left in the bucket, as of `at` seconds. allowed: whether the key still counts.
     """
 
     key: Key
     clock: Callable[[], float] = time.monotonic
     running: int = 0
+    elsewhere: dict[str, int] = field(default_factory=dict)
     allowed: bool = True
     tokens: float = field(init=False)
     at: float = field(init=False)
@@ -41,7 +43,7 @@ class Caller:
     def request(self) -> Iterator[None]:
         """Count a request while the context lasts. Raises ResourceExhausted if the key allows no more now."""
         key = self.key
-        if key.requests and self.running >= key.requests:
+        if key.requests and self.running + sum(self.elsewhere.values()) >= key.requests:
             raise ResourceExhausted(
                 f"key {key.name!r} allows {key.requests} requests at once, and so many are running", retry_after=1
             )
@@ -87,6 +89,7 @@ class Callers:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._by_digest = {key.digest: Caller(key) for key in keys}
+        self._elsewhere: dict[str, list[Caller]] = {}  # who has requests through others, by target
 
     def replace(self, keys: Sequence[Key]) -> None:
         """Let these keys count from now on. Who has the same key and name as before goes on with what was used."""
@@ -101,6 +104,17 @@ class Callers:
         kept = self._by_digest.values()
         for caller in before.values():
             caller.allowed = caller in kept
+
+    def count_elsewhere(self, target: str, usage: Sequence[CallerUsage]) -> None:
+        """Count what keys are used for through other orchestrators, as a target tells it; nothing: it is lost."""
+        for caller in self._elsewhere.pop(target, []):
+            del caller.elsewhere[target]
+        by_name = {caller.name: caller for caller in self._by_digest.values()} if usage else {}
+        for each in usage:
+            if (user := by_name.get(each.caller)) is not None:
+                user.elsewhere[target] = each.requests
+                user.pay(each.tokens_used)
+                self._elsewhere.setdefault(target, []).append(user)
 
     def admit(self, bearer: str) -> Caller:
         """Find the caller with this key, whose the task's requests are from now on. Raises Unauthenticated."""

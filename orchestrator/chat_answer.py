@@ -54,7 +54,7 @@ class ChatAnswer(Answer):
         message.tokens += chunk.tokens
         deltas = [Delta(chunk.text)] if chunk.text else []
         if message.parser is not None:
-            deltas = message.parser.feed(chunk.text, reason is not None)
+            deltas = message.parser.feed(chunk.text, reason is not None, reason == "length")
         parts = [part for delta in deltas if (part := self._take(message, delta))]
         # What is told of tokens stands in the first piece, whatever part of the text each token is of.
         told, ids = self._tell_logprobs(message, chunk), self._token_ids(chunk.tokens)

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 from orchestrator.chat_request import ChatRequest, Tool
+from orchestrator.lark import Lark, any_text, json_term, literal
 from orchestrator.replies import ReplyFormat
-from orchestrator.structured_outputs import SPACES
-from orchestrator.xml_calls import RULES as XML_RULES
-from orchestrator.xml_calls import call_body
+from orchestrator.response_templates import content_mark, own_calls, reasoning_marks, reasons_behind
+from orchestrator.xml_calls import QWEN, call_body, rules_of
 from wire.errors import InvalidArgument
 
 # How calls are written, for which a grammar can be made: what opens and closes each, and the name of its arguments.
@@ -24,67 +24,50 @@ _JSON_CALLS = {
 _OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<tool_call>"}
 
 
-class _Lark:
-    """Writes terms of a grammar for a tokenizer's tokens."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def has_token(self, text: str) -> bool:
-        """Return whether a text is one token."""
-        number = self._tokenizer.convert_tokens_to_ids(text)
-        return number is not None and self._tokenizer.convert_ids_to_tokens(number) == text
-
-    def marker(self, text: str) -> str:
-        """Return a term for what opens or closes a part: a token where it is one, else a text."""
-        return f"<[{self._tokenizer.convert_tokens_to_ids(text)}]>" if self.has_token(text) else _literal(text)
-
-    def before(self, marker: str, name: str) -> tuple[str, str]:
-        """Return a term for any text up to a marker and the marker, and the rules that define it.
-
-        The text may be empty. name: of the rules.
-        """
-        if self.has_token(marker):
-            return f"({name.upper()}? {self.marker(marker)})", _any_text(name, marker)
-        return name, f"{name}[lazy]: /(?s:.*){_escaped(marker)}/\n"
-
-
 def chat_grammar(request: ChatRequest, prompt: str, form: ReplyFormat, tokenizer: Any) -> str:
     """Return the Lark grammar of a chat's text, empty where that is free or @body alone.
 
     prompt: its text. Raises InvalidArgument for what cannot be followed in the format that the model writes.
     """
-    lark, structure = _Lark(tokenizer), request.structure
+    lark, structure = Lark(tokenizer), request.structure
     calls = _calls_grammar(request, form, lark) if request.must_call or request.has_strict_tools else ""
     if not calls and structure is None:
         return ""
-    if form.own is not None and any(name.startswith(("reason", "think")) for name in form.own["fields"]):
-        message = "the model's own response template says how it reasons: no structure can be put behind that"
-        raise InvalidArgument(message, structure.param if structure else "tool_choice", "unsupported_value")
-    reasoning, rules = _reasoning(prompt, form, lark)
+    try:
+        reasoning, rules = _reasoning(prompt, form, lark)
+        opening = lark.spell(content_mark(form.own)) if form.own is not None and structure is not None else ""
+    except ValueError as error:
+        message = f"nothing can be put behind what the model's own response template says: {error}"
+        raise InvalidArgument(message, structure.param if structure else "tool_choice", "unsupported_value") from None
     if request.must_call:
         return f"start: {reasoning}calls\n{rules}{calls}"
     if structure is not None:  # in place of the free text beside calls
-        answer = "(calls | @body)" if calls else "@body"
-        return f"start: {reasoning}{answer}\n{rules}{calls}" if calls or reasoning else ""
+        answer = "(calls | @body)" if calls else f"{opening} @body"
+        return f"start: {reasoning}{answer}\n{rules}{calls}" if calls or reasoning or opening else ""
     return f"start: {reasoning}{_FREE[form.tools][0]}\n{rules}{calls}{_FREE[form.tools][1]}"
 
 
-def _reasoning(prompt: str, form: ReplyFormat, lark: _Lark) -> tuple[str, str]:
-    """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason."""
-    if not form.reasoning:
+def _reasoning(prompt: str, form: ReplyFormat, lark: Lark) -> tuple[str, str]:
+    """Return a term for the reasoning that goes first, and its rules; both empty if the model does not reason.
+
+    Raises ValueError where an own response template does not tell what opens and closes it.
+    """
+    marks = ("<think>", "</think>") if form.reasoning else None
+    if form.own is not None:
+        marks = reasoning_marks(form.own)
+    if marks is None:
         return "", ""
-    thought, rules = lark.before("</think>", "thought")
+    thought, rules = lark.before(marks[1], "thought")
     rules += "GAP: /\\s*/\n"
-    if form.thinks(prompt):
+    if form.thinks(prompt) if form.own is None else reasons_behind(form.own, prompt):
         return f"{thought} GAP ", rules
-    return f"({lark.marker('<think>')} {thought} GAP)? ", rules
+    return f"({lark.spell(marks[0])} {thought} GAP)? ", rules
 
 
 # Calls.
 
 
-def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
+def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: Lark) -> str:
     """Return the rules of `calls`: one call of a tool that may be called, or several; one alone where the request
     names it. Empty where none can be made.
 
@@ -92,45 +75,48 @@ def _calls_grammar(request: ChatRequest, form: ReplyFormat, lark: _Lark) -> str:
 
     Raises InvalidArgument if calls are forced in a format whose grammar is not known.
     """
+    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
+    if form.own is not None and request.must_call:
+        functions = (tool.function for tool in request.callable_tools)
+        return own_calls(form.own, [(each.name, each.parameters or {}) for each in functions], several, lark)
     known_format = form.own is None and (form.tools in _JSON_CALLS or form.tools == "qwen3_coder")
     opened_by = _OPENINGS.get(form.tools, "")
     if not request.must_call and not (known_format and (not opened_by or lark.has_token(opened_by))):
         return ""
     if not known_format:
         known = ", ".join([*_JSON_CALLS, "qwen3_coder"])
-        message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'its own'}"
+        message = f"tool_choice: calls can be forced in the formats {known}; the model writes {form.tools or 'none'}"
         raise InvalidArgument(message, "tool_choice", "unsupported_value")
-    several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, dict)
     calls = [_call(request, tool, form, lark) for tool in request.callable_tools]
     rules = f"call: {' | '.join(f'call_{i}' for i in range(len(calls)))}\n"
     rules += "".join(f"call_{i}: {call}\n" for i, call in enumerate(calls))
-    return f"calls: {_sequence(form, several, lark)}\n{rules}{XML_RULES if form.tools == 'qwen3_coder' else ''}"
+    return f"calls: {_sequence(form, several, lark)}\n{rules}{rules_of(QWEN) if form.tools == 'qwen3_coder' else ''}"
 
 
-def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: _Lark) -> str:
+def _call(request: ChatRequest, tool: Tool, form: ReplyFormat, lark: Lark) -> str:
     """Return a term for a call of a tool."""
     name = tool.function.name
     if form.tools == "qwen3_coder":
         parameters = tool.function.parameters if _follows_schema(request, tool) else None
-        return f"{lark.marker('<tool_call>')} {call_body(name, parameters, _literal)} {lark.marker('</tool_call>')}"
+        return f"{lark.marker('<tool_call>')} {call_body(name, parameters)} {lark.marker('</tool_call>')}"
     if _has_arguments_marked(form, lark):
-        return f"{lark.marker('[TOOL_CALLS]')} {_literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
+        return f"{lark.marker('[TOOL_CALLS]')} {literal(name)} {lark.marker('[ARGS]')} {_arguments(request, tool)}"
     opening, before, after, closing, _ = _JSON_CALLS[form.tools]
     marks = [lark.marker(mark) if mark else "" for mark in (opening, closing)]
-    head = _literal(before.replace("NAME", json.dumps(name)))
-    return f"{marks[0]} {head} {_arguments(request, tool)} {_literal(after)} {marks[1]}"
+    head = literal(before.replace("NAME", json.dumps(name)))
+    return f"{marks[0]} {head} {_arguments(request, tool)} {literal(after)} {marks[1]}"
 
 
-def _sequence(form: ReplyFormat, several: bool, lark: _Lark) -> str:
+def _sequence(form: ReplyFormat, several: bool, lark: Lark) -> str:
     """Return a term for one `call`, or for one or several."""
     if _has_arguments_marked(form, lark):
         return "call+" if several else "call"
     between = "\n" if form.tools == "qwen3_coder" else _JSON_CALLS[form.tools][-1]
-    listed = f"call ({_literal(between)} call)*" if several else "call"
+    listed = f"call ({literal(between)} call)*" if several else "call"
     return f'{lark.marker("[TOOL_CALLS]")} " "? "[" {listed} "]"' if form.tools == "mistral" else listed
 
 
-def _has_arguments_marked(form: ReplyFormat, lark: _Lark) -> bool:
+def _has_arguments_marked(form: ReplyFormat, lark: Lark) -> bool:
     """Return whether a model writes calls as later ones of Mistral's do, each behind a mark of its own."""
     return form.tools == "mistral" and lark.has_token("[ARGS]")
 
@@ -145,27 +131,10 @@ def _arguments(request: ChatRequest, tool: Tool) -> str:
     schema: dict[str, Any] = {"type": "object"}
     if _follows_schema(request, tool):
         schema |= tool.function.parameters or {}
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': SPACES}})}"
-
-
-# Terms.
-
-
-def _any_text(name: str, but: str) -> str:
-    """Return a rule of that name, in capitals, for any text, not empty, that does not spell `but`."""
-    return f"{name.upper()}: /(?s:.+)/ & ~/(?s:.*){_escaped(but)}(?s:.*)/\n"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
-    return "".join(f"\\{each}" if each in r"\/.[](){}|*+?^$" else each for each in text)
+    return json_term(schema)
 
 
 # Free text in which calls may begin, by format: a term and its rules. A call of Llama's is all that there is.
-_FREE = {name: ("FREE? calls?", _any_text("free", opening)) for name, opening in _OPENINGS.items()} | {
+_FREE = {name: ("FREE? calls?", any_text("free", opening)) for name, opening in _OPENINGS.items()} | {
     "llama3_json": ("(calls | FREE)?", "FREE: /[^{\\s](?s:.*)/\n")
 }

@@ -28,6 +28,7 @@ def generate(
     address: str,
     prompt: str,
     *,
+    model: str = "",
     api_key: str = "",
     tls: Tls | None = None,
     max_tokens: int,
@@ -42,6 +43,7 @@ def generate(
     """Run one request to its end; `on_text` gets each piece as it is committed. Raises grpc.RpcError."""
     request = inference_pb2.GenerateRequest(
         text=prompt,
+        model=model,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

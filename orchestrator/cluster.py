@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,12 +12,12 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from config import ClusterSettings, Config, DraftSettings, ServiceSettings, TargetSettings
-from orchestrator.directory import name_services
-from orchestrator.joining_ray import connect_ray
+from orchestrator.directory import name_services, side_of
+from orchestrator.joining_ray import check_ray_listens, connect_ray
 from orchestrator.service_actor import ServiceActor
 from wire.errors import ClusterError
 
@@ -29,22 +30,113 @@ _CPUS = 0.1  # of a service: placement asks for room, the models' threads are se
 _NEEDED = {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER}
 
 
+class RayFleet:
+    """Owns the actors that host the services of one model.
+
+    label: what stands in the names of services. actors: those that are placed, by name, those that start included.
+    """
+
+    def __init__(self, config: Config, label: str) -> None:
+        self._config, self._label = config, label
+        self._gpus = 0  # of each service
+        self._groups: dict[str, Any] = {}  # by the names of the services that are near each other
+        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
+        self._asked: dict[str, Any] = {}  # what is to say where a service is
+        self.actors: dict[str, Any] = {}
+
+    def settings(self, targets: int = 0) -> list[TargetSettings | DraftSettings]:
+        """Return the settings of each service, for so many targets or those that the launch begins with."""
+        return placed_settings(self._config, targets, self._label)
+
+    def reserve(self, gpus: float, services: int) -> None:
+        """Ask Ray for room. gpus: that Ray has; services: how many of all models share them."""
+        self._gpus = gpus_of(self._config.target.device, gpus, services)
+        for pair in pairs_of(self.settings()):
+            self._group(pair)
+
+    def start(self) -> None:
+        """Start the services as soon as Ray has room for them."""
+        for names, group in self._groups.items():
+            while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
+                log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
+        self.actors = {name: start() for name, start in self._start.items()}
+
+    def _group(self, near: list[TargetSettings | DraftSettings]) -> None:
+        """Ask Ray for room for some services near each other, and note how each is started there."""
+        cluster = self._config.cluster
+        needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
+        group = self._groups[" and ".join(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
+        for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
+            place = PlacementGroupSchedulingStrategy(group, index)
+            self._start[settings.name] = partial(_start_actor, settings, needed, place)
+
+    @property
+    def names(self) -> list[str]:
+        """All services that are placed, those that start included."""
+        return list(self.actors)
+
+    def add_target(self) -> None:
+        """Have one more target started, with the drafts that come with it, as soon as Ray has or gets room for them."""
+        placed = self.names
+        wanted = self.settings(1 + sum(side_of(name) == "target" for name in placed))
+        self._group(fresh := [settings for settings in wanted if settings.name not in placed])
+        self.actors |= {settings.name: self._start[settings.name]() for settings in fresh}
+
+    @property
+    def latest(self) -> list[str]:
+        """The services that were placed last, near each other: a target, and the drafts that came with it."""
+        return next(reversed(self._groups)).split(" and ")
+
+    def remove_target(self) -> None:
+        """End the services that were placed last, and give their room back."""
+        names = self.latest
+        _, group = self._groups.popitem()
+        for name in names:
+            ray.kill(self.actors.pop(name), no_restart=True)
+            self._asked.pop(name, None)
+            del self._start[name]
+        remove_placement_group(group)
+
+    def forget(self) -> None:
+        """Forget all services, which end with Ray or have ended."""
+        for each in (self.actors, self._asked, self._start, self._groups):
+            each.clear()
+
+    def locate(self, name: str) -> str:
+        """Return where a service listens; "" while it starts. A process that has just died may answer once more."""
+        if name not in self._asked:
+            self._asked[name] = self.actors[name].where.remote()
+        done, _ = ray.wait([self._asked[name]], timeout=0)
+        if not done:
+            return ""
+        try:
+            address, _ = ray.get(self._asked.pop(name))
+        except ray.exceptions.ActorDiedError as error:  # Ray does not start it again
+            log.error("the %s service could not even be loaded, it is tried anew: %s", name, error)
+            self.actors[name] = self._start[name]()
+            return ""
+        return str(address)
+
+    def replace(self, name: str) -> None:
+        """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
+        ray.kill(self.actors[name], no_restart=False)
+
+
 class RayPlacement:
-    """Owns the actors that host the services, and our part of Ray.
+    """Owns our part of Ray and, by model, the services that run there.
 
     Made, it has joined or started Ray; `start` starts the services.
 
-    services: address and process id of each by name, as they were when they were placed.
+    fleets: those of each model. services: address and process id of each service by name, as they were when they were
+    placed.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._settings = placed_settings(config)
-        self._actors: dict[str, Any] = {}
-        self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
-        self._asked: dict[str, Any] = {}  # what is to say where a service is
+        self.fleets = [RayFleet(model, config.label(model)) for model in config.by_model]
         self.services: dict[str, tuple[str, int]] = {}
         self._folder = connect_ray(config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
 
     @property
     def owns_ray(self) -> bool:
@@ -53,66 +145,69 @@ class RayPlacement:
 
     def start(self) -> None:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
-        cluster = self._config.cluster
-        gpus = gpus_of(self._config.target.device, ray.cluster_resources().get("GPU", 0), len(self._settings))
-        groups: dict[str, Any] = {}
-        for pair in pairs_of(self._settings):
-            needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in pair]
-            group = groups[" and ".join(settings.name for settings in pair)] = placement_group(needs, strategy="PACK")
-            for index, (settings, needed) in enumerate(zip(pair, needs, strict=True)):
-                place = PlacementGroupSchedulingStrategy(group, index)
-                self._start[settings.name] = partial(_start_actor, settings, needed, place)
-        for names, group in groups.items():
-            while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
-                log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
-        self._actors = {name: start() for name, start in self._start.items()}
-        self.services = _wait_for(self._actors)
+        gpus, services = ray.cluster_resources().get("GPU", 0), sum(len(fleet.settings()) for fleet in self.fleets)
+        for fleet in self.fleets:
+            fleet.reserve(gpus, services)
+        for fleet in self.fleets:
+            fleet.start()
+        self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
 
     def stop(self) -> None:
-        """Stop the services, and Ray itself if this process started it."""
+        """Stop the services, and Ray itself if this process started it. Those of a Ray without its head end with it."""
         if ray.is_initialized():
-            for started in reversed(self._actors.values()):
+            try:
+                self._check_head()
+            except ClusterError as error:
+                log.error("the services are not stopped, their nodes end them: %s", error)
+                return
+            for started in [actor for fleet in self.fleets for actor in fleet.actors.values()][::-1]:
                 ray.kill(started, no_restart=True)
         self._leave()
 
+    def _check_head(self) -> None:
+        """Raise ClusterError if the head of a joined Ray is gone: what is asked of it then takes minutes to fail."""
+        if not self.owns_ray:
+            check_ray_listens(self._head)
+
     def _leave(self) -> None:
-        self._actors.clear()
-        self._asked.clear()
+        for fleet in self.fleets:
+            fleet.forget()
         ray.shutdown()
         if self._folder is not None:
             self._folder.cleanup()
 
+    def _fleet_of(self, name: str) -> RayFleet:
+        return {each: fleet for fleet in self.fleets for each in fleet.actors}[name]
+
     def locate(self, name: str) -> str:
-        """Return where a service listens; "" while it starts. A process that has just died may answer once more."""
-        if name not in self._asked:
-            self._asked[name] = self._actors[name].where.remote()
-        done, _ = ray.wait([self._asked[name]], timeout=0)
-        if not done:
-            return ""
-        try:
-            address, _ = ray.get(self._asked.pop(name))
-        except ray.exceptions.ActorDiedError as error:  # Ray does not start it again
-            log.error("the %s service could not even be loaded, it is tried anew: %s", name, error)
-            self._actors[name] = self._start[name]()
-            return ""
-        return str(address)
+        """Return where a service listens; "" while it starts."""
+        return self._fleet_of(name).locate(name)
 
     def replace(self, name: str) -> None:
-        """End a service's process; Ray starts it anew. A process that is stopped is killed after 5 s."""
-        ray.kill(self._actors[name], no_restart=False)
+        """End a service's process; Ray starts it anew."""
+        self._fleet_of(name).replace(name)
 
     def is_alive(self) -> bool:
-        """Return whether Ray watches this node: without its raylet, services that die here stay dead."""
+        """Return whether Ray watches this node: without its raylet, services that die here stay dead.
+
+        Raises ClusterError if the head of a joined Ray is gone.
+        """
         node = ray._private.worker._global_node  # knows what this process started, at once; the GCS takes 15 s
         if node is not None and {kind for kind, _ in node.dead_processes()} & _NEEDED:
             return False
+        self._check_head()
         ours = ray.get_runtime_context().get_node_id()
         return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == ours)
 
     def restart(self) -> None:
-        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then."""
+        """Leave Ray, join or start one, and place the services anew; the old ones have ended themselves by then.
+
+        Raises ClusterError, and leaves everything as it is, if the head of a joined Ray is gone.
+        """
+        self._check_head()
         self._leave()
         self._folder = connect_ray(self._config.cluster)
+        self._head = ray.get_runtime_context().gcs_address
         self.start()
 
 
@@ -164,20 +259,29 @@ def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
         raise ClusterError(f"a service could not start: {cause}") from None
 
 
-def placed_settings(config: Config) -> list[TargetSettings | DraftSettings]:
+def placed_settings(config: Config, targets: int = 0, label: str = "") -> list[TargetSettings | DraftSettings]:
     """Return the settings of each service, with its name and its port where that is given: one more for each service.
 
-    Only targets are deterministic; what a draft says changes no token then.
+    targets: how many there are, 0: those that the launch begins with; drafts are in proportion. label: stands in the
+    names. Only targets are deterministic; what a draft says changes no token then.
     """
     cluster, traces = config.cluster, config.clients.trace_share > 0
     placed: list[TargetSettings | DraftSettings] = []
-    drafts = cluster.drafts if config.has_draft else 0
-    for side, count in ((config.target, cluster.targets), (config.draft, drafts)):
-        for index, name in enumerate(name_services(side.side, count)):
+    most = max(cluster.targets, cluster.max_targets)
+    for side in (config.target, config.draft):
+        present, all_names = (_count(config, side.side, count) for count in (targets or cluster.targets, most))
+        for index, name in enumerate(name_services(side.side, all_names, label)[:present]):
             port = side.port + index if side.port else 0
             deterministic = side.deterministic and side.side == "target"
             placed.append(replace(side, name=name, port=port, traces=traces, deterministic=deterministic))
     return placed
+
+
+def _count(config: Config, side: str, targets: int) -> int:
+    """Return how many services of a side there are beside so many targets."""
+    if side == "target":
+        return targets
+    return math.ceil(config.cluster.drafts * targets / config.cluster.targets) if config.has_draft else 0
 
 
 def pairs_of(settings: list[TargetSettings | DraftSettings]) -> list[list[TargetSettings | DraftSettings]]:

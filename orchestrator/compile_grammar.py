@@ -41,7 +41,7 @@ def _grammar(kind: str, text: str, spaces: str) -> dict[str, Any]:
         return {"lark_grammar": f"start: {' | '.join(choices)}"}
     if kind == "regex":
         return json.loads(llguidance.LLMatcher.grammar_from_regex(text))["grammars"][0]
-    return {"lark_grammar": any_to_lark(text)}
+    return {"lark_grammar": text if kind == "lark" else any_to_lark(text)}
 
 
 def find_error(source: str) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
+from orchestrator.autoscaling import Autoscaler, Fleets
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
+from orchestrator.dashboard.feed import Feed
 from orchestrator.directory import side_of
 from orchestrator.generation import Frontend
 from orchestrator.grpc_gateway import InferenceServicer
@@ -23,12 +25,14 @@ from orchestrator.http_gateway import make_app, serve_http
 from orchestrator.keys import watch_keys
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
-from orchestrator.placement import Directories, addresses_in
+from orchestrator.placement import Directories, Look, addresses_in, keep_found
 from orchestrator.records import Limits, default_sampling, max_message
 from orchestrator.replies import find_format
 from orchestrator.router import Router
-from orchestrator.service_status import AskStatus, asks_of, keep_told, lines_to, read_statuses
-from orchestrator.supervision import Placement, supervise
+from orchestrator.scaling import Scaler, scaling_of
+from orchestrator.served_models import ServedModels
+from orchestrator.service_status import Asks, AskStatus, Lines, keep_told, read_statuses
+from orchestrator.supervision import supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
@@ -41,6 +45,9 @@ log = logging.getLogger(__name__)
 
 def resolve_context(config: Config) -> Config:
     """Fill max_context in from the models, and refuse more than they allow."""
+    if config.several:
+        several = tuple(map(resolve_context, config.several))
+        return replace(several[0], several=several)
     target, draft = config.target, config.draft
     models = [target.model, draft.model] if config.has_draft else [target.model]
     allowed = min(load_shape(model).max_position_embeddings for model in models)
@@ -55,51 +62,75 @@ def resolve_context(config: Config) -> Config:
 
 @contextlib.asynccontextmanager
 async def serve_clients(
-    config: Config, access: Access, directories: Directories, services: Mapping[str, AskStatus]
-) -> AsyncIterator[tuple[str, str]]:
-    """The client endpoints over services (gRPC, HTTP); drained and closed at the end.
+    config: Config, access: Access, directories: Sequence[Directories], services: Mapping[str, AskStatus]
+) -> AsyncIterator[tuple[str, str, ServedModels]]:
+    """The addresses of the client endpoints over services (gRPC, HTTP) and what they serve; drained and closed at the
+    end.
 
-    directories: where the services are, by side. services: how each is asked for its status, by name.
+    directories: where the services of each model are, by side. services: how each is asked for its status, by name.
 
     Raises ClusterError if the services do not find each other, OSError for an address that cannot be bound.
     """
     clients = config.clients
     read_addresses = partial(addresses_in, directories)
-    timeouts = clients.resume_timeout, clients.request_timeout
-    router = Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait)
     async with contextlib.AsyncExitStack() as started:
-        frontend = _make_frontend(config, router, started.enter_context(tracing(clients.trace_share)))
-        limits, observer = frontend.limits, frontend.observer
+        tracer, feed = started.enter_context(tracing(clients.trace_share)), Feed()
+        frontends = [
+            _make_frontend(model, _make_router(model, access, where), tracer, feed)
+            for model, where in zip(config.by_model, directories, strict=True)
+        ]
+        models = ServedModels(frontends)
 
         async def read_status() -> Mapping[str, ServiceStatus | None]:
             return await read_statuses(services)
 
-        await started.enter_async_context(router.connected_to_targets())
-        servicer = InferenceServicer(frontend)
+        for frontend in frontends:
+            await started.enter_async_context(frontend.router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server
-        inference = (add, servicer, "specahead.v1.Inference")
-        guard = access.client_guard(observer.report)
-        server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(limits))
+        inference = (add, InferenceServicer(models), "specahead.v1.Inference")
+        guard = access.client_guard(models.observer.report)
+        longest = max(max_message(frontend.limits) for frontend in frontends)
+        server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
-        app = make_app(frontend, read_status, read_addresses)
-        guarded = require_key(app, access.callers, open_paths(clients), observer)
+        app = make_app(models, read_status, read_addresses)
+        guarded = require_key(app, access.callers, open_paths(clients), models.observer)
         http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)
         try:
             log.info("waiting for the services to find each other", extra=read_addresses())
-            targets = await wait_until_connected(router, services, read_addresses, config.cluster.connect_timeout)
-            pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
-            room = pages * PAGE_SIZE - config.target.gamma - 1
-            frontend.limits = replace(limits, kv_tokens=max(room, 0))
-            yield server.address, http_address
+            for model, frontend, where in zip(config.by_model, frontends, directories, strict=True):
+                await _connect(model, frontend, where, services)
+            yield server.address, http_address, models
         finally:
             await server.set_serving(False)
-            await frontend.drain(clients.shutdown_grace)
+            await models.drain(clients.shutdown_grace)
 
 
-def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
+def _make_router(config: Config, access: Access, directories: Directories) -> Router:
+    clients = config.clients
+    timeouts = clients.resume_timeout, clients.request_timeout
+    count = access.callers.count_elsewhere
+    return Router(directories["target"], access.peers, *timeouts, clients.routing, clients.max_wait, count)
+
+
+async def _connect(
+    config: Config, frontend: Frontend, directories: Directories, services: Mapping[str, AskStatus]
+) -> None:
+    """Wait until a model's services have found each other, and note how long its requests may be.
+
+    Raises ClusterError.
+    """
+    read_addresses = partial(addresses_in, [directories])
+    asks = {name: services[name] for name in read_addresses()}
+    targets = await wait_until_connected(frontend.router, asks, read_addresses, config.cluster.connect_timeout)
+    pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
+    room = pages * PAGE_SIZE - config.target.gamma - 1
+    frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
+
+
+def _make_frontend(config: Config, router: Router, tracer: Any, feed: Feed) -> Frontend:
     """Return what both endpoints stand on. Raises what transformers raises for a tokenizer that it cannot load."""
     clients, model = config.clients, config.target.model
     tokenizer = load_tokenizer(model)
@@ -114,15 +145,23 @@ def _make_frontend(config: Config, router: Router, tracer: Any) -> Frontend:
         tuple(methods_of(plan)),
         defaults=default_sampling(defaults),
     )
-    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer)
+    observer = Observer(Metrics(limits.model_name), tokenizer, clients.log_requests, tracer, feed)
     reply_format = find_format(tokenizer, clients.tool_call_parser, clients.reasoning_parser)
     return Frontend(router, tokenizer, limits, observer, config.draft.model, reply_format)
 
 
-async def run(config: Config, access: Access, directories: Directories, placement: Placement | None = None) -> None:
-    """Serve clients over the services of these directories until SIGINT or SIGTERM, which end a start that waits, too.
+async def run(
+    config: Config,
+    access: Access,
+    directories: Sequence[Directories],
+    placement: Fleets | None = None,
+    look: Look | None = None,
+) -> None:
+    """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that
+    waits.
 
-    placement: what placed the services and keeps them; None if they are others' affair. Raises ClusterError if they are
+    placement: what placed the services and keeps them; None if they are others' affair. look: what looks for services
+    that another launch has placed. Raises ClusterError if they are
     lost for good, beside what `serve_clients` raises.
     """
     stop = asyncio.Event()
@@ -131,38 +170,53 @@ async def run(config: Config, access: Access, directories: Directories, placemen
     assert starting is not None
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        lines = lines_to(directories.values(), access.peers)
+        lines = Lines([each for where in directories for each in where.values()], access.peers)
+        told = directories if placement else []
         async with (
-            _meanwhile(keep_told(lines if placement else {}, directories["target"])),
-            serve_clients(config, access, directories, asks_of(lines)) as (grpc_address, http_address),
+            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in told)),
+            serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
         ):
             stop_on_signals()
             print(f"gRPC endpoint: {grpc_address}")
             print(f"HTTP endpoint: {http_address}")
             keep_loaded()
             print("ready", flush=True)
-            watching = []
+            watching, turn = [], asyncio.Lock()
             if placement is not None:
-                watching.append(supervise(asks_of(lines), placement, partial(_put, directories), stop_on_signals))
+                put = partial(_put, directories)
+                watching.append(supervise(Asks(lines), placement, put, stop_on_signals, turn))
+                for model, frontend, where, fleet in zip(
+                    config.by_model, models, directories, placement.fleets, strict=True
+                ):
+                    if (scaling := scaling_of(model.cluster)) is not None:
+                        targets = frontend.router.targets
+                        watching.append(Autoscaler(Scaler(scaling), targets, lines, where, fleet, turn).run())
+            if look is not None:
+                names = [model.model_name for model in config.by_model]
+                watching.append(keep_found(look, dict(zip(names, directories, strict=True))))
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
             await run_together(_wait_for(stop), *watching)
             print("stopping: requests in flight are given time to finish", flush=True)
 
 
-def _put(directories: Directories, name: str, address: str) -> None:
-    directories[side_of(name)].put(name, address)
+def _put(directories: Sequence[Directories], name: str, address: str) -> None:
+    """Note where a service is that was placed."""
+    for where in directories:
+        if name in where[side_of(name)].addresses:
+            where[side_of(name)].put(name, address)
 
 
 @contextlib.asynccontextmanager
-async def _meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Do work that has no end while the context lasts."""
-    task = asyncio.create_task(work)
+    tasks = [asyncio.create_task(item) for item in work]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _call_on_signals(stop: Callable[[], object]) -> None:

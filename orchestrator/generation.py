@@ -20,6 +20,7 @@ from orchestrator.replies import ReplyFormat, ReplyParser
 from orchestrator.requests import GenerationRequest
 from orchestrator.router import Router
 from orchestrator.special_tokens import TextEncoder
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.text import Detokenizer, StopFinder
 from wire.errors import InvalidArgument, ServiceError, Unavailable
 from wire.messages import Commit, FinishReason
@@ -54,7 +55,7 @@ class Chunk:
 
 
 class Frontend:
-    """What both gateways stand on. reply_format: how the model writes tool calls and its reasoning."""
+    """What both gateways stand on, of one model. reply_format: how the model writes tool calls and its reasoning."""
 
     def __init__(
         self,
@@ -75,6 +76,11 @@ class Frontend:
         self.accepting = True
         self._grammars = GrammarCompiler()
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.limits.model_name
+
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt, a long one's found in a thread. Raises InvalidArgument.
 
@@ -87,7 +93,7 @@ class Frontend:
 
     def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
         """Return what splits the text that follows a chat's prompt, None if all of it is content."""
-        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream))
+        parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
         if parser is not None:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser
@@ -98,6 +104,9 @@ class Frontend:
         prompt: the text of a chat's.
         """
         structure, main = request.structure, ""
+        if structure is not None and structure.kind == "structural_tag":
+            lark = tag_grammar(structure.text, structure.param, self.tokenizer)
+            structure = replace(structure, kind="lark", text=lark)
         if isinstance(request, ChatRequest):
             main = chat_grammar(request, prompt, self.reply_format, self.tokenizer)
             structure = None if request.must_call else structure
@@ -151,16 +160,18 @@ class Frontend:
         shown = _ShownText(self.tokenizer, request, record.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
+        told = 0  # tokens; the record may be ahead of what is told
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
                     if item.finish_reason is FinishReason.ABORT:
                         outcome = "abort"
-                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT)
+                        yield _last(Chunk("", choice=choice), record, FinishReason.ABORT, told)
                         return
                     watch.round(item)
                     for part, accepted in _parts(item, bool(request.mark_accepted)):
                         text, stopped = shown.push(part)
+                        told += len(part.tokens)
                         chunk = Chunk(
                             text,
                             part.tokens,
@@ -173,7 +184,7 @@ class Frontend:
                         if stopped or part.finish_reason is not FinishReason.NONE:
                             reason = FinishReason.STOP if stopped else part.finish_reason
                             outcome = reason.name.lower()
-                            yield _last(replace(chunk, text=text + shown.rest()), record, reason)
+                            yield _last(replace(chunk, text=text + shown.rest()), record, reason, told)
                             return
                         yield chunk
         except ServiceError as error:
@@ -198,7 +209,7 @@ class Frontend:
         deadline = time.monotonic() + grace
         while self.router.running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        self.router.fail_all(Unavailable("the server is shutting down"))
+        self.router.leave(Unavailable("the server is shutting down"))
 
 
 def _choice_of(session: str, request_id: str) -> bool:
@@ -247,13 +258,13 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     return [(replace(drafted, finish_reason=FinishReason.NONE), True), (replace(own, prompt_logprobs=[]), False)]
 
 
-def _last(chunk: Chunk, record: Record, reason: FinishReason) -> Chunk:
-    """Return a choice's last chunk, which has all but its text and tokens from the record."""
+def _last(chunk: Chunk, record: Record, reason: FinishReason, told: int) -> Chunk:
+    """Return a choice's last chunk, behind which the client has been told so many tokens."""
     return replace(
         chunk,
         finish_reason=reason,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=record.cached_tokens,
-        completion_tokens=len(record.generated),
+        completion_tokens=told,
         totals=record.totals,
     )

@@ -9,9 +9,10 @@ import grpc
 from google.protobuf.message import Message
 
 from orchestrator.callers import current_caller
-from orchestrator.generation import Chunk, Frontend
-from orchestrator.records import check_count, check_model
+from orchestrator.generation import Chunk
+from orchestrator.records import check_count
 from orchestrator.requests import CompletionRequest, read_request
+from orchestrator.served_models import ServedModels
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import FinishReason
@@ -21,65 +22,69 @@ _EXACTNESS = {control_pb2.EXACTNESS_EXACT: "exact", control_pb2.EXACTNESS_APPROX
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        self._frontend.observer.follow(context.invocation_metadata() or ())
+        self._models.observer.follow(context.invocation_metadata() or ())
         async with aclosing(self._generate(request)) as responses:
             async for response in guarded_stream(context, responses):
                 yield response
 
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        observer = self._models.observer
         try:
             with current_caller().request():
-                check_count(len(pb.token_ids.ids), self._frontend.limits)  # before they become a list
+                frontend = self._models.find(pb.model)
+                observer = frontend.observer
+                check_count(len(pb.token_ids.ids), frontend.limits)  # before they become a list
                 request = _request_from_pb(pb)
                 special = request.add_special_tokens is not False
-                prompts = [await self._frontend.encode(prompt, special) for prompt in request.prompts]
+                prompts = [await frontend.encode(prompt, special) for prompt in request.prompts]
                 request.request_id = name = request.request_id or secrets.token_hex(12)
-                grammar = await self._frontend.grammar(request)
-                records = self._frontend.prepare(request, prompts, grammar)
-                (echo,), (tokens,) = request.echoes(self._frontend.tokenizer.decode), prompts
+                grammar = await frontend.grammar(request)
+                records = frontend.prepare(request, prompts, grammar)
+                (echo,), (tokens,) = request.echoes(frontend.tokenizer.decode), prompts
                 for choice in range(len(records) if request.echo else 0):
                     yield _chunk_to_pb(name, Chunk(echo, tokens, choice=choice))
-                async with aclosing(self._frontend.generate(records, request)) as chunks:
+                async with aclosing(frontend.generate(records, request)) as chunks:
                     async for chunk in chunks:
                         yield _chunk_to_pb(name, chunk)
         except ServiceError as error:
-            self._frontend.observer.report(error, request=pb.request_id or None)
+            observer.report(error, request=pb.request_id or None)
             raise
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.AbortResponse:
         async def abort() -> inference_pb2.AbortResponse:
-            if not self._frontend.abort(request.request_id):
+            if not self._models.abort(request.request_id):
                 raise NotFound(f"no request {request.request_id!r} is running")
             return inference_pb2.AbortResponse()
 
         return await guarded(context, abort())
 
     async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
-        limits = self._frontend.limits
-        model = inference_pb2.Model(
-            id=limits.model_name,
-            max_model_len=limits.max_context,
-            vocab_size=limits.vocab_size,
-            draft=self._frontend.draft_name,
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
+        models = [
+            inference_pb2.Model(
+                id=frontend.name,
+                max_model_len=frontend.limits.max_context,
+                vocab_size=frontend.limits.vocab_size,
+                draft=frontend.draft_name,
+            )
+            for frontend in self._models
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async def tokenize() -> inference_pb2.TokenizeResponse:
-            limits = self._frontend.limits
-            check_model(request.model, limits)
-            tokens = await self._frontend.encode(request.text)
-            return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=limits.max_context)
+            frontend = self._models.find(request.model)
+            tokens = await frontend.encode(request.text)
+            return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=frontend.limits.max_context)
 
         return await guarded(context, tokenize())
 

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -25,10 +26,12 @@ from orchestrator.chat_request import ChatRequest
 from orchestrator.completion_answer import CompletionAnswer
 from orchestrator.connection_limits import Connections, LimitedProtocol
 from orchestrator.dashboard.routes import router as dashboard
+from orchestrator.directory import services_of
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import SHORT_TEXT, Chunk, Frontend
-from orchestrator.http_requests import JSONRoute, RequestId
-from orchestrator.records import check_model, max_body
+from orchestrator.http_requests import PARSERS, JSONRoute, RequestId
+from orchestrator.metrics import exposition
+from orchestrator.records import max_body
 from orchestrator.requests import (
     CompletionRequest,
     DetokenizeRequest,
@@ -39,7 +42,8 @@ from orchestrator.requests import (
 )
 from orchestrator.responses_answer import ResponsesAnswer
 from orchestrator.responses_request import ResponsesRequest, to_chat
-from wire.errors import InvalidArgument, NotFound, ServiceError
+from orchestrator.served_models import ServedModels
+from wire.errors import InvalidArgument, ServiceError
 from wire.messages import ServiceStatus
 from wire.tls import Tls
 
@@ -50,11 +54,14 @@ StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "What is wrong, in OpenAI's words"}})
 
 
-def make_app(frontend: Frontend, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]) -> FastAPI:
+def make_app(
+    models: ServedModels, read_status: StatusReader, read_addresses: Callable[[], Mapping[str, str]]
+) -> FastAPI:
     """Return the application that serves HTTP clients. read_addresses: tells where the services are, by name."""
-    most = max_body(frontend.limits)
+    most = max(max_body(frontend.limits) for frontend in models)
     app = FastAPI(title="specahead", version=running_version(), redoc_url=None, max_body_size=most)
-    app.state.frontend, app.state.read_status, app.state.read_addresses = frontend, read_status, read_addresses
+    app.state.models, app.state.read_status, app.state.read_addresses = models, read_status, read_addresses
+    app.state.parsing = asyncio.Semaphore(PARSERS)
     app.include_router(router)
     app.include_router(dashboard)
     app.add_middleware(RequestId)
@@ -75,46 +82,60 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         elif not isinstance(error, ServiceError):  # uvicorn logs it
             error = ServiceError("the server failed to answer this request")
         code = error.http_code
-    request.app.state.frontend.observer.report(error, request=getattr(request.state, "request_id", None))
+    observer = getattr(request.state, "observer", request.app.state.models.observer)
+    observer.report(error, request=getattr(request.state, "request_id", None))
     headers |= error_headers(error)
     return JSONResponse(error_body(error), code, headers)
 
 
-async def _frontend(request: Request) -> Frontend:  # else FastAPI would find it in a thread
-    return request.app.state.frontend
+async def _models(request: Request) -> ServedModels:  # else FastAPI would find it in a thread
+    return request.app.state.models
 
 
-Served = Annotated[Frontend, Depends(_frontend)]
+Served = Annotated[ServedModels, Depends(_models)]
+
+
+def _find(models: ServedModels, name: str | None, request: Request) -> Frontend:
+    """Return the frontend of the model that a request names; its observer is told of what goes wrong from now on.
+
+    Raises ServiceError.
+    """
+    frontend = models.find(name)
+    request.state.observer = frontend.observer
+    return frontend
 
 
 @router.post("/v1/completions")
-async def complete(body: CompletionRequest, request: Request, frontend: Served) -> Response:
+async def complete(body: CompletionRequest, request: Request, models: Served) -> Response:
     """Continue one prompt or several."""
+    frontend = _find(models, body.model, request)
     name = _name(body, request)
     special = body.add_special_tokens is not False
     tokens = [await frontend.encode(prompt, special) for prompt in body.prompts]
-    answer = CompletionAnswer(name, frontend.limits.model_name, body, tokens, frontend.tokenizer.decode)
+    answer = CompletionAnswer(name, frontend.name, body, tokens, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
 
 
 @router.post("/v1/chat/completions")
-async def chat(body: ChatRequest, request: Request, frontend: Served) -> Response:
+async def chat(body: ChatRequest, request: Request, models: Served) -> Response:
     """Give the next message of a conversation."""
+    frontend = _find(models, body.model, request)
     name = _name(body, request)
     prompt, tokens = await _chat_prompt(body, frontend)
     parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
-    answer = ChatAnswer(name, frontend.limits.model_name, body, tokens, parsers, frontend.tokenizer.decode)
+    answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
 
 
 @router.post("/v1/responses")
-async def respond(body: ResponsesRequest, request: Request, frontend: Served) -> Response:
+async def respond(body: ResponsesRequest, request: Request, models: Served) -> Response:
     """Give the response to a conversation, which is sent along as a whole."""
+    frontend = _find(models, body.model, request)
     body_as_chat = to_chat(body)
     name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend)
     parser = frontend.reply_parser(body_as_chat, prompt)
-    answer = ResponsesAnswer(name, frontend.limits.model_name, body, parser, frontend.tokenizer.decode)
+    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode)
     grammar = await frontend.grammar(body_as_chat, prompt)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
 
@@ -157,9 +178,9 @@ async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> dict[str, Any
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
     """Give the token ids of a prompt or of a conversation, as vLLM does."""
-    check_model(body.model, frontend.limits)
+    frontend = _find(models, body.model, request)
     if body.messages is None:
         tokens = await frontend.encode(body.prompt or "", body.add_special_tokens is not False)
     else:
@@ -172,31 +193,29 @@ async def tokenize(body: TokenizeRequest, frontend: Served) -> dict[str, Any]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, frontend: Served) -> dict[str, Any]:
+async def detokenize(body: DetokenizeRequest, request: Request, models: Served) -> dict[str, Any]:
     """Give the text of token ids."""
-    check_model(body.model, frontend.limits)
+    frontend = _find(models, body.model, request)
     return {"prompt": frontend.tokenizer.decode(await frontend.encode(body.tokens))}
 
 
 @router.get("/v1/models")
-async def list_models(frontend: Served) -> dict[str, Any]:
-    """List the one model that is served."""
-    return {"object": "list", "data": [_model_card(frontend)]}
+async def list_models(models: Served) -> dict[str, Any]:
+    """List the models that are served."""
+    return {"object": "list", "data": [_model_card(frontend) for frontend in models]}
 
 
 @router.get("/v1/models/{model:path}")
-async def show_model(model: str, frontend: Served) -> dict[str, Any]:
+async def show_model(model: str, models: Served) -> dict[str, Any]:
     """Describe the model of that name."""
-    if model != frontend.limits.model_name:
-        raise NotFound(f"model {model!r} is not served here", "model", "model_not_found")
-    return _model_card(frontend)
+    return _model_card(models.find(model))
 
 
 def _model_card(frontend: Frontend) -> dict[str, Any]:
     return {
-        "id": frontend.limits.model_name,
+        "id": frontend.name,
         "object": "model",
-        "root": frontend.limits.model_name,
+        "root": frontend.name,
         "created": 0,
         "owned_by": "specahead",
         "max_model_len": frontend.limits.max_context,
@@ -212,9 +231,9 @@ async def live() -> dict[str, Any]:
 
 @router.get("/ready")
 @router.get("/health")
-async def health(frontend: Served) -> JSONResponse:
-    """Answer 200 while requests can be served: a lost draft only makes them slower."""
-    if frontend.router.connected and frontend.accepting:
+async def health(models: Served) -> JSONResponse:
+    """Answer 200 while requests for some model can be served: a lost draft only makes them slower."""
+    if models.ready:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable"}, 503, {"Retry-After": "1"})
 
@@ -226,12 +245,16 @@ async def show_version() -> dict[str, Any]:
 
 
 @router.get("/metrics")
-async def metrics(request: Request, frontend: Served) -> Response:
+async def metrics(request: Request, models: Served) -> Response:
     """Give Prometheus its figures."""
-    state, router = request.app.state, frontend.router
+    state = request.app.state
     statuses, addresses = await state.read_status(), state.read_addresses()
-    text = frontend.observer.metrics.render(router.running, statuses, addresses, router.target_states())
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    families: list[Metric] = []
+    for each in models:
+        services = services_of(each.name, statuses)
+        told = each.router.running, services, addresses, each.router.target_states()
+        families += each.observer.metrics.families(*told)
+    return Response(exposition(families), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _EmbeddedServer(uvicorn.Server):

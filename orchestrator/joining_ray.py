@@ -23,7 +23,7 @@ def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
     if address is not None:
         log.info("joining the running Ray", extra={"address": address})
-        _check_ray_listens(address)
+        check_ray_listens(address)
     if address is None or address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost"):
         _keep_ray_on_loopback()
     if address is not None:
@@ -50,7 +50,7 @@ def _running_ray() -> str | None:
         return address if probe.connect_ex((host, int(port))) == 0 else None
 
 
-def _check_ray_listens(address: str) -> None:
+def check_ray_listens(address: str) -> None:
     """Raise ClusterError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():

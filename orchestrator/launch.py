@@ -19,11 +19,15 @@ log = logging.getLogger(__name__)
 
 def with_token(config: Config) -> Config:
     """Give the services that a launch starts a token of their own if they have none, so that no one else enters."""
-    target, draft = config.target, config.draft
-    if config.cluster.target_address or target.read_token():
+    if config.cluster.target_address or config.cluster.join or config.target.read_token():
         return config
-    token = secrets.token_urlsafe(32)
-    return replace(config, target=replace(target, service_token=token), draft=replace(draft, service_token=token))
+    return _with_token(config, secrets.token_urlsafe(32))
+
+
+def _with_token(config: Config, token: str) -> Config:
+    target, draft = replace(config.target, service_token=token), replace(config.draft, service_token=token)
+    several = tuple(_with_token(model, token) for model in config.several)
+    return replace(config, target=target, draft=draft, several=several)
 
 
 def main() -> None:
@@ -57,7 +61,8 @@ def _launch(config: Config) -> None:
     from orchestrator.access import read_access
 
     access = read_access(config)
-    log.info("starting", extra={"target": config.target.model, "draft": config.draft.model})
+    for model in config.by_model:
+        log.info("starting", extra={"target": model.target.model, "draft": model.draft.model})
     import uvloop
 
     from orchestrator import endpoints

@@ -92,7 +92,8 @@ class Record:
 
     Of a round's drafted tokens those beyond the accepted ones were rejected, and their KV was rolled back.
     logprobs: how many likely tokens are told beside each token with its log probability, None if there are no log
-    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for.
+    probabilities. caller: the name of the key that it was opened with, empty where no key is asked for. refused_by: the
+    targets that had no place for it.
     """
 
     session: str
@@ -108,10 +109,12 @@ class Record:
     grammar: str = ""
     traceparent: str = ""  # W3C, of its request's span; empty if that is not sampled
     caller: str = ""
+    choice: int = 0  # of its request
     commits: list[Commit] = field(default_factory=list)
     totals: SpeculationTotals = field(default_factory=SpeculationTotals)
     finish_reason: FinishReason = FinishReason.NONE
     cached_tokens: int = 0  # of the prompt, whose KV the target had already
+    refused_by: set[str] = field(default_factory=set)
     resumptions: int = 0  # times it was opened on another target since it last got a token
 
     @property
@@ -134,6 +137,8 @@ class Record:
             alternatives=self.logprobs or 0,
             grammar=self.grammar,
             traceparent=self.traceparent,
+            caller=self.caller,
+            choice=self.choice,
         )
 
 

@@ -24,6 +24,7 @@ _AS_VLLM = {
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_time_per_output_token_seconds", "request_max_num_generation_tokens"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     "spec_decode_num_accepted_tokens_per_pos",
 }
@@ -63,8 +64,11 @@ class Metrics:
         self._queued = self._histogram("request_queue_time_seconds", "Until the target had room for the first time")
         self._prefill = self._histogram("request_prefill_time_seconds", "Steps that ran the prompt")
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
+        self._pace = self._histogram("request_time_per_output_token_seconds", "A request's mean from token to token")
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts", _LENGTHS)
         self._lengths = self._histogram("request_generation_tokens", "Tokens of answers", _LENGTHS)
+        # Each choice counts as a request here, so that these are the same.
+        self._longest = self._histogram("request_max_num_generation_tokens", "Tokens of answers", _LENGTHS)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(OURS + name, text, ["model_name"], registry=self.registry).labels(self._model)
@@ -108,6 +112,9 @@ class Metrics:
         self._prefill.observe(record.totals.prefill_seconds)
         self._prompt_lengths.observe(record.prompt_tokens)
         self._lengths.observe(len(record.generated))
+        self._longest.observe(len(record.generated))
+        if len(record.generated) > 1:
+            self._pace.observe(decode_seconds / (len(record.generated) - 1))
 
     def ended(self, record: Record) -> None:
         """Count what the rounds of a request took, whichever way it ended."""
@@ -125,14 +132,14 @@ class Metrics:
         """Count a request that got no token."""
         self._refused.labels(self._model, reason).inc()
 
-    def render(
+    def families(
         self,
         requests: int,
         services: Mapping[str, ServiceStatus | None],
         addresses: Mapping[str, str],
         targets: Mapping[str, TargetState],
-    ) -> bytes:
-        """The exposition text.
+    ) -> list[Metric]:
+        """Return all figures of the model.
 
         requests: how many are open. services: their statuses now, by name (None: no answer). addresses: where they are.
         targets: how each is used.
@@ -145,7 +152,17 @@ class Metrics:
         families = [*self.registry.collect(), *_service_families(self._model, services, addresses)]
         families += _target_families(self._model, targets)
         named_twice = (family for family in families if family.name.removeprefix(OURS) in _AS_VLLM)
-        return generate_latest(_Families([*families, *map(_as_vllm, named_twice)]))
+        return [*families, *map(_as_vllm, named_twice)]
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Return the text that Prometheus reads; families of the same name, of several models, become one."""
+    merged: dict[str, Metric] = {}
+    for family in families:
+        known = merged.setdefault(family.name, family)
+        if known is not family:
+            known.samples.extend(family.samples)
+    return generate_latest(_Families(list(merged.values())))
 
 
 class _Families:
@@ -177,7 +194,7 @@ def _service_families(
     events = CounterMetricFamily(f"{OURS}service_events", "Counters of the services", labels=[*labels, "name"])
     for name, status in services.items():
         values = [model, name, side_of(name)]
-        info.add_metric([*values, addresses[name], status.version if status else ""], 1)
+        info.add_metric([*values, addresses.get(name, ""), status.version if status else ""], 1)
         up.add_metric(values, float(status is not None))
         attached.add_metric(values, len(status.attached) if status else 0)
         _add_all(states, values, status.gauges if status else {})

@@ -21,11 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Writes down what requests come to. tracer: makes spans of those that are sampled. feed: what the page is told."""
+    """Writes down what requests come to. tracer: makes spans of those that are sampled. feed: what the page is told;
+    None: it gets one of its own."""
 
-    def __init__(self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None) -> None:
+    def __init__(
+        self, metrics: Metrics, tokenizer: Any, log_text: bool = False, tracer: Any = None, feed: Feed | None = None
+    ) -> None:
         self.metrics = metrics
-        self.feed = Feed()
+        self.feed = feed or Feed()
         self._tracer = tracer
         self._tokenizer = tokenizer
         self._log_text = log_text

@@ -1,15 +1,22 @@
 """Where the services are: those that run already, or new ones on Ray."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from config import Config
-from orchestrator.directory import SIDES, Directory, name_services, side_of
-from orchestrator.supervision import Placement
+from orchestrator.autoscaling import Fleets
+from orchestrator.directory import SIDES, Directory, name_services, services_of, side_of
 from wire.server import check_free
+from wire.streams import BEAT_SECONDS
+
+log = logging.getLogger(__name__)
 
 # Where the services of each side are.
 Directories = Mapping[str, Directory]
+# Returns where services listen, by name; may take a second.
+Look = Callable[[], Mapping[str, str]]
 
 
 def check_addresses(config: Config) -> None:
@@ -19,13 +26,19 @@ def check_addresses(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | None]]:
-    """Yield where the services are, and what keeps them: None for those that run already, else Ray."""
-    cluster = config.cluster
-    if cluster.target_address:
-        targets = _named("target", cluster.target_address)
-        drafts = _named("draft", cluster.draft_address if config.has_draft else "")
-        yield _by_side(targets | drafts), None
+def placed_services(config: Config) -> Iterator[tuple[list[Directories], Fleets | None, Look | None]]:
+    """Yield where the services of each model are, what keeps them (None: it is others' affair, else Ray), and for those
+    of another launch what looks for them."""
+    if config.cluster.target_address:
+        yield [_running(model, config.label(model)) for model in config.by_model], None, None
+        return
+    if config.cluster.join:
+        from orchestrator.joining_services import joined_services  # the same
+
+        names = [model.model_name for model in config.by_model]
+        with joined_services(config.cluster) as joined:
+            there = joined.wait_for(names, config.cluster.connect_timeout)
+            yield [_by_side(services_of(name, there)) for name in names], None, joined.look
         return
     from orchestrator.cluster import placement_on_ray  # a launch over running services needs no Ray
 
@@ -36,18 +49,45 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, Placement | N
         for name, (address, pid) in placement.services.items():
             print(f"{name} service: pid {pid}, {address}", flush=True)
         addresses = {name: address for name, (address, _) in placement.services.items()}
-        yield _by_side(addresses), placement
+        yield [_by_side(services_of(model.model_name, addresses)) for model in config.by_model], placement, None
 
 
-def addresses_in(directories: Directories) -> dict[str, str]:
+async def keep_found(look: Look, models: Mapping[str, Directories]) -> None:
+    """Note every second where the services are. models: where those of each are to be noted. Runs until cancelled."""
+    while True:
+        await asyncio.sleep(BEAT_SECONDS)
+        try:
+            there = await asyncio.to_thread(look)
+        except Exception:  # Ray is not there for the moment: what is known stays
+            log.debug("the services could not be looked for", exc_info=True)
+            continue
+        for model, where in models.items():
+            own = services_of(model, there)
+            for side, directory in where.items():
+                for name in [name for name in directory.addresses if name not in own]:
+                    directory.remove(name)
+                for name in [name for name in own if side_of(name) == side]:
+                    directory.put(name, own[name])
+
+
+def addresses_in(directories: Iterable[Directories]) -> dict[str, str]:
     """Return where all services are now, by name."""
-    return {name: address for each in directories.values() for name, address in each.addresses.items()}
+    every = (each for where in directories for each in where.values())
+    return {name: address for each in every for name, address in each.addresses.items()}
 
 
-def _named(side: str, addresses: str) -> dict[str, str]:
+def _running(config: Config, label: str) -> Directories:
+    """Return where the services are that run already for a model. label: stands in their names."""
+    cluster = config.cluster
+    targets = _named("target", cluster.target_address, label)
+    drafts = _named("draft", cluster.draft_address if config.has_draft else "", label)
+    return _by_side(targets | drafts)
+
+
+def _named(side: str, addresses: str, label: str) -> dict[str, str]:
     """Return addresses that are given with commas between them, by the names of their services."""
     given = [address.strip() for address in addresses.split(",") if address.strip()]
-    return dict(zip(name_services(side, len(given)), given, strict=True))
+    return dict(zip(name_services(side, len(given), label), given, strict=True))
 
 
 def _by_side(addresses: Mapping[str, str]) -> Directories:

@@ -9,7 +9,7 @@ from orchestrator.callers import current_caller
 from orchestrator.ledger import Record
 from orchestrator.requests import GenerationRequest
 from orchestrator.special_tokens import TextEncoder
-from wire.errors import InvalidArgument, NotFound
+from wire.errors import InvalidArgument
 from wire.messages import Exactness
 from wire.server import MOST_BYTES
 
@@ -49,13 +49,6 @@ def max_body(limits: Limits) -> int:
 def max_message(limits: Limits) -> int:
     """Return how many bytes a message over gRPC may have: those of the longest text that is looked at."""
     return min(MOST_BYTES, (64 << 10) + 4 * MOST_CHARACTERS * limits.max_context)
-
-
-def check_model(name: str | None, limits: Limits) -> None:
-    """Raise NotFound for a model that is not served."""
-    if name and name != limits.model_name:
-        message = f"model {name!r} is not served here; the model is {limits.model_name!r}"
-        raise NotFound(message, "model", "model_not_found")
 
 
 def encode_text(
@@ -98,7 +91,6 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
 
     Where there are several, their names are the request's with their numbers, and their seeds follow each other.
     """
-    check_model(request.model, limits)
     if request.sparsity and request.sparsity not in limits.methods:
         message = f"sparsity must be one of {', '.join(limits.methods)}; got {request.sparsity!r}"
         raise InvalidArgument(message, "sparsity")
@@ -123,6 +115,7 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
             wants_prompt_logprobs=request.wants_prompt_logprobs,
             grammar=grammar,
             caller=current_caller().name,
+            choice=index,
         )
         for index in range(count)
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from orchestrator.response_templates import closing_tag
 from orchestrator.xml_calls import meant_properties
 
 # A call that is no JSON is given back as text.
@@ -64,8 +65,9 @@ _THINKING = {
 _CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
 
 
-# A call as JSON, whose name is complete and whose arguments begin.
+# A call as JSON, whose name is complete and whose arguments begin; what stands between two of them.
 _BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BETWEEN = re.compile(r"\s*\}?\s*[,;]?")
 
 
 @dataclass(frozen=True)
@@ -109,21 +111,27 @@ class ReplyFormat:
         """Return whether what follows a prompt begins with reasoning that was opened in it."""
         return self.reasoning == "deepseek_r1" or (self.reasoning != "" and prompt.rstrip().endswith("<think>"))
 
-    def parser(self, prompt: str, tools: list[dict[str, Any]], stream: bool = False) -> "ReplyParser | None":
+    def parser(
+        self, prompt: str, tools: list[dict[str, Any]], stream: bool = False, only_calls: bool = False
+    ) -> "ReplyParser | None":
         """Return a parser of what follows a prompt, None if all of it is content.
 
         stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
+        only_calls: whether there is no content, since calls are forced.
         """
+        typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         if self.own is not None:
-            return ReplyParser(ResponseParser(self.own, prefix=prompt, tools=tools))
+            own = ResponseParser(self.own, prefix=prompt, tools=typed)
+            return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return None
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
-            tools = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
+            tools = typed
         parser = ResponseParser(template, prefix="<think>" if self.thinks(prompt) else "", tools=tools)
-        return ReplyParser(parser, self.tools == "mistral", stream)
+        closing = "</tool_call>" if self.tools == "qwen3_coder" else ""
+        return ReplyParser(parser, self.tools == "mistral", stream, only_calls, closing)
 
 
 def _with_types(function: dict[str, Any]) -> dict[str, Any]:
@@ -147,48 +155,68 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
 
 
 class ReplyParser:
-    """Splits a text that comes piece by piece. short_ids: whether a call's id has the nine characters of Mistral's.
+    """Splits a text that comes piece by piece.
 
-    stream: whether calls are told as they come.
+    short_ids: whether a call's id has the nine characters of Mistral's. stream: whether calls are told as they come.
+    only_calls: whether content is left out: where calls are forced it is the rest of one that was cut off before its
+    name was told. closing: what ends a call whose arguments are no JSON, so that one that is cut off can be told.
     """
 
-    def __init__(self, parser: ResponseParser, short_ids: bool = False, stream: bool = False) -> None:
+    def __init__(
+        self,
+        parser: ResponseParser,
+        short_ids: bool = False,
+        stream: bool = False,
+        only_calls: bool = False,
+        closing: str = "",
+    ) -> None:
         self._parser: ResponseParser | None = parser
-        self._short_ids, self._stream = short_ids, stream
+        self._short_ids, self._stream, self._only_calls, self._closing = short_ids, stream, only_calls, closing
         self._call, self._told = "", 0  # the text of the call that is open, and how much of it is told
+        self._tail = ""  # the last of the text
 
-    def feed(self, text: str, last: bool) -> list[Delta]:
-        """Return what a piece adds; at the last one, all that is left."""
-        if self._parser is None:
-            return [Delta(text)] if text else []
+    def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
+        """Return what a piece adds; at the last one, all that is left. cut: whether that one was cut off by a limit."""
+        deltas = [Delta(text)] if text else []
+        if self._parser is not None:
+            self._tail = (self._tail + text)[-80:]
+            deltas = self._parse(self._parser, text, last, cut)
+        return [delta for delta in deltas if not (delta.content and self._only_calls)]
+
+    def _parse(self, parser: ResponseParser, text: str, last: bool, cut: bool) -> list[Delta]:
         try:
-            events = self._parser.feed(text) + (self._parser.finalize()[1] if last else [])
+            deltas = [delta for event in parser.feed(text) for delta in self._deltas(event)]
         except ValueError:  # the text breaks the rules of the tokenizer's own template: the rest is given as it is
             self._parser = None
             return [Delta(text)] if text else []
-        return [delta for event in events for delta in self._deltas(event)]
+        if last:
+            try:
+                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, cut)]
+            except ValueError:  # and so does a call that was cut off
+                deltas += self._unfinished(self._call)
+        return deltas
 
-    def _deltas(self, event: dict[str, Any]) -> list[Delta]:
+    def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
         field = event["field"]
-        if self._stream and field == "tool_calls":
+        if field.startswith("tool_call"):
             if event["type"] == "region_open":
                 self._call, self._told = "", 0
             elif event["type"] == "region_chunk":
-                return self._tell_call(event["text"])
+                self._call += event["text"]
+                return self._tell_call() if self._stream and field == "tool_calls" else []
             elif self._told:  # what is left, but for the brace that closes a complete call
                 end = -1 if isinstance(event["value"], dict) else None
                 left = self._call.rstrip()[self._told : end]
                 return [Delta(arguments=left)] if left else []
-        if event["type"] == "region_close" and field.startswith("tool_call"):
-            calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-            return [self._called(call) for call in calls]
+            else:
+                calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                return [delta for call in calls for delta in self._called(call, cut)]
         if event["type"] != "region_chunk" or event["dirty"] or not event["text"]:
             return []
         return [Delta(event["text"]) if field == "content" else Delta(reasoning=event["text"])]
 
-    def _tell_call(self, text: str) -> list[Delta]:
-        """Return what a piece adds to the call that is open; braces are held back, since the last one closes it."""
-        self._call += text
+    def _tell_call(self) -> list[Delta]:
+        """Return what is new of the call that is open; braces are held back, since the last one closes it."""
         said = []
         if not self._told:
             begun = _BEGUN.match(self._call)
@@ -204,11 +232,31 @@ class ReplyParser:
         number = secrets.token_hex(12)
         return number[:9] if self._short_ids else f"call_{number}"
 
-    def _called(self, value: Any) -> Delta:
-        """Return a call that was parsed; text for what is no call."""
+    def _called(self, value: Any, cut: bool) -> list[Delta]:
+        """Return a call that was parsed, or what there is of it; text for what is no call. cut: whether it is the last
+        thing in a text that was cut off."""
+        if isinstance(value, str):
+            return self._unfinished(value)
         function = value.get("function", value) if isinstance(value, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return Delta(value if isinstance(value, str) else json.dumps(value))
+            return [Delta(json.dumps(value))]
         arguments = function.get("arguments", function.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return Delta(call=CalledTool(self._new_id(), function["name"], text))
+        if cut and self._closing and not self._tail.rstrip().endswith(self._closing):
+            text = text[:-1]  # nobody is to take it for complete
+        return [Delta(call=CalledTool(self._new_id(), function["name"], text))]
+
+    def _unfinished(self, text: str) -> list[Delta]:
+        """Return the calls of a text that is no JSON, the last of them with its arguments so far; all of it as text if
+        there is none."""
+        at, deltas = len(text) - len(text.lstrip(" \t\r\n[")), list[Delta]()
+        while (begun := _BEGUN.match(text, at)) is not None:
+            try:
+                _, end = json.JSONDecoder().raw_decode(text, begun.end())
+            except ValueError:
+                end = len(text)
+            deltas.append(Delta(call=CalledTool(self._new_id(), begun[1], text[begun.end() : end])))
+            between = _BETWEEN.match(text, end)
+            assert between is not None
+            at = between.end()
+        return deltas or ([Delta(text)] if text else [])

@@ -50,7 +50,7 @@ class ResponsesAnswer(Answer):
         self._totals.add(chunk)
         deltas = [Delta(chunk.text)] if chunk.text else []
         if self._parser is not None:
-            deltas = self._parser.feed(chunk.text, chunk.reason is not None)
+            deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
         self._untold += len(chunk.tokens)
         if deltas:
             self._reasoning_tokens += self._untold if deltas[0].reasoning else 0

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,8 +21,16 @@ from orchestrator.directory import Directory
 from orchestrator.ledger import Ledger, LedgerError, Record
 from orchestrator.target_stream import TargetStream
 from wire.access import PeerAccess
-from wire.errors import DeadlineExceeded, InvalidArgument, NotFound, ServiceError, Unavailable, error_from_code
-from wire.messages import At, Closed, Commit, FinishReason, SessionReads
+from wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+    error_from_code,
+)
+from wire.messages import At, CallerUsage, Closed, Commit, FinishReason, SessionReads
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +53,8 @@ class Router:
 
     resume_timeout: seconds that requests wait where there is no target. request_timeout: seconds that a request may
     take in all; 0: as long as it takes. policy: one of `routing.POLICIES`. max_wait: seconds that a request may be
-    expected to wait before its prompt is read; 0: any time. routed: how often sessions were opened on each target.
+    expected to wait before its prompt is read; 0: any time. on_usage: told by each target what callers use of it
+    through other orchestrators. routed: how often sessions were opened on each target.
     """
 
     def __init__(
@@ -56,17 +65,20 @@ class Router:
         request_timeout: float = 0.0,
         policy: str = "prefix",
         max_wait: float = 0.0,
+        on_usage: Callable[[str, Sequence[CallerUsage]], None] = lambda target, usage: None,
     ) -> None:
         self.ledger = Ledger()
+        self.used = on_usage
         self.routed: Counter[str] = Counter()
         self._directory, self._access = targets, access
         self._resume_timeout, self._request_timeout = resume_timeout, request_timeout
         self._policy, self._max_wait = policy, max_wait
         self._origin = secrets.token_hex(4)
         self._streams: dict[str, TargetStream] = {}
-        self._draining: set[str] = set()
         self._places: dict[str, TargetStream] = {}  # of open sessions; those that wait for a target have none
         self._readers: dict[str, asyncio.Queue[Commit | ServiceError]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._leaving = False
         self._lost_at = float("-inf")  # when a target was lost last
         self._giving_up: asyncio.TimerHandle | None = None
 
@@ -75,14 +87,12 @@ class Router:
     @contextlib.asynccontextmanager
     async def connected_to_targets(self) -> AsyncIterator[None]:
         """Keep streams to the targets while the context lasts, dialling again when one is lost."""
-        following = asyncio.create_task(self._follow_directory())
+        self._following = asyncio.create_task(self._follow_directory())
         try:
             yield
         finally:
-            self._streams.clear()  # nothing is opened again
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            self.fail_all(Unavailable("the orchestrator is stopping"))
+            self.leave(Unavailable("the orchestrator is stopping"))
+            await asyncio.gather(self._following, return_exceptions=True)
             self._stop_clock()
 
     @property
@@ -103,11 +113,6 @@ class Router:
         """Whether new requests can be served."""
         return bool(self._usable())
 
-    def drain(self, name: str, draining: bool = True) -> None:
-        """Let no new sessions go to a target; those that run there finish. False: let them again."""
-        (self._draining.add if draining else self._draining.discard)(name)
-        self._resume_waiting()
-
     async def _follow_directory(self) -> None:
         """Keep a stream to each target that there is, where it is now. Runs until cancelled."""
         tasks: dict[TargetStream, asyncio.Task[None]] = {}
@@ -121,7 +126,6 @@ class Router:
                 for name in [name for name in there if name not in self._streams]:
                     stream = self._streams[name] = TargetStream(name, there[name], self._access, self._origin, self)
                     tasks[stream] = asyncio.create_task(stream.keep())
-                self._draining.intersection_update(there)
                 tasks = {stream: task for stream, task in tasks.items() if not task.done()}
                 await self._directory.changed()
         finally:
@@ -132,7 +136,9 @@ class Router:
     def _usable(self) -> dict[str, TargetStream]:
         """Return the targets that take sessions, by name."""
         return {
-            name: stream for name, stream in self._streams.items() if stream.connected and name not in self._draining
+            name: stream
+            for name, stream in self._streams.items()
+            if stream.connected and not stream.view.report.draining
         }
 
     # Requests.
@@ -150,7 +156,9 @@ class Router:
         usable = self._usable()
         if not usable:
             raise Unavailable("no target is connected; try again in a moment")
-        views = routing.admit([stream.view for stream in usable.values()], len(record.tokens), self._max_wait)
+        views = [stream.view for stream in usable.values()]
+        left = [view for view in views if record.session in view.left]
+        views = left or routing.admit(views, len(record.tokens), self._max_wait)
         try:
             self.ledger.open(record)
         except LedgerError as error:
@@ -175,7 +183,7 @@ class Router:
             self.ledger.close(record.session)
             place = self._places.pop(record.session, None)
             if place is not None:
-                place.close(record.session, finished=record.finish_reason is not FinishReason.NONE)
+                place.close(record.session, self._leaving or record.finish_reason is not FinishReason.NONE)
 
     def is_open(self, session: str) -> bool:
         return session in self._readers
@@ -191,9 +199,14 @@ class Router:
             queue.put_nowait(item)
         return queue is not None
 
-    def fail_all(self, error: ServiceError) -> None:
-        for queue in self._readers.values():
-            queue.put_nowait(error)
+    def leave(self, error: ServiceError) -> None:
+        """Leave the targets, which keep what sessions have come to, and tell all readers why."""
+        self._leaving = True  # nothing is aborted
+        self._streams.clear()  # nor opened again
+        if self._following is not None:
+            self._following.cancel()
+        for session in self._readers:
+            self._tell(session, error)
 
     async def reads(self, session: str) -> SessionReads:
         """Ask its target which blocks a round of a session read. Raises ServiceError."""
@@ -210,6 +223,24 @@ class Router:
         self._places[record.session] = stream = self._streams[view.name]
         self.routed[view.name] += 1
         stream.open(record, self.routed.total())
+
+    def _place_elsewhere(self, session: str) -> bool:
+        """Open a session that its target has no place for, and has not begun, on one that has not refused it either.
+
+        Returns whether there is one.
+        """
+        record, place = self.ledger.records.get(session), self._places.get(session)
+        if record is None or place is None or record.commits:
+            return False
+        record.refused_by.add(place.view.name)
+        others = [stream.view for name, stream in self._usable().items() if name not in record.refused_by]
+        try:
+            views = routing.admit(others, len(record.tokens), self._max_wait)
+        except ResourceExhausted:
+            return False
+        place.close(session, finished=True)
+        self._place(record, views)
+        return True
 
     def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
         """Open a session again whose target is lost, on one of these."""
@@ -263,7 +294,8 @@ class Router:
             self.ledger.counters["unknown_session_commits"] += 1
         elif isinstance(event, Closed):
             # A target that stops is a target lost: its stream ends next, and its sessions go elsewhere.
-            if event.code != grpc.StatusCode.UNAVAILABLE.value[0]:
+            no_place = event.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            if event.code != grpc.StatusCode.UNAVAILABLE.value[0] and not (no_place and self._place_elsewhere(session)):
                 self._tell(session, error_from_code(event.code, event.message))
         else:
             try:

@@ -25,7 +25,8 @@ _UNKNOWN = Report(free_places=1 << 31, free_kv_pages=1 << 31, queue_places=1 << 
 class TargetView:
     """What an orchestrator knows of a target.
 
-    report: its last one. prefixes: hashes of those that it holds. opens: sessions that it was asked for on the present
+    report: its last one. prefixes: hashes of those that it holds. left: clients' names of sessions that a lost
+    orchestrator has left there. opens: sessions that it was asked for on the present
     stream; unreported: the tokens of the last of them, which the report does not count. turn: when it was chosen last,
     as a number that grows.
     """
@@ -33,6 +34,7 @@ class TargetView:
     name: str
     report: Report = _UNKNOWN
     prefixes: set[int] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     opens: int = 0
     unreported: deque[int] = field(default_factory=deque)
     turn: int = 0
@@ -44,6 +46,8 @@ class TargetView:
         self.report = report
         self.prefixes.update(report.indexed)
         self.prefixes.difference_update(report.evicted)
+        self.left.update(report.left)
+        self.left.difference_update(report.taken)
         while self.unreported and self.opens - len(self.unreported) < report.opens:
             self.unreported.popleft()
 
@@ -55,14 +59,18 @@ class TargetView:
     def forget(self) -> None:
         """Know nothing any more of a target whose stream has ended."""
         self.report, self.opens = _UNKNOWN, 0
-        self.prefixes.clear()
-        self.unreported.clear()
+        for each in (self.prefixes, self.left, self.unreported):
+            each.clear()
+
+    @property
+    def sessions(self) -> int:
+        """Return how many sessions it has, of all orchestrators, as far as that is known."""
+        return self.report.sessions + len(self.unreported)
 
     @property
     def expected_tokens(self) -> int:
         """Return the tokens that its sessions are expected to take still."""
-        sessions = self.report.sessions + len(self.unreported)
-        return self.report.unread_tokens + sum(self.unreported) + ANSWER_TOKENS * sessions
+        return self.report.unread_tokens + sum(self.unreported) + ANSWER_TOKENS * self.sessions
 
     @property
     def expected_wait(self) -> float:

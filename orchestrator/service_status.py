@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -40,25 +41,61 @@ class ControlLine:
         """Tell a draft for which targets it is to draft from now on. Raises AioRpcError as `status` does."""
         await self._call("SetTargets", control_pb2.Targets(addresses=addresses))
 
+    async def drain(self, draining: bool) -> None:
+        """Tell a target whether sessions may still be opened on it. Raises AioRpcError as `status` does."""
+        await self._call("Drain", control_pb2.DrainRequest(draining=draining))
+
     async def _call(self, method: str, request: Any) -> Any:
-        async with self._access.dial(self._directory.addresses[self._name]) as channel:
+        address = self._directory.addresses.get(self._name)
+        if address is None:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, f"{self._name} was taken away")
+        async with self._access.dial(address) as channel:
             stub = _STUBS[side_of(self._name)](channel)
             return await getattr(stub, method)(request, timeout=BEAT_SECONDS, metadata=self._access.metadata)
 
 
-def lines_to(directories: Iterable[Directory], access: PeerAccess) -> dict[str, ControlLine]:
-    """Return how to call each service there is, by name."""
-    return {name: ControlLine(name, each, access) for each in directories for name in each.addresses}
+@dataclass(frozen=True)
+class Lines(Mapping[str, ControlLine]):
+    """How to call each service that the directories have at the moment, by name."""
+
+    directories: Collection[Directory]
+    access: PeerAccess
+
+    def __getitem__(self, name: str) -> ControlLine:
+        directory = next((each for each in self.directories if name in each.addresses), None)
+        if directory is None:
+            raise KeyError(name)
+        return ControlLine(name, directory, self.access)
+
+    def __iter__(self) -> Iterator[str]:
+        for directory in self.directories:
+            yield from directory.addresses
+
+    def __len__(self) -> int:
+        return sum(len(directory.addresses) for directory in self.directories)
 
 
-def asks_of(lines: Mapping[str, ControlLine]) -> dict[str, AskStatus]:
-    """Return how each service is asked for its status, by name."""
-    return {name: line.status for name, line in lines.items()}
+@dataclass(frozen=True)
+class Asks(Mapping[str, AskStatus]):
+    """How each service that there is at the moment is asked for its status, by name."""
+
+    lines: Lines
+
+    def __getitem__(self, name: str) -> AskStatus:
+        return self.lines[name].status
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
 
 
 async def read_statuses(asks: Mapping[str, AskStatus]) -> dict[str, ServiceStatus | None]:
     """Return what each service says of itself, by name; None for one that does not answer."""
-    return dict(zip(asks, await asyncio.gather(*map(_status, asks.values())), strict=True))
+    asked = dict(asks)  # services may come and go meanwhile
+    return dict(zip(asked, await asyncio.gather(*map(_status, asked.values())), strict=True))
 
 
 def gauges_of_targets(services: Mapping[str, ServiceStatus | None]) -> Counter[str]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from wire.errors import InvalidArgument
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
@@ -19,9 +19,9 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True)
 class Structure:
-    """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, or a grammar of Lark
-    or GBNF. param: the request's field that says so. spaces: a regular expression of what may stand between JSON's
-    parts, empty for nothing.
+    """What a text must follow. text: a JSON schema, a regular expression, a JSON list of choices, a grammar of Lark or
+    GBNF, or JSON of structural tags, which become a grammar of kind lark. param: the request's field that says so.
+    spaces: a regular expression of what may stand between JSON's parts, empty for nothing.
     """
 
     kind: Kind
@@ -41,16 +41,16 @@ class SchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's word for the structure of a response."""
+    """OpenAI's word for the structure of a response. Structural tags are vLLM's: their fields stand beside the type."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: SchemaFormat | None = None
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's word for it: one of the first five."""
+    """vLLM's word for it: one of the first six."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -59,6 +59,7 @@ class StructuredOutputs(BaseModel):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
@@ -85,6 +86,8 @@ class StructuredRequest(BaseModel):
             ("choice", given.choice, "structured_outputs.choice"),
             ("grammar", given.grammar, "structured_outputs.grammar"),
             ("json", ANY_OBJECT if given.json_object else None, "structured_outputs.json_object"),
+            ("structural_tag", given.structural_tag, "structured_outputs.structural_tag"),
+            ("structural_tag", self._format_tags(), "response_format"),
             ("json", self._format_schema(), "response_format"),
             ("json", self.guided_json, "guided_json"),
             ("regex", self.guided_regex, "guided_regex"),
@@ -100,10 +103,15 @@ class StructuredRequest(BaseModel):
         ((kind, value, param),) = found
         return Structure(kind, value if isinstance(value, str) else json.dumps(value), param, spaces)
 
+    def _format_tags(self) -> dict[str, Any] | None:
+        """Return the structural tags that response_format asks for."""
+        form = self.response_format
+        return form.model_extra if form is not None and form.type == "structural_tag" else None
+
     def _format_schema(self) -> Schema | None:
         """Return the schema that response_format asks for. Raises InvalidArgument if it lacks it."""
         form = self.response_format
-        if form is None or form.type == "text":
+        if form is None or form.type in ("text", "structural_tag"):
             return None
         if form.type == "json_object":
             return ANY_OBJECT

@@ -19,6 +19,7 @@ from wire.streams import BEAT_SECONDS, PATIENCE, run_together
 log = logging.getLogger(__name__)
 
 RAY_PATIENCE = 10.0  # seconds that Ray may take to say how its nodes are
+RAY_AWAY = 40.0  # seconds that the head of a joined Ray may be away; its raylets, and clients as this, wait for 60
 RAY_ATTEMPTS = 3
 PAUSE_BEATS = 5  # between attempts
 
@@ -32,8 +33,12 @@ class Placement(Protocol):
     def replace(self, name: str) -> None:
         """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
 
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here; else nobody here can start it again."""
+
     def is_alive(self) -> bool:
-        """Return whether the services are watched, so that one that dies is started anew."""
+        """Return whether the services are watched, so that one that dies is started anew. Raises if nobody can tell."""
 
     def restart(self) -> None:
         """Place all services anew. Raises ClusterError or what Ray raises."""
@@ -44,23 +49,49 @@ async def supervise(
     placement: Placement,
     put: Callable[[str, str], None],
     after_restart: Callable[[], None] = lambda: None,
+    turn: asyncio.Lock | None = None,
 ) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
-    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest.
+    services: how each is asked for its status, by name; raises AioRpcError, after BEAT_SECONDS at the latest. Others
+    may come and go meanwhile.
     put: told by name where a service listens that did not answer; it is asked there from then on.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
+    turn: held by whoever changes what is placed, so that there is one repair at a time.
     """
-    turn = asyncio.Lock()  # one repair at a time
-    watches = [_watch_service(name, ask, placement, put, turn) for name, ask in services.items()]
-    await run_together(_watch_placement(placement, turn, after_restart), *watches)
+    turn = turn or asyncio.Lock()
+    watching = _watch_services(services, placement, put, turn)
+    await run_together(_watch_placement(placement, turn, after_restart), watching)
+
+
+async def _watch_services(
+    services: Mapping[str, AskStatus], placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+) -> None:
+    """Watch each service as long as it is there. Runs until cancelled."""
+    watches: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for name in [name for name in services if name not in watches]:
+                watches[name] = asyncio.create_task(_watch_service(name, services, placement, put, turn))
+            for name in [name for name, watch in watches.items() if watch.done()]:
+                watches.pop(name).result()
+            await asyncio.sleep(BEAT_SECONDS)
+    finally:
+        for watch in watches.values():
+            watch.cancel()
+        await asyncio.gather(*watches.values(), return_exceptions=True)
 
 
 async def _watch_service(
-    name: str, ask: AskStatus, placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+    name: str,
+    services: Mapping[str, AskStatus],
+    placement: Placement,
+    put: Callable[[str, str], None],
+    turn: asyncio.Lock,
 ) -> None:
+    """Watch a service until it is no more among the services."""
     missed, serves = 0, False
-    while True:
+    while (ask := services.get(name)) is not None:
         try:
             await ask()
             if not serves:
@@ -69,6 +100,8 @@ async def _watch_service(
             await asyncio.sleep(BEAT_SECONDS)
             continue
         except grpc.aio.AioRpcError as error:
+            if name not in services:
+                return
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 missed += 1
             else:  # nobody listens: it is gone, or does not listen yet
@@ -111,7 +144,7 @@ async def _replace(name: str, placement: Placement) -> bool:
 async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_restart: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
-        if await _is_alive(placement):
+        if await _is_watched(placement):
             continue
         log.error("Ray is lost, so nobody watches the services: they are placed anew")
         async with turn:
@@ -119,12 +152,29 @@ async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_resta
         log.warning("the services are placed anew")
 
 
-async def _is_alive(placement: Placement) -> bool:
+async def _is_watched(placement: Placement) -> bool:
+    """Return whether the services are watched. The head of a joined Ray that does not answer may come back for a while:
+    services on other nodes go on without it, and are watched again then."""
+    alive = await _is_alive(placement)
+    if alive is None and not placement.owns_ray:
+        log.error("Ray is lost: its head does not answer. Services go on; it has %g s to come back", RAY_AWAY)
+        deadline = asyncio.get_running_loop().time() + RAY_AWAY
+        while alive is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(BEAT_SECONDS)
+            alive = await _is_alive(placement)
+        if alive:
+            log.warning("Ray answers again")
+    return bool(alive)
+
+
+async def _is_alive(placement: Placement) -> bool | None:
+    """Return whether the services are watched; None if nobody tells."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
             return await asyncio.to_thread(placement.is_alive)
-    except TimeoutError:
-        return False
+    except Exception:
+        log.debug("Ray does not say how its nodes are", exc_info=True)
+        return None
 
 
 async def _restart(placement: Placement, after_restart: Callable[[], None]) -> None:

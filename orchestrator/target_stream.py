@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from protos import control_pb2, control_pb2_grpc
 from wire import convert
 from wire.access import PeerAccess
 from wire.errors import ServiceError, error_from_code
-from wire.messages import Abort, Beat, Closed, Commit, Report, ServedEvent, ServeRequest, SessionReads
+from wire.messages import Abort, Beat, CallerUsage, Closed, Commit, Report, ServedEvent, ServeRequest, SessionReads
 from wire.outbox import Outbox
 from wire.session_names import name_on_target
 from wire.streams import BEAT_SECONDS, exchange, read_frames
@@ -31,6 +32,9 @@ class Owner(Protocol):
 
     def lost(self, sessions: list[str]) -> None:
         """The stream has ended, and with it these sessions on the target."""
+
+    def used(self, target: str, usage: Sequence[CallerUsage]) -> None:
+        """A target says what callers use of it through other orchestrators; nothing: it is lost."""
 
     def receive(self, session: str | None, event: Commit | Closed) -> None:
         """Something came of a session; None if it is not open on this stream any more."""
@@ -138,6 +142,7 @@ class TargetStream:
     def _receive(self, event: ServedEvent | Beat) -> None:
         if isinstance(event, Report):
             self.view.take(event)
+            self._owner.used(self.view.name, event.usage)
         elif isinstance(event, Closed):
             self._owner.receive(self._sessions.get(event.session), event)
         elif isinstance(event, Commit):
@@ -153,4 +158,5 @@ class TargetStream:
         self._names.clear()
         self._sessions.clear()
         self.view.forget()
+        self._owner.used(self.view.name, [])
         self._owner.lost(sessions)

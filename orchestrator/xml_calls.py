@@ -4,38 +4,66 @@ Between its tags a string is plain text, which may be any; every other value is 
 """
 
 import json
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.structured_outputs import SPACES
+from orchestrator.lark import escaped, json_term, literal
 from wire.errors import InvalidArgument
 
 Schema = dict[str, Any]
-# A text up to the tag that closes it, and a parameter of any name.
-RULES = r"""text[lazy]: /(?s:.*)<\/parameter>/
-any_parameter: "<parameter=" /[^>\n]+/ ">\n" text "\n"
-"""
-_CLOSING, _END = r'"\n</parameter>\n"', r'"</function>\n"'
+
+
+@dataclass(frozen=True)
+class TagStyle:
+    """What stands before the name of a parameter, between it and the value, and behind the value."""
+
+    opening: str
+    middle: str
+    closing: str
+
+
+QWEN = TagStyle("<parameter=", ">\n", "\n</parameter>\n")
+_END = r'"</function>\n"'
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
 
 
-def call_body(name: str, parameters: Schema | None, literal: Callable[[str], str]) -> str:
-    """Return the Lark term, over RULES, of a function's call between the marks around it.
+def rules_of(style: TagStyle) -> str:
+    """Return the Lark rules of `text`, any up to what closes it, and of `any_parameter`, which has any name."""
+    mark = style.closing.strip()
+    return (
+        f"text[lazy]: /(?s:.*){escaped(mark)}/\n"
+        f"any_parameter: {literal(style.opening)} /[^>\\n]+/ {literal(style.middle)} {_text(style)}\n"
+    )
 
-    parameters: its schema, None for parameters of any name and any text. literal: makes a text a term. Raises
-    InvalidArgument for names that cannot stand in a tag.
+
+def call_body(name: str, parameters: Schema | None, style: TagStyle = QWEN) -> str:
+    """Return the Lark term, over rules_of(style), of a function's call between the marks around it.
+
+    parameters: its schema, None for parameters of any name and any text. Raises InvalidArgument for names that cannot
+    stand in a tag.
     """
     head = literal(f"\n<function={_tag_name(name)}>\n")
+    return f"{head} {parameter_terms(parameters, style)} {_END}"
+
+
+def parameter_terms(parameters: Schema | None, style: TagStyle) -> str:
+    """Return the term of a call's parameters, as `call_body` has them."""
     if parameters is None or ("properties" not in parameters and parameters.get("additionalProperties") is not False):
-        return f"{head} any_parameter* {_END}"
+        return "any_parameter*"
     required = parameters.get("required") or []
     definitions: Schema = {each: parameters[each] for each in ("$defs", "definitions") if each in parameters}
-    terms = [head]
+    terms = []
     properties = meant_properties(parameters)
     for key, schema in (properties | {key: {} for key in required if key not in properties}).items():
-        tag = literal(f"<parameter={_tag_name(key)}>\n")
-        terms.append(f"({tag} {_value(schema, definitions)}){'' if key in required else '?'}")
-    return " ".join([*terms, _END])
+        tag = literal(f"{style.opening}{_tag_name(key)}{style.middle}")
+        terms.append(f"({tag} {_value(schema, definitions, style)}){'' if key in required else '?'}")
+    return " ".join(terms)
+
+
+def _text(style: TagStyle) -> str:
+    """Return the term of any text and of what closes it."""
+    behind = style.closing[len(style.closing.rstrip()) :]
+    return f"text {literal(behind)}" if behind else "text"
 
 
 def meant_properties(parameters: Schema) -> dict[str, Schema]:
@@ -67,17 +95,17 @@ def _listed(schema: Schema) -> list[Any]:
     return [schema["const"]] if "const" in schema else list(schema.get("enum") or [])
 
 
-def _value(schema: Schema, definitions: Schema) -> str:
-    """Return the term of a parameter's value and of the tag that closes it."""
+def _value(schema: Schema, definitions: Schema, style: TagStyle) -> str:
+    """Return the term of a parameter's value and of what closes it."""
     if listed := _listed(schema):
         texts = (each if isinstance(each, str) else json.dumps(each) for each in listed)
-        return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {_CLOSING}"
+        return f"({' | '.join(map(literal, texts))}) {literal(style.closing)}"
     for union in ("anyOf", "oneOf"):
         if schema.get(union):
-            return f"({' | '.join(_value(each, definitions) for each in schema[union])})"
+            return f"({' | '.join(_value(each, definitions, style) for each in schema[union])})"
     if "string" in schema.get("type", "string"):
-        return 'text "\\n"'
-    return f"%json {json.dumps(schema | definitions | {'x-guidance': {'whitespace_pattern': SPACES}})} {_CLOSING}"
+        return _text(style)
+    return f"{json_term(schema | definitions)} {literal(style.closing)}"
 
 
 def _tag_name(name: str) -> str:

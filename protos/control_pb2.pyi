@@ -39,7 +39,7 @@ class ServeFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar", "traceparent")
+    __slots__ = ("session", "tokens", "prompt_tokens", "max_tokens", "stop_token_ids", "sampling", "exactness", "sparsity", "wants_logprobs", "wants_prompt_logprobs", "alternatives", "grammar", "traceparent", "caller", "choice")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class Open(_message.Message):
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     session: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -66,7 +68,9 @@ class Open(_message.Message):
     alternatives: int
     grammar: str
     traceparent: str
-    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    caller: str
+    choice: int
+    def __init__(self, session: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_speculation_pb2.Sampling, _Mapping]] = ..., exactness: _Optional[_Union[Exactness, str]] = ..., sparsity: _Optional[str] = ..., wants_logprobs: bool = ..., wants_prompt_logprobs: bool = ..., alternatives: _Optional[int] = ..., grammar: _Optional[str] = ..., traceparent: _Optional[str] = ..., caller: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")
@@ -103,7 +107,7 @@ class ServedEvent(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., beat: _Optional[_Union[_speculation_pb2.Beat, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("number", "opens", "sessions", "waiting", "free_places", "free_kv_pages", "queue_places", "unread_tokens", "tokens_per_second", "queue_seconds", "indexed", "evicted")
+    __slots__ = ("number", "opens", "sessions", "waiting", "free_places", "free_kv_pages", "queue_places", "unread_tokens", "tokens_per_second", "queue_seconds", "indexed", "evicted", "kv_pages", "draining", "left", "taken", "usage")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +120,11 @@ class Report(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     INDEXED_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     number: int
     opens: int
     sessions: int
@@ -128,7 +137,22 @@ class Report(_message.Message):
     queue_seconds: float
     indexed: _containers.RepeatedScalarFieldContainer[int]
     evicted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
+    kv_pages: int
+    draining: bool
+    left: _containers.RepeatedScalarFieldContainer[str]
+    taken: _containers.RepeatedScalarFieldContainer[str]
+    usage: _containers.RepeatedCompositeFieldContainer[CallerUsage]
+    def __init__(self, number: _Optional[int] = ..., opens: _Optional[int] = ..., sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_places: _Optional[int] = ..., free_kv_pages: _Optional[int] = ..., queue_places: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., indexed: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., kv_pages: _Optional[int] = ..., draining: bool = ..., left: _Optional[_Iterable[str]] = ..., taken: _Optional[_Iterable[str]] = ..., usage: _Optional[_Iterable[_Union[CallerUsage, _Mapping]]] = ...) -> None: ...
+
+class CallerUsage(_message.Message):
+    __slots__ = ("caller", "requests", "tokens_used")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_USED_FIELD_NUMBER: _ClassVar[int]
+    caller: str
+    requests: int
+    tokens_used: int
+    def __init__(self, caller: _Optional[str] = ..., requests: _Optional[int] = ..., tokens_used: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("at", "tokens", "drafted", "accepted", "finish_reason", "kv_tokens_read", "kv_tokens_total", "announced_bytes", "stale_rounds", "prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds", "kv_tokens_fetched", "cached_tokens", "queue_seconds", "logprobs", "prompt_logprobs", "sparse_prompt_tokens", "preemptions")
@@ -219,6 +243,16 @@ class ServiceStatus(_message.Message):
     gauges: _containers.ScalarMap[str, float]
     version: str
     def __init__(self, peer: _Optional[str] = ..., pid: _Optional[int] = ..., attached: _Optional[_Iterable[str]] = ..., refusal: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: bool = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Targets(_message.Message):
     __slots__ = ("addresses",)

@@ -50,6 +50,11 @@ class TargetControlStub(object):
                 request_serializer=protos_dot_control__pb2.ReadsRequest.SerializeToString,
                 response_deserializer=protos_dot_control__pb2.SessionReads.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/specahead.v1.TargetControl/Drain',
+                request_serializer=protos_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_control__pb2.Drained.FromString,
+                _registered_method=True)
 
 
 class TargetControlServicer(object):
@@ -75,6 +80,13 @@ class TargetControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """the target is to be ended: no orchestrator opens sessions on it any more
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_TargetControlServicer_to_server(servicer, server):
                     servicer.Reads,
                     request_deserializer=protos_dot_control__pb2.ReadsRequest.FromString,
                     response_serializer=protos_dot_control__pb2.SessionReads.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_control__pb2.Drained.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class TargetControl(object):
             '/specahead.v1.TargetControl/Reads',
             protos_dot_control__pb2.ReadsRequest.SerializeToString,
             protos_dot_control__pb2.SessionReads.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specahead.v1.TargetControl/Drain',
+            protos_dot_control__pb2.DrainRequest.SerializeToString,
+            protos_dot_control__pb2.Drained.FromString,
             options,
             channel_credentials,
             insecure,

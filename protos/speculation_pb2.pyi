@@ -59,18 +59,20 @@ class DraftEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
 
 class DraftEvent(_message.Message):
-    __slots__ = ("proposals", "ready", "decline", "resync", "beat")
+    __slots__ = ("proposals", "ready", "decline", "resync", "beat", "load")
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     proposals: Proposals
     ready: Ready
     decline: Decline
     resync: Resync
     beat: Beat
-    def __init__(self, proposals: _Optional[_Union[Proposals, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
+    load: Load
+    def __init__(self, proposals: _Optional[_Union[Proposals, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Proposals(_message.Message):
     __slots__ = ("at", "offsets", "assumed_tokens", "counts", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds", "selection")
@@ -115,6 +117,12 @@ class Resync(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     session: str
     def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("other_sessions",)
+    OTHER_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    other_sessions: int
+    def __init__(self, other_sessions: _Optional[int] = ...) -> None: ...
 
 class TargetFrame(_message.Message):
     __slots__ = ("welcome", "batch")

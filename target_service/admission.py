@@ -2,10 +2,11 @@
 
 Room grows as tokens come. A session starts to run when its tokens and a few more fit; when pages run out, the one that
 started last gives way to the others, and goes on before any that has not run yet. So the oldest always runs, and all
-come to their end. Orchestrators share places and queue: none is kept out by another's many sessions. `emit` tells who
-opened a session.
+come to their end. Peers share places and queue, and the streams of a peer its part of them: nobody is kept out by
+another's many sessions. `emit` tells which stream opened a session.
 """
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import Exactness, Open, Report, ServedEvent
@@ -30,7 +32,8 @@ class Admission:
 
     running: sessions that run, by name, the oldest first. preempted: those that gave way, the oldest first; all that
     run are older. queue: those that have not run yet. report_blocks: whether the readers of sessions report which
-    blocks they read. grammars: what compiles those of sessions; None: sessions have none.
+    blocks they read. grammars: what compiles those of sessions; None: sessions have none. draining: whether
+    orchestrators are to open no more sessions.
     """
 
     def __init__(
@@ -41,15 +44,18 @@ class Admission:
         counters: Counter[str],
         report_blocks: bool = False,
         grammars: Grammars | None = None,
+        drafting: SelfDrafting | None = None,
     ) -> None:
         self.running: dict[str, TargetSession] = {}
         self.preempted: deque[TargetSession] = deque()
         self.queue: deque[TargetSession] = deque()
+        self.draining = False
         self._kv, self._vocab_size, self._deterministic = runner.kv, runner.vocab_size, runner.deterministic
         self._plan, self._settings, self._counters = plan, settings, counters
         self._methods = methods_of(plan)
-        self._report_blocks, self._grammars = report_blocks, grammars
+        self._report_blocks, self._grammars, self._drafting = report_blocks, grammars, drafting
         self._closed: list[TargetSession] = []  # whose pages a step that runs may still write
+        self._peers: dict[Callable[[ServedEvent], None], str] = {}  # of the streams that there are
         self._first_epoch = 0  # of sessions to come: above all that were, so that a name can be used again
 
     def everyone(self) -> Iterator[TargetSession]:
@@ -64,10 +70,24 @@ class Admission:
 
     # Opening.
 
-    def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
-        """Queue a session. Raises InvalidArgument if it can never run, ResourceExhausted if there is no room for it.
+    @contextlib.contextmanager
+    def shared(self, emit: Callable[[ServedEvent], None], peer: str) -> Iterator[None]:
+        """Let the stream that `emit` belongs to have a part of what its peer has, while the context lasts."""
+        self._peers[emit] = peer
+        try:
+            yield
+        finally:
+            del self._peers[emit]
 
-        Where all places of the queue are taken, whoever has the most of them gives one to one who has fewer.
+    def _peer_of(self, session: TargetSession) -> str:
+        return self._peers.get(session.emit, "")
+
+    def open(self, request: Open, emit: Callable[[ServedEvent], None]) -> None:
+        """Queue a session.
+
+        Where all places of the queue are taken, the peer that has the most of them gives one to a peer that has fewer,
+        and among the streams of one peer likewise. Raises InvalidArgument if the session can never run,
+        ResourceExhausted if there is no room for it.
         """
         self._check_request(request)
         if len(request.tokens) == request.prompt_tokens:  # one that has tokens already is opened again, and waits
@@ -91,8 +111,13 @@ class Admission:
             reader=self._reader(request),
             lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
+            caller=request.caller,
+            choice=request.choice,
         )
         session.kv.dense = session.reads_all
+        if self._drafting is not None and (session.reads_all or session.announced_by):
+            session.memory = self._drafting.new_memory()
+            session.kv.drafts = True
         share = self._settings.prompt_read_share
         if share < 1 and not session.reads_all and session.prompt_logprobs is None:
             session.prompt = SparsePrompt(share, self._plan.dense_layers)
@@ -145,15 +170,19 @@ class Admission:
 
     def _make_place(self, tokens: int, emit: Callable[[ServedEvent], None]) -> None:
         """Raise ResourceExhausted if a session of so many tokens can neither run at once nor be queued."""
-        most = self._settings.max_queued
+        most, peer = self._settings.max_queued, self._peers.get(emit, "")
         while (queued := self._queued_with(tokens)) > most:
-            waiting = Counter(session.emit for session in self.queue)
-            greediest = max(waiting, key=waiting.__getitem__, default=emit)
-            if waiting[greediest] <= waiting[emit] + 1:
+            peers = Counter(map(self._peer_of, self.queue))
+            greedy = max(peers, key=peers.__getitem__, default=peer)
+            if peers[greedy] <= peers[peer] + 1:
+                greedy = peer
+            streams = Counter(session.emit for session in self.queue if self._peer_of(session) == greedy)
+            held = max(streams.values(), default=0)
+            if greedy == peer and held <= streams[emit] + 1:
                 raise ResourceExhausted(
                     f"no place is free, and {queued - 1} sessions are queued already of at most {most}; try again later"
                 )
-            newest = next(session for session in reversed(self.queue) if session.emit == greediest)
+            newest = next(session for session in reversed(self.queue) if streams[session.emit] == held)
             self.queue.remove(newest)
             newest.fail(ResourceExhausted("its place in the queue is needed for another client; try again later"))
 
@@ -179,8 +208,11 @@ class Admission:
     def room(self, emit: Callable[[ServedEvent], None]) -> Report:
         """Return a report that says how many more sessions of who owns `emit` would run at once, or wait."""
         left, running, free = self._after_next_step()
-        waiting = Counter(session.emit for session in self.queue)
-        taken_over = (max(waiting.values(), default=0) - waiting[emit]) // 2  # see _make_place
+        peer = self._peers.get(emit, "")
+        peers = Counter(map(self._peer_of, self.queue))
+        streams = Counter(session.emit for session in self.queue if self._peer_of(session) == peer)
+        shares = (peers, peers[peer]), (streams, streams[emit])
+        taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _make_place
         return Report(
             sessions=len(self.running) + len(self.preempted) + len(self.queue),
             waiting=left,
@@ -189,6 +221,8 @@ class Admission:
             queue_places=max(0, self._settings.max_queued - min(left, len(self.queue)), taken_over),
             unread_tokens=sum(max(0, session.unread) for session in self.everyone()),
             queue_seconds=time.monotonic() - self._next().queued_at if left else 0.0,
+            kv_pages=self._kv.pool.num_pages,
+            draining=self.draining,
         )
 
     # Room.
@@ -236,8 +270,10 @@ class Admission:
         """Return the session that is the next to run. One must be waiting."""
         if self.preempted:
             return self.preempted[0]
+        peers = Counter(map(self._peer_of, self.running.values()))
         running = Counter(session.emit for session in self.running.values())
-        return min(self.queue, key=lambda waiting: running[waiting.emit])  # the first of several
+        # The first of several.
+        return min(self.queue, key=lambda waiting: (peers[self._peer_of(waiting)], running[waiting.emit]))
 
     def _start(self, session: TargetSession) -> None:
         """Let a session run that waits for room."""

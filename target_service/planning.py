@@ -1,5 +1,5 @@
 """What a step runs: every session whose proposal is here (γ + 1 tokens each), every session that no draft serves for
-now (one token each, and those that it proposes by prompt lookup), and a share of the prompts still to be read.
+now (one token each, and those that it proposes or drafts by itself), and a share of the prompts still to be read.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from engine.step_loop import share_prefill
 from sparsity.prompts import sparse_tokens
+from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.messages import Proposal
 
@@ -25,17 +26,19 @@ class VerifyRound:
     """A session's part of a step: a proposal to verify, or none to decode one token plainly.
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
-    target has waited for the proposal.
+    target has waited for the proposal. drafting_cost: the tokens that have to be accepted to pay for drafting in the
+    step itself; 0 where nothing is drafted there.
     """
 
     session: TargetSession
     proposal: Proposal | None
     input: SequenceInput
     wait_seconds: float
+    drafting_cost: float = 0.0
 
     @property
     def proposed(self) -> list[int]:
-        """The tokens to verify, whoever proposed them."""
+        """The tokens to verify, whoever proposed them; those drafted in the step are there once it has run."""
         return self.input.tokens[1:]
 
 
@@ -75,15 +78,22 @@ class VerifyResult:
 
 
 def plan_verify_step(
-    sessions: Iterable[TargetSession], settings: TargetSettings, deterministic: bool, counters: Counter[str], now: float
+    sessions: Iterable[TargetSession],
+    settings: TargetSettings,
+    drafting: SelfDrafting | None,
+    deterministic: bool,
+    counters: Counter[str],
+    now: float,
 ) -> VerifyStep | None:
     """Return the next step of these sessions, in order of their arrival; None if there is nothing to run.
 
     A session that waits for its draft too long at the time `now` is decoded plainly until the draft is ready again.
-    deterministic: whether KV has to be that of the first time also where it is read again.
+    drafting: how sessions draft for themselves, if they do. deterministic: whether KV has to be that of the first time
+    also where it is read again.
     """
     step = VerifyStep()
     reading: list[TargetSession] = []
+    alone: list[TargetSession] = []
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
@@ -92,13 +102,35 @@ def plan_verify_step(
         elif (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
         elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
-            step.rounds.append(plan_round(session, None, session.look_up(settings.gamma), now))
+            alone.append(session)
+    step.rounds += _plan_alone(alone, settings, drafting, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
             step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))
     return step if step.rounds or step.prefills else None
+
+
+def _plan_alone(
+    sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, now: float
+) -> list[VerifyRound]:
+    """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
+    able = [session for session in sessions if session.memory is not None and not session.is_paused]
+    tokens = sum(len(session.tokens) for session in able)
+    if drafting is None or not able or not drafting.pays(tokens):
+        return [plan_round(session, None, session.look_up(settings.gamma), now) for session in sessions]
+    rounds = []
+    for session in sessions:
+        if session.memory is None or session.is_paused:
+            rounds.append(plan_round(session, None, [], now))
+            continue
+        base = len(session.tokens)
+        drafted = drafting.drafted(session.weighed, base)
+        item = plan_round(session, None, [0] * drafted, now)
+        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(tokens)
+        rounds.append(item)
+    return rounds
 
 
 def _readable(reading: list[TargetSession]) -> list[int]:

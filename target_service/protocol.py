@@ -3,14 +3,14 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from config import TargetSettings
 from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
-from sparsity.selection import BlockSelection
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import Decline, DraftEvent, End, Proposals, Ready, Refusal, Resync, Verdict
+from wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class DraftProtocol:
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
         """Have a session drafted, unless it has a draft, is paused or there is none: by the draft with the fewest
-        sessions of this target, and of several by that which was placed beside it (draft-2 beside target-2).
+        sessions of all targets, and of several by that which was placed beside it (draft-2 beside target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
         if not self.drafts or session.draft is not None or session.is_paused:
             return
-        peer = min(self.drafts, key=lambda draft: (len(draft.sessions), _number(draft.name) != self._number))
+        peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait
         peer.sessions.add(session.id)
         peer.send(session.begin())
@@ -80,6 +80,9 @@ class DraftProtocol:
 
     def receive(self, peer: DraftPeer, event: DraftEvent) -> None:
         """Apply a draft's event. Raises InvalidArgument for one that no honest draft sends."""
+        if isinstance(event, Load):
+            peer.other_sessions = event.other_sessions
+            return
         name = event.session if isinstance(event, Decline | Resync) else event.at.session
         session = self._sessions.get(name)
         if session is None or session.draft is not peer:
@@ -87,6 +90,8 @@ class DraftProtocol:
             peer.send(End(name))
             return
         match event:
+            case Proposals() if session.came_late(event.at):
+                self._take_late_proposals(session, event)
             case Proposals():
                 self._take_proposals(peer, session, event)
             case Ready():
@@ -114,25 +119,44 @@ class DraftProtocol:
             return
         self._check_outcomes(session, event)
         self._check_tokens(session, event)
-        key = event.at.epoch, event.at.round
-        if event.selection:
+        try:
+            self._keep(session, event, (event.at.epoch, event.at.round))
+        except UnknownReference as error:
+            self._refuse(peer, session, str(error))
+
+    def _take_late_proposals(self, session: TargetSession, event: Proposals) -> None:
+        """Take proposals that were made ahead for this round and crossed the verdict before it, if they foresaw it.
+
+        The draft will say them again under the new epoch; they are not waited for.
+        """
+        self._check_tokens(session, event)
+        if (len(session.tokens), session.tokens[-1]) in event.outcomes and session.key not in session.proposals:
             try:
-                session.announced[key] = self._read_announcement(session, event)
-            except UnknownReference as error:
-                self._refuse(peer, session, str(error))
+                self._keep(session, replace(event, at=event.at._replace(epoch=session.epoch)), session.key)
+                self._counters["late_rounds"] += 1
                 return
+            except UnknownReference:
+                pass  # the round before was decoded plainly; the draft says this one again
+        self._counters["stale_frames"] += 1
+        session.stats.stale_rounds += 1
+
+    def _keep(self, session: TargetSession, event: Proposals, key: RoundKey) -> None:
+        """Keep the proposals for a round, and what it announces. Raises InvalidArgument, and UnknownReference for an
+        announcement against a selection that is not held.
+        """
+        if event.selection:
+            reader, base, committed = session.reader, event.at.base, len(session.tokens)
+            if reader is None or not session.announced_by:
+                raise InvalidArgument(f"session {session.id} takes no announcements")
+            if base < committed - self._gamma:  # below the shortest of the outcomes that may have been drafted for
+                raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")
+            blocks = self._plan.num_blocks(base)
+            session.announced[key] = decode_selection(
+                event.selection, session.known_selections, reader.announced_rows, blocks
+            )
             session.stats.announced_bytes += len(event.selection)
             self._counters["announced_bytes"] += len(event.selection)
         session.proposals[key] = event
-
-    def _read_announcement(self, session: TargetSession, event: Proposals) -> BlockSelection:
-        """Return what a round announces. Raises InvalidArgument, UnknownReference if the draft has lost track."""
-        reader, base = session.reader, event.at.base
-        if reader is None or not reader.announced_rows:
-            raise InvalidArgument(f"session {session.id} takes no announcements")
-        return decode_selection(
-            event.selection, session.known_selections, reader.announced_rows, self._plan.num_blocks(base)
-        )
 
     def _is_current(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> bool:
         """Return whether proposals are for this round or the next, and the first for it.
@@ -158,15 +182,12 @@ class DraftProtocol:
     def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
         """Raise InvalidArgument for proposals behind outcomes that cannot be.
 
-        Those of this round that come after its verdict build on the committed tokens; the outcomes that were drafted
-        for beside that one may have been shorter.
+        Those of this round that come after its verdict build on the committed tokens.
         """
         base, committed, gamma = event.at.base, len(session.tokens), self._gamma
         if event.at.round > session.round:
             if not committed < base <= base + max(event.offsets) <= committed + gamma + 1:
                 raise InvalidArgument(f"session {session.id}: base {base} cannot follow {committed} tokens")
-        elif base < committed - gamma:
-            raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")
         elif event.outcomes != [(committed, session.tokens[-1])]:
             raise InvalidArgument(
                 f"session {session.id}: proposals behind {event.outcomes[:MAX_BRANCHES]} (base, assumed token); "

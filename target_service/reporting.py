@@ -7,6 +7,8 @@ from itertools import islice
 
 from engine.kv.prefix_index import PrefixIndex
 from target_service.admission import Admission
+from target_service.left_sessions import LeftSessions
+from target_service.usage import CallerTokens, StreamUsage
 from wire.messages import Report, ServedEvent
 
 REPORT_SECONDS = 0.1
@@ -32,14 +34,24 @@ class ReadingRate:
 
 
 class Reporter:
-    """Makes the reports for one orchestrator, which owns the sessions of `emit`. opens: sessions that it asked for."""
+    """Makes the reports for one orchestrator, which owns the sessions of `emit`. opens: sessions that it asked for.
+    usage: counts what its callers use, too.
+    """
 
     def __init__(
-        self, admission: Admission, reading: ReadingRate, prefixes: PrefixIndex, emit: Callable[[ServedEvent], None]
+        self,
+        admission: Admission,
+        reading: ReadingRate,
+        prefixes: PrefixIndex,
+        emit: Callable[[ServedEvent], None],
+        left: LeftSessions,
+        tokens: CallerTokens,
     ) -> None:
         self.opens = 0
+        self.usage = StreamUsage(admission, tokens, emit)
         self._admission, self._reading, self._prefixes, self._emit = admission, reading, prefixes, emit
-        self._changed = prefixes.watch()
+        self._left = left
+        self._changed, self._moved = prefixes.watch(), left.watch()
         self._number, self._due_at = 0, 0.0
 
     def due(self) -> list[Report]:
@@ -51,6 +63,9 @@ class Reporter:
         changed = list(islice(self._changed, MOST_HASHES))  # what is left comes with the next one
         self._changed.difference_update(changed)
         held = self._prefixes.hashes
+        self._left.expire()
+        moved, left = sorted(self._moved), self._left.names
+        self._moved.clear()
         report = replace(
             self._admission.room(self._emit),
             number=self._number,
@@ -58,9 +73,17 @@ class Reporter:
             tokens_per_second=self._reading.per_second,
             indexed=[hash for hash in changed if hash in held],
             evicted=[hash for hash in changed if hash not in held],
+            left=[name for name in moved if name in left],
+            taken=[name for name in moved if name not in left],
+            usage=self.usage.report(),
         )
         return [report]
+
+    def hurry(self) -> None:
+        """Let the next report be due at once."""
+        self._due_at = 0.0
 
     def close(self) -> None:
         """Take note of nothing any more."""
         self._prefixes.unwatch(self._changed)
+        self._left.unwatch(self._moved)

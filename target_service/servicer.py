@@ -6,20 +6,26 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from protos import control_pb2, control_pb2_grpc, speculation_pb2, speculation_pb2_grpc
+from target_service.left_sessions import Account, LeftSessions
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
+from target_service.usage import CallerTokens, StreamUsage
 from target_service.verifier import Verifier
 from wire import convert
+from wire.access import PeerStreams, peer_of
 from wire.errors import FailedPrecondition, InvalidArgument, ServiceError
 from wire.messages import Abort, Beat, Closed, Commit, Hello, Open, ServedEvent, ServiceStatus, TargetEvent
 from wire.outbox import Outbox
 from wire.server import guarded
-from wire.streams import exchange
+from wire.streams import BEAT_SECONDS, PATIENCE, exchange
+
+MOST_STREAMS = 32  # of a kind that one peer may hold
 
 
 class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     def __init__(self, verifier: Verifier, hello: Hello, wake: asyncio.Event) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._hello = hello
         self._wake = wake
         self.refusal = ""
@@ -27,7 +33,11 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._speculate(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
+
+    async def _hold(self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext) -> None:
+        with self._streams.held_by(peer_of(context)):
+            await self._speculate(frames, context)
 
     async def _speculate(
         self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
@@ -86,15 +96,18 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
 
 
 class ControlServicer(control_pb2_grpc.TargetControlServicer):
-    """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted.
-
-    No other stream may abort them.
+    """An orchestrator's sessions live as long as its stream: when that breaks, they are aborted, and what they have
+    come to is kept for another one. No other stream may abort them.
     """
 
     def __init__(self, verifier: Verifier, wake: asyncio.Event, read_status: Callable[[], ServiceStatus]) -> None:
         self._verifier = verifier
+        self._streams = PeerStreams(MOST_STREAMS)
         self._wake = wake
         self._read_status = read_status
+        self._left = LeftSessions(verifier.settings.resume_timeout)
+        self._tokens = CallerTokens()
+        self._reporters: dict[Reporter, Outbox[ServedEvent | Beat]] = {}  # of the streams that there are
 
     async def Status(
         self, request: control_pb2.StatusRequest, context: grpc.aio.ServicerContext
@@ -106,24 +119,39 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     ) -> control_pb2.SessionReads:
         return await guarded(context, self._reads(request.session))
 
+    async def Drain(self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> control_pb2.Drained:
+        self._verifier.admission.draining = request.draining
+        return control_pb2.Drained()
+
     async def _reads(self, session: str) -> control_pb2.SessionReads:
         return convert.reads_to_pb(self._verifier.reads_of(session))
 
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._serve(request_iterator, context))
+        await guarded(context, self._hold(request_iterator, context))
 
-    async def _serve(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
+    async def _hold(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
         outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
-        opened: set[str] = set()
-        verifier = self._verifier
-        reporter = Reporter(verifier.admission, verifier.reading, verifier.runner.kv.pool.prefixes, outbox.put)
+        peer = peer_of(context)
+        with self._streams.held_by(peer), self._verifier.admission.shared(outbox.put, peer):
+            await self._serve(frames, context, outbox)
+
+    async def _serve(
+        self,
+        frames: AsyncIterator[control_pb2.ServeFrame],
+        context: grpc.aio.ServicerContext,
+        outbox: Outbox[ServedEvent | Beat],
+    ) -> None:
+        account, verifier = Account(PATIENCE * BEAT_SECONDS), self._verifier
+        prefixes = verifier.runner.kv.pool.prefixes
+        reporter = Reporter(verifier.admission, verifier.reading, prefixes, outbox.put, self._left, self._tokens)
+        self._reporters[reporter] = outbox
 
         def receive(frame: control_pb2.ServeFrame) -> None:
             reporter.opens += frame.HasField("open")
             try:
-                self._receive(frame, opened, outbox)
+                self._receive(frame, account, reporter.usage, outbox)
             except ServiceError as error:
                 name = convert.session_in(frame, "body")
                 if not name:
@@ -132,27 +160,54 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             self._wake.set()
 
         async def write(events: list[ServedEvent | Beat]) -> None:
-            await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
             for event in events:
                 if isinstance(event, Closed):
-                    opened.discard(event.session)
-                elif isinstance(event, Commit) and event.finish_reason:
-                    opened.discard(event.at.session)
+                    account.close(event.session)
+                elif isinstance(event, Commit):
+                    reporter.usage.add(account.caller_of(event.at.session), len(event.tokens))
+                    account.write(event)
+            await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
 
         try:
             await exchange(frames, receive, outbox, write, "the orchestrator")
         finally:
             reporter.close()
-            for session in sorted(opened):  # in an order that repeats
-                self._verifier.abort(session)
+            del self._reporters[reporter]
+            self._leave(account)
             self._wake.set()
 
-    def _receive(self, frame: control_pb2.ServeFrame, opened: set[str], outbox: Outbox[ServedEvent | Beat]) -> None:
+    def _leave(self, account: Account) -> None:
+        """End the sessions of an orchestrator that is lost, and let the others know at once what it has left."""
+        for written in account:
+            if not written.has_ended:
+                self._verifier.abort(written.request.session)
+            self._left.leave(written)
+        for reporter, outbox in self._reporters.items():
+            reporter.hurry()
+            outbox.put(Beat())
+
+    def _receive(
+        self, frame: control_pb2.ServeFrame, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]
+    ) -> None:
         """Do what a frame asks for. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
-            self._verifier.admission.open(request, outbox.put)
-            opened.add(request.session)
-        elif isinstance(request, Abort) and request.session in opened:
+            self._open(request, account, usage, outbox)
+        elif isinstance(request, Abort) and request.session in account:
             self._verifier.abort(request.session)
-            opened.discard(request.session)  # the name may be another stream's next
+            account.close(request.session)  # the name may be another stream's next
+
+    def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
+        """Open a session, or go on with one that was left: what was committed of it is told first."""
+        left = self._left.find(request)
+        if left is None or not left.has_ended:
+            self._verifier.admission.open(request if left is None else left.going_on(request), outbox.put)
+        account.open(request)
+        self._left.forget(request)
+        if left is not None:
+            self._verifier.counters["taken_up_sessions"] += 1
+            for commit in left.retold(request.session):
+                self._verifier.counters["retold_tokens"] += len(commit.tokens)
+                outbox.put(commit)
+        elif len(request.tokens) == request.prompt_tokens:
+            usage.add(request.caller, request.prompt_tokens)

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.grammars import GrammarState
-from engine.inputs import SparsePrompt
+from engine.inputs import ReadMemory, SparsePrompt
 from engine.kv.pages import SequenceKV
 from engine.logit_rules import LogitRule
 from engine.logprobs import TokenLogprobs
@@ -22,11 +22,18 @@ RoundKey = tuple[int, int]  # (epoch, round)
 
 @dataclass(eq=False)
 class DraftPeer:
-    """A draft at the other end of a stream. send: how to send to it. sessions: the names of those it drafts for."""
+    """A draft at the other end of a stream. send: how to send to it. sessions: the names of those it drafts for.
+    other_sessions: how many it drafts for other targets, as it has said."""
 
     name: str
     send: Callable[[TargetEvent], None]
     sessions: set[str] = field(default_factory=set)
+    other_sessions: int = 0
+
+    @property
+    def load(self) -> int:
+        """How many sessions it drafts in all."""
+        return len(self.sessions) + self.other_sessions
 
 
 @dataclass
@@ -57,13 +64,15 @@ class TargetSession:
     read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
     grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
     first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
+    caller, choice: of its request, too: whose it is, and which of the request's choices this is.
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
-    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. usefulness: of the proposals that
-    it gets. drafted: whether to wait for the draft's proposals.
-    proposals: by round; those for the next one assume different outcomes of this one. foreseen: whether the current
-    round was proposed before the last verdict. held: what was announced for the round judged last, by its key.
-    last_judged: the round judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the
-    next round reads; reads: what the last round that was looked at read.
+    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
+    it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
+    usefulness: of the proposals that it gets. drafted: whether to wait for the draft's proposals. proposals: by round;
+    those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
+    before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the round
+    judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round reads;
+    reads: what the last round that was looked at read.
     """
 
     id: str
@@ -81,7 +90,11 @@ class TargetSession:
     reader: Reader | None = None
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
+    memory: ReadMemory | None = None
+    weighed: int = 0
     traceparent: str = ""
+    caller: str = ""
+    choice: int = 0
     kv: SequenceKV = field(default_factory=SequenceKV)
     epoch: int = 0
     round: int = 0
@@ -116,6 +129,11 @@ class TargetSession:
     def reads_all(self) -> bool:
         """Whether all of its rounds read everything."""
         return self.reader is None or self.reader.method.name == "dense"
+
+    @property
+    def proposes_itself(self) -> bool:
+        """Whether it has proposals without a draft."""
+        return self.lookup is not None or self.memory is not None
 
     @property
     def announced_by(self) -> str:
@@ -153,6 +171,11 @@ class TargetSession:
         proposals = self.proposals.get(self.key)
         return None if proposals is None else proposals.behind(len(self.tokens), self.tokens[-1])
 
+    def came_late(self, at: At) -> bool:
+        """Return whether a message for this round was made ahead of the verdict before it, which raised the epoch."""
+        before = None if self.last_judged is None else self.last_judged[0]
+        return before == (at.epoch, at.round - 1) and (at.epoch + 1, at.round) == self.key
+
     def foresaw(self, base: int, token: int) -> bool:
         """Return whether the next round is proposed for the outcome that `token` is the last before `base`."""
         ahead = self.proposals.get((self.epoch, self.round + 1))
@@ -181,6 +204,8 @@ class TargetSession:
         """Wait for room again, with the tokens that are committed and nothing else."""
         if self.reader is not None:
             self.reader = self.reader.anew()
+        if self.memory is not None:
+            self.memory, self.weighed = replace(self.memory, index=None), 0
         self.stats.waiting_since = None
         self.stats.preemptions += 1
         self.queued_at = time.monotonic()

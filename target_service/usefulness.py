@@ -27,9 +27,10 @@ class Usefulness:
     next_pause: int = FIRST_PAUSE
     paused_until: int = 0
 
-    def after_round(self, accepted: int, committed: int) -> "Usefulness":
+    def after_round(self, accepted: float, committed: int) -> "Usefulness":
         """Return the state after a round that accepted so many drafted tokens, when `committed` tokens are committed.
 
+        Where proposals cost more, tokens count less, so that LEAST of them still pay.
         Each pause is twice as long as the one before, up to LONGEST_PAUSE, unless drafting was worth START in between.
         """
         average = self.average + NEWEST * (accepted - self.average)

@@ -29,7 +29,9 @@ from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
+from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
+from target_service.usefulness import LEAST
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 from wire.tracing import NO_SPANS, Spans
@@ -41,6 +43,7 @@ WARM_SESSIONS = 16  # batches up to this size are made ready before the first re
 _COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "draft_timeouts", "plain_rounds"),
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
+    *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
 )
 
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
@@ -74,12 +77,15 @@ class Verifier:
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
         self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
-        self.admission = Admission(runner, plan, settings, self.counters, on_round is not None, grammars)
+        self._drafting = self_drafting(settings, plan, runner.weight_tokens)
+        of_sessions = on_round is not None, grammars, self._drafting
+        self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
         self.protocol = DraftProtocol(self.admission.running, plan, settings, runner.vocab_size, self.counters)
         runner.keep_memories(settings.max_sessions + 1)  # a session may end in the step that runs
         if settings.prompt_read_share < 1:
             runner.check_sparse_prompts()
-        if any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
+        drafts_with_means = self._drafting is not None and plan.group_size > 0
+        if drafts_with_means or any(METHODS[name].uses_means(plan) for name in methods_of(plan)):
             runner.kv.keep_group_means(plan.group_size)
 
     def warm_up(self) -> None:
@@ -90,6 +96,8 @@ class Verifier:
             nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.gamma)
             reads += [] if read is None else [read]
+        if self._drafting is not None:
+            reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
 
@@ -109,6 +117,7 @@ class Verifier:
             "preempted_sessions": len(self.admission.preempted),
             "kv_pages_held": self.runner.kv.pool.held,
             "kv_pages": self.runner.kv.pool.num_pages,
+            "draining": self.admission.draining,
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft,
             "drafted_sessions": sum(session.drafted for session in running),
@@ -159,7 +168,8 @@ class Verifier:
 
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
-        return plan_verify_step(running, self.settings, self.runner.deterministic, self.counters, now)
+        how = self.settings, self._drafting, self.runner.deterministic
+        return plan_verify_step(running, *how, self.counters, now)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -246,10 +256,14 @@ class Verifier:
         if commit.finish_reason is not FinishReason.NONE:
             self._close(session)
             return
+        if item.drafting_cost:
+            session.weighed = commit.at.base
         # Verdicts that are imposed say nothing about who proposed.
         if item.proposed and imposed < 0:
-            session.usefulness = session.usefulness.after_round(verdict[0], len(session.tokens))
-            self.counters["drafting_pauses"] += session.is_paused and (session.draft or session.lookup) is not None
+            accepted = verdict[0] * LEAST / item.drafting_cost if item.drafting_cost else verdict[0]
+            session.usefulness = session.usefulness.after_round(accepted, len(session.tokens))
+            has_proposals = session.draft is not None or session.proposes_itself
+            self.counters["drafting_pauses"] += session.is_paused and has_proposals
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
         elif session.draft is not None:
@@ -263,9 +277,10 @@ class Verifier:
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
         self.counters["foreseen_rounds"] += item.session.foreseen
         if commit.drafted and item.proposal is None:
-            self.counters["ngram_rounds"] += 1
-            self.counters["ngram_draft_tokens"] += commit.drafted
-            self.counters["ngram_accepted_tokens"] += commit.accepted
+            proposer = self.settings.draft  # ngram or self
+            self.counters[f"{proposer}_rounds"] += 1
+            self.counters[f"{proposer}_draft_tokens"] += commit.drafted
+            self.counters[f"{proposer}_accepted_tokens"] += commit.accepted
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

@@ -54,8 +54,8 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def wait_until_idle(http: str, seconds: float = 10) -> None:
-    """No session and no page held on either service."""
-    for service in ("target", "draft"):
+def wait_until_idle(http: str, seconds: float = 10, services: Sequence[str] = ("target", "draft")) -> None:
+    """No session and no page held on any of the services."""
+    for service in services:
         for name in ("sessions", "kv_pages_held"):
             wait_for(lambda s=service, n=name: service_state(http, s, n) == 0, seconds, f"{service} {name} 0")

@@ -105,12 +105,20 @@ def start_gateway(services: Services, *flags: str) -> Stack:
     return start_stack("--target-address", services.target, "--draft-address", services.draft, *flags)
 
 
-def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack:
-    """Launch with ports of its own choosing; returns when it says ready."""
+def start_stack(
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    patience: float = START_SECONDS,
+    command: tuple[str, ...] = ("-m", "orchestrator.launch"),
+) -> Stack:
+    """Launch with ports of its own choosing; returns when it says ready. Raises RuntimeError after so many seconds.
+
+    command: what launches.
+    """
     output = Path(tempfile.mkdtemp(prefix="specahead-test-")) / "launch.txt"
     with output.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", "--grpc-port", "0", "--http-port", "0", *flags],
+            [sys.executable, *command, "--grpc-port", "0", "--http-port", "0", *flags],
             cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -118,7 +126,7 @@ def start_stack(*flags: str, environment: dict[str, str] | None = None) -> Stack
             env=os.environ | (environment or {}),
         )
     stack = Stack(process, output)
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + patience
     while "\nready" not in output.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()

@@ -1,8 +1,10 @@
 """Who may call a gRPC port, and how a process shows that it may: a bearer token in the metadata, TLS around it all."""
 
+import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import grpc
 
 from config.access import ServiceAccess
-from wire.errors import ServiceError, Unauthenticated
+from wire.errors import ResourceExhausted, ServiceError, Unauthenticated
 from wire.options import OPTIONS
 from wire.tls import Tls, read_tls
 
@@ -76,6 +78,35 @@ def read_peer_access(settings: ServiceAccess) -> PeerAccess:
     """Raises SettingsError for a token file or a certificate that cannot be used."""
     tls = read_tls(settings.tls_cert, settings.tls_key, settings.tls_ca)
     return PeerAccess(settings.read_token(), tls, settings.tls_name)
+
+
+def peer_of(context: grpc.aio.ServicerContext) -> str:
+    """Return who calls: what its certificate names if it has shown one, else the address that it calls from."""
+    if names := context.peer_identities():
+        return ", ".join(sorted(name.decode(errors="replace") for name in names))
+    return str(context.peer()).rpartition(":")[0]  # less the port, another one for each connection
+
+
+class PeerStreams:
+    """How many streams each peer holds: at most `most`, so that a peer has bounds as its streams have.
+
+    Used from one event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def held_by(self, peer: str) -> Iterator[None]:
+        """Count a stream while the context lasts. Raises ResourceExhausted if the peer holds as many as it may."""
+        if self._held[peer] >= self._most:
+            raise ResourceExhausted(f"{peer} holds {self._most} streams here, as many as a peer may")
+        self._held[peer] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([peer])  # forgets who holds none
 
 
 def check_token(expected: str, given: str) -> None:

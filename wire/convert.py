@@ -26,7 +26,7 @@ def _by_name(*kinds: type) -> dict[str, type]:
     return {kind.__name__.lower(): kind for kind in kinds}
 
 
-_DRAFT_EVENTS = _by_name(m.Proposals, m.Ready, m.Decline, m.Resync, m.Beat)
+_DRAFT_EVENTS = _by_name(m.Proposals, m.Ready, m.Decline, m.Resync, m.Load, m.Beat)
 _TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
 _SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
 _SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
@@ -35,7 +35,7 @@ _ONEOF = {
     for kinds in (_DRAFT_EVENTS, _TARGET_EVENTS, _SERVE_REQUESTS, _SERVED_EVENTS)
     for name, kind in kinds.items()
 }
-_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, Sampling, TokenLogprobs)
+_KINDS: tuple[Any, ...] = (*_ONEOF, m.Hello, m.ServiceStatus, m.SessionReads, m.CallerUsage, Sampling, TokenLogprobs)
 _NAMES = {kind: tuple(each.name for each in fields(kind)) for kind in _KINDS}
 
 # To protobuf
@@ -82,8 +82,8 @@ def _values(message: Any) -> dict[str, Any]:
     return values
 
 
-def _logprobs_values(logprobs: list[TokenLogprobs]) -> list[dict[str, Any]]:
-    return [vars(item) for item in logprobs]
+def _all_vars(items: list[Any]) -> list[dict[str, Any]]:
+    return [vars(item) for item in items]
 
 
 # How fields are written that are not taken as they are.
@@ -93,8 +93,9 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
     "sampling": vars,
     "support_ids": np.ndarray.tobytes,
     "support_probs": np.ndarray.tobytes,
-    "logprobs": _logprobs_values,
-    "prompt_logprobs": _logprobs_values,
+    "logprobs": _all_vars,
+    "prompt_logprobs": _all_vars,
+    "usage": _all_vars,
 }
 _WRITES = {kind: tuple((name, _WRITERS[name]) for name in names if name in _WRITERS) for kind, names in _NAMES.items()}
 
@@ -115,7 +116,7 @@ def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
-    unset = "draft event: none of proposals, ready, decline, resync, beat is set"
+    unset = "draft event: none of proposals, ready, decline, resync, load, beat is set"
     return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
 
 
@@ -205,6 +206,10 @@ def _read_logprobs(pbs: Iterable[control.TokenLogprobs]) -> list[TokenLogprobs]:
     return [_read(TokenLogprobs, pb) for pb in pbs]
 
 
+def _read_usage(pbs: Iterable[control.CallerUsage]) -> list[m.CallerUsage]:
+    return [_read(m.CallerUsage, pb) for pb in pbs]
+
+
 def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
     nothing = np.empty(0, dtype)
 
@@ -242,6 +247,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "fetched": list,
     "indexed": list,
     "evicted": list,
+    "left": list,
+    "taken": list,
+    "usage": _read_usage,
     "counters": dict,
     "gauges": dict,
 }

@@ -142,6 +142,13 @@ class Resync:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How many sessions a draft drafts for other targets than the one that it tells."""
+
+    other_sessions: int
+
+
+@dataclass(frozen=True)
 class Begin:
     at: At
     tokens: list[int]
@@ -194,6 +201,8 @@ class Open:
     alternatives: int = 0
     grammar: str = ""
     traceparent: str = ""  # W3C; empty: not traced
+    caller: str = ""
+    choice: int = 0
 
 
 @dataclass(frozen=True)
@@ -238,6 +247,15 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class CallerUsage:
+    """What a caller uses through other orchestrators: requests that run, tokens since it was told last."""
+
+    caller: str
+    requests: int
+    tokens_used: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What an orchestrator is told of a target in order to choose among several; see protos/control.proto."""
 
@@ -253,6 +271,11 @@ class Report:
     queue_seconds: float = 0.0
     indexed: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
+    kv_pages: int = 0
+    draining: bool = False
+    left: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    usage: list[CallerUsage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -283,7 +306,7 @@ class SessionReads:
     fetched: list[int]
 
 
-DraftEvent = Proposals | Ready | Decline | Resync
+DraftEvent = Proposals | Ready | Decline | Resync | Load
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
 ServedEvent = Commit | Closed | Report

@@ -19,7 +19,8 @@ class Load:
     """What the clients of one run ask for.
 
     name: stands in the request ids, `name/session`. seed: of the run; verdicts that are imposed follow from it, so
-    that runs of the same seed accept alike. seconds: after which a request fails.
+    that runs of the same seed accept alike. seconds: after which a request fails. first: the number of the prompt that
+    the first session has, for clients of several targets.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Load:
     exactness: str
     seed: int
     seconds: float
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def run_clients(address: str, load: Load) -> Figures:
     # The channel closes before the threads are waited for, so that an interruption ends their calls.
     with ThreadPoolExecutor(load.sessions) as pool, grpc.insecure_channel(address, options=OPTIONS) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        jobs = [pool.submit(_stream, stub, load, prompt_of(i, load.context), i) for i in range(load.sessions)]
+        prompts = [prompt_of(load.first + i, load.context) for i in range(load.sessions)]
+        jobs = [pool.submit(_stream, stub, load, prompt, i) for i, prompt in enumerate(prompts)]
         return _figures(load.name, [job.result() for job in jobs])
 
 

@@ -5,27 +5,32 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 import models
 from benchmarks.processes import Start, free_addresses, port_of, start_endpoints, wait_for_service
+from benchmarks.serving.breakdown import Breakdown, break_down
+from benchmarks.serving.clients import SETTLED
 from benchmarks.serving.service import Controls
+from benchmarks.serving.timeline import read_timeline
 from benchmarks.shapes import SHAPES
 from evaluation.plans import save_plan
+from orchestrator.directory import name_services, side_of
 from sparsity.plan import uniform_plan
 
 PREFILL_CHUNK = 8192  # prompt tokens a step, at most
+_TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
 
 
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
     branches: the most that a row drafts. target_flags, draft_flags: further flags of the services. gpus: the device of
-    target and draft; None: as torch finds."""
+    each service by name; empty: as torch finds."""
 
     target_shape: str
     draft_shape: str
@@ -36,7 +41,7 @@ class Pair:
     branches: int = 1
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
-    gpus: tuple[int, int] | None = None
+    gpus: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sparse_rows(self) -> int:
@@ -65,7 +70,10 @@ class Room:
 
 
 class Deployment:
-    """Target, draft and endpoints in a folder of their own."""
+    """Targets, their drafts and endpoints over each target, in a folder of their own.
+
+    A single draft drafts for all targets; of as many drafts as targets, each does for the target of its number.
+    """
 
     def __init__(
         self,
@@ -76,6 +84,8 @@ class Deployment:
         timed: bool,
         replayed: bool,
         seconds: Callable[[], float],
+        targets: int = 1,
+        drafts: int = 1,
     ) -> None:
         """start: starts a process (benchmarks.processes). timed: whether the services write timelines. seconds: returns
         how long the next start may take.
@@ -83,32 +93,40 @@ class Deployment:
         self.folder, self.pair = folder, pair
         self._start, self._room, self._timed, self._replayed, self._seconds = start, room, timed, replayed, seconds
         self._models, self._plan = _write_pair(folder, pair, room.context + 256)
-        self._addresses = dict(zip(self._models, free_addresses(2), strict=True))
+        self.targets, self.drafts = name_services("target", targets), name_services("draft", drafts)
+        names = [*self.targets, *self.drafts]
+        self._addresses = dict(zip(names, free_addresses(len(names)), strict=True))
         self._launched: dict[str, float] = {}
-        self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by side
+        self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
-    def start(self, with_draft: bool) -> str:
-        """Start the services and the endpoints over them; return the endpoints' address.
+    def start(self, with_draft: bool) -> list[str]:
+        """Start the services and endpoints over each target; return the endpoints' addresses.
 
-        The draft, if there is to be one, loads beside the target where each has a GPU of its own, and stays away from
-        the target until controls say otherwise. Raises ChildProcessError for what does not start in time.
+        Drafts, if there are to be any, load beside the targets where they have GPUs of their own, and stay away from
+        the targets until controls say otherwise. Raises ChildProcessError for what does not start in time.
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
         own += ["--replay"] if self._replayed else []
-        target = self._launch("target", *own, *self.pair.target_flags)
-        apart = self.pair.gpus is not None and self.pair.gpus[0] != self.pair.gpus[1]
-        draft = self._launch_draft() if with_draft and apart else None
-        self._wait_for("target", target)
-        if with_draft:
-            draft = draft or self._launch_draft()
+        own += ["--controls", str(self._controls)]
+        targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
+        wanted, gpus = self.drafts if with_draft else [], self.pair.gpus
+        apart = bool(gpus) and not {gpus[name] for name in wanted} & {gpus[name] for name in targets}
+        drafts = {name: self._launch_draft(name) for name in wanted if apart}
+        for name, process in targets.items():
+            self._wait_for(name, process)
+        drafts = drafts or {name: self._launch_draft(name) for name in wanted}
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
         limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0")
-        over = ("--target-address", self._addresses["target"])
-        address = start_endpoints(self._start, *named, *limits, *over, seconds=self._seconds())
-        if draft is not None:
-            self._wait_for("draft", draft)
-        return address
+        addresses = [
+            start_endpoints(
+                self._start, *named, *limits, "--target-address", self._addresses[name], seconds=self._seconds()
+            )
+            for name in self.targets
+        ]
+        for name, process in drafts.items():
+            self._wait_for(name, process)
+        return addresses
 
     def control(self, controls: Controls) -> None:
         """Say how the draft drafts from its next session on."""
@@ -116,33 +134,52 @@ class Deployment:
         whole.write_text(json.dumps(asdict(controls)))
         whole.replace(self._controls)
 
-    def timeline(self, side: str) -> Path:
+    def timeline(self, name: str) -> Path:
         """Return where a service writes its timeline."""
-        return self.folder / f"{side}.timeline"
+        return self.folder / f"{name}.timeline"
+
+    def breakdown(self, run: str, target: str, draft: str) -> Breakdown:
+        """Return what the rounds of a run waited for. draft: empty if it had none.
+
+        Raises ValueError if a service has not written when its steps ran.
+        """
+        limit = time.monotonic() + _TIMELINE_SECONDS
+        while True:
+            drafted = read_timeline(self.timeline(draft)) if draft else None
+            try:
+                return break_down(read_timeline(self.timeline(target)), drafted, run, SETTLED)
+            except ValueError:
+                if time.monotonic() > limit:
+                    raise
+            time.sleep(0.1)
 
     @property
     def _controls(self) -> Path:
         return self.folder / "controls.json"
 
-    def _launch_draft(self) -> "subprocess.Popen[str]":
-        own = ["--target", self._addresses["target"], "--controls", str(self._controls)]
+    def _launch_draft(self, name: str) -> "subprocess.Popen[str]":
+        single = len(self.drafts) == 1
+        served = self.targets if single else [self.targets[self.drafts.index(name)]]
+        own = [word for target in served for word in ("--target", self._addresses[target])]
+        own += ["--controls", str(self._controls)]
         own += ["--read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
-        return self._launch("draft", *own, *self.pair.draft_flags)
+        sessions = self._room.sessions * len(served)
+        return self._launch(name, *own, *self.pair.draft_flags, sessions=sessions)
 
-    def _launch(self, side: str, *own: str) -> "subprocess.Popen[str]":
+    def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
+        side, sessions = side_of(name), sessions or self._room.sessions
         command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]
-        command += ["--port", port_of(self._addresses[side]), "--gamma", str(self.pair.gamma)]
-        command += ["--max-context", str(self._room.context), "--max-sessions", str(self._room.sessions)]
+        command += ["--port", port_of(self._addresses[name]), "--gamma", str(self.pair.gamma)]
+        command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]
         command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
-        command += ["--timeline", str(self.timeline(side))] if self._timed else []
-        gpu = self.pair.gpus[side == "draft"] if self.pair.gpus else None
-        self._launched[side] = time.monotonic()
-        return self._start(*command, *own, stdout=subprocess.PIPE, gpu=gpu)
+        command += ["--timeline", str(self.timeline(name))] if self._timed else []
+        self._launched[name] = time.monotonic()
+        return self._start(*command, *own, stdout=subprocess.PIPE, gpu=self.pair.gpus.get(name))
 
-    def _wait_for(self, side: str, process: "subprocess.Popen[str]") -> None:
+    def _wait_for(self, name: str, process: "subprocess.Popen[str]") -> None:
         wait_for_service(process, self._seconds())
-        self.start_seconds[side] = time.monotonic() - self._launched[side]
-        note(f"{side} serves after {self.start_seconds[side]:.1f} s")
+        self.start_seconds[name] = time.monotonic() - self._launched[name]
+        note(f"{name} serves after {self.start_seconds[name]:.1f} s")
 
 
 def note(text: str) -> None:

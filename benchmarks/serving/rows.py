@@ -33,7 +33,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """How a row's sessions are served. mode: none (no draft), exact or approximate. hot: the share of the KV on the
+    """How a row's sessions are served. mode: none (no draft), self, exact, approximate. hot: the share of the KV on the
     GPU; 0: all. replayed: whether a recorded trace says what approximate reads."""
 
     mode: str
@@ -46,6 +46,8 @@ class Way:
     def __str__(self) -> str:
         if self.mode == "none":
             return "no draft"
+        if self.mode == "self":
+            return "self, exact"
         outcomes = f", {self.branches} branches" if self.branches > 1 else ""
         extras = [outcomes if self.ahead else ", not ahead", f", hot {self.hot:g}" if self.hot else ""]
         return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{''.join(extras)}"

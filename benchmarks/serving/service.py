@@ -37,6 +37,7 @@ from sparsity.selection import BlockSelection, last_word_mask, row_words
 from target_service.commit import imposed_token
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
+from target_service.self_drafting import SelfDrafting
 from target_service.verifier import Verifier
 from wire.messages import Proposals, Verdict
 from wire.server import serve_until_signal
@@ -49,7 +50,7 @@ class Controls:
 
     attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
     foresight: at this share of all positions the token that the target adds, which is imposed, is the draft's next one.
-    branches: at most as many as the service was started with.
+    branches: at most as many as the service was started with. self_drafting: whether a target does so that can.
     """
 
     micro_batches: int = 2
@@ -58,6 +59,7 @@ class Controls:
     replay: str = ""
     attached: bool = True
     foresight: float = 0.0
+    self_drafting: bool = False
 
     @staticmethod
     def read(file: str) -> "Controls":
@@ -158,7 +160,7 @@ def main() -> None:
     side = sys.argv[1] if len(sys.argv) > 1 else ""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.serving.service {side}", description=__doc__)
     parser.add_argument("--timeline", metavar="FILE", help="write when steps ran and messages came")
-    parser.add_argument("--controls", metavar="FILE", help="of a draft: JSON, read again before each row")
+    parser.add_argument("--controls", metavar="FILE", help="JSON, read again before each row")
     parser.add_argument("--replay", action="store_true", help="of a target: read what is announced and nothing else")
     try:
         if side == "target":
@@ -174,6 +176,10 @@ def main() -> None:
 def _run_target(parser: argparse.ArgumentParser) -> None:
     settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[2:], os.environ)
     with contextlib.ExitStack() as patches:
+        if settings.draft == "self":
+            patches.enter_context(
+                patch.object(SelfDrafting, "pays", lambda *of_step: Controls.read(flags.controls).self_drafting)
+            )
         if flags.replay:
             patches.enter_context(patch.object(Reader, "_shared_budget", _announced_only))
         if flags.timeline:

@@ -177,7 +177,7 @@ class KVCache:
         are too few, or too few slots for the means of sequences that may be read sparsely.
         """
         if self.means is not None:
-            sparse = [sequence for sequence, _ in work if not sequence.dense]
+            sparse = [sequence for sequence, _ in work if sequence.drafts or not sequence.dense]
             if sum(map(self.means.missing, sparse)) > len(self.means.free):
                 return False
         return self._grow_all(work)

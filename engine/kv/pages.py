@@ -30,6 +30,7 @@ class SequenceKV:
     dense_tokens: float = math.inf  # leading tokens at least whose KV does not come of a sparse read
     stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
     dense: bool = False  # always read wholly: where KV lies in tiers, its pages leave the GPU last
+    drafts: bool = False  # drafted for by passes that read it sparsely
     groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
     _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` holds already

@@ -7,11 +7,13 @@ from torch import nn
 
 from config import ModelSettings
 from config.attention_backends import check_attention_backend
+from engine.decoder import Decoder
 from engine.families import unbuilt_feature
 from engine.grammars import Grammars
+from engine.loading.eight_bit import with_eight_bit_weights
 from engine.loading.memory import backing_store_tokens, context_of, room_for_kv
 from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
-from engine.loading.runner import make_runner
+from engine.loading.runner import make_decoder, make_runner
 from engine.loading.shape import ModelShape, load_config, read_shape
 from engine.loading.tokenizer import (
     count_token_ids,
@@ -33,9 +35,10 @@ class OpenedModel:
     grammars: Grammars
 
 
-def open_model(settings: ModelSettings) -> OpenedModel:
+def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
     """Load a model as the settings say, with logits of its tokenizer's ids alone, and make room for its KV.
 
+    eight_bit: let passes of few rows read the weights in 8 bits (engine.loading.eight_bit).
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """
@@ -49,13 +52,21 @@ def open_model(settings: ModelSettings) -> OpenedModel:
     if settings.load_format != "dummy":  # which is measured in the shape of its config
         limit_vocabulary(loaded, count_token_ids(tokenizer))
     shape = read_shape(loaded.config)
-    runner = _open_runner(settings, loaded, shape, dtype, device)
+    decoder = with_eight_bit_weights(make_decoder(loaded)) if eight_bit else None
+    if device != "cpu":
+        torch.cuda.empty_cache()  # what making the weights has left over is room for KV
+    runner = _open_runner(settings, loaded, decoder, shape, dtype, device)
     ends = stop_token_ids(load_generation_config(settings.model), tokenizer)
     return OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, ends))
 
 
 def _open_runner(
-    settings: ModelSettings, loaded: nn.Module, shape: ModelShape, dtype: torch.dtype, device: str
+    settings: ModelSettings,
+    loaded: nn.Module,
+    decoder: Decoder | None,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: str,
 ) -> Runner:
     """Return a runner with as much KV as the settings and the memory give. Raises ValueError if that is too little."""
     tokens, backing = (room_for_kv(settings, shape, dtype, device), backing_store_tokens(settings, shape, dtype))
@@ -72,6 +83,7 @@ def _open_runner(
         backing,
         context,
         settings.dense_layers,
+        decoder,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.gamma + 1,
         deterministic=settings.deterministic,

@@ -20,17 +20,20 @@ def make_runner(
     backing_tokens: int = 0,
     max_context: int = 0,
     dense_layers: tuple[int, ...] = (),
+    decoder: Decoder | None = None,
     **how: Any,
 ) -> ModelRunner:
     """Return a runner of a loaded model.
 
     kv_tokens: tokens whose KV the device has room for. backing_tokens: tokens that host memory, as its backing store,
     has room for; 0: there is none. max_context: tokens of a sequence, at most; 0: kv_tokens. dense_layers: as in
-    ModelSettings. how: the settings of ModelRunner.
+    ModelSettings. decoder: the model's, made here if None. how: the settings of ModelRunner.
     """
     max_context = max_context or kv_tokens
     kv = _make_kv(loaded, kv_tokens, backing_tokens, max_context + MAX_OVERHANG, dense_layers)
-    return ModelRunner(make_decoder(loaded), kv, read_shape(loaded.config).vocab_size, max_context, **how)
+    of_weights = sum(parameter.nbytes for parameter in loaded.parameters())
+    of_model = decoder or make_decoder(loaded), kv, read_shape(loaded.config).vocab_size
+    return ModelRunner(*of_model, max_context, weight_bytes=of_weights, **how)
 
 
 def _make_kv(

@@ -29,7 +29,12 @@ def make_buffers(
         layout["group_counts"] = (shape.sequences,), torch.int32
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
+    drawn_from = {
+        name: layout.pop(name) for name in ("support_ids", "support_probs") if shape.drafts and name in layout
+    }
     buffers = Buffers(Staging(layout, kv.device), Staging(_results_layout(shape), kv.device))
+    for name, (sizes, dtype) in drawn_from.items():  # they never leave the device
+        buffers.tensors[name] = torch.zeros(sizes, dtype=dtype, device=kv.device)
     if memory is not None:
         buffers.tensors["memory"] = memory
         buffers.inputs.host["indices"][:] = -1
@@ -81,6 +86,8 @@ def _logits_layout(shape: PassShape, logits_rows: int | None) -> Layout:
     layout: Layout = {}
     if shape.judged:
         layout |= verdict_layout(shape.sequences, shape.queries - 1, shape.support, shape.cuts)
+        if shape.drafts and shape.support:
+            layout["draft_uniforms"] = (shape.sequences, shape.queries - 1), torch.float64
         logits_rows = shape.sequences * shape.queries
     if logits_rows is not None:
         layout["logits_rows"] = (logits_rows,), torch.int64
@@ -94,6 +101,8 @@ def _results_layout(shape: PassShape) -> Layout:
         layout["blocks_read"] = of_sequence
     if shape.judged:
         layout |= dict.fromkeys(("accepted", "following", "finite"), of_sequence)
+    if shape.drafts:
+        layout["drafted"] = (shape.sequences, shape.queries - 1), torch.int32
     if shape.fetches:  # as engine.kv.fetch.FetchPlan has them, summed
         layout |= dict.fromkeys(("listed", "fetched", "overflow"), ((1,), torch.int32))
         layout["missed"] = of_sequence

@@ -12,7 +12,7 @@ from kernels.backends import power_of_two
 from kernels.paged_attention import MAX_ROWS
 
 SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take another graph
-
+DRAFTED_SUPPORT = 4096  # of one that the runner drafts by itself, so that next to nothing is cut off
 CUTS = 64  # a top_k that graphs are made for; larger ones take another graph
 
 
@@ -52,7 +52,8 @@ def kind_of(item: SequenceInput, limits: StepLimits) -> Hashable:
     if read.budget is None:
         return kind
     memory = read.budget.memory
-    return (*kind, memory.decay, memory.importance.numpy().tobytes())
+    drafts = len(item.tokens) if read.drafts else 0
+    return (*kind, drafts, memory.decay, memory.importance.numpy().tobytes())
 
 
 def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
@@ -100,7 +101,9 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
             raise ValueError("no room for group means was made: call keep_group_means first")
         shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
     if read.budget is not None:
-        return replace(shape, width=shape.blocks, read_weights=True, decay=read.budget.memory.decay)
+        support = DRAFTED_SUPPORT if read.drafts and shape.support else shape.support
+        shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
+        return replace(shape, read_weights=not read.drafts, drafts=read.drafts)
     width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
     return replace(shape, width=max(1, width), read_weights=read.emit_weights)
 

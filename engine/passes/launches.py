@@ -7,19 +7,16 @@ from engine.decoder import Decoder
 from engine.judging import are_finite, judge
 from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
-from engine.layer_attention import Heads, LayerAttention, LayerPages, ListedReads, PromptsOfLayer, Rows, plan_reads
+from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
+from engine.passes.drafting import draft_tokens
+from engine.passes.reads import heads_of, listed_layers, listed_reads
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
-from kernels.paged_attention import BlockLists, GroupMeans, Tuning, pinned_tuning
+from kernels.paged_attention import pinned_tuning
 from kernels.shared_budget import remember_weights, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
-
-
-def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
-    """Return what attention needs to know of a model's heads."""
-    return Heads(kv.kv_heads, decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3], decoder.attention_scale)
 
 
 def run_pass(
@@ -37,8 +34,10 @@ def run_pass(
     without lists read piece by piece, if they do.
     """
     given = buffers.tensors
-    if shape.decay is not None:
+    if shape.shares_out:
         _share_out(given, shape, kv.kv_heads)
+    if shape.drafts and shape.queries > 1:
+        draft_tokens(decoder, kv, shape, given, attention)
     fetched = None
     if shape.fetches:
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
@@ -70,37 +69,20 @@ def _attention_of(
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.queries)
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
-    if not shape.width or shape.dense_layers:
+    if not shape.width or shape.dense_layers or shape.drafts:
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
     if shape.kept:
         attend.tables_of = lambda layer: given["kept_tables"] if layer in kv.kept_layers else rows.tables
-    if shape.width:
-        attend.listed = _listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
+    if shape.drafts:
+        assert shape.decay is not None
+        memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)
+        attend.weights = BlockMemory(memory, given["indices"], index, shape.decay, shape.block_size, shape.pinned)
+    elif shape.width:
+        attend.listed = listed_reads(heads, rows, kv, shape, given, attention, fetched, tuning)
     if shape.read_weights:
         attend.weights = torch.empty(given["lists"].shape, dtype=torch.float32, device=rows.starts.device)
         given["read_weights"] = attend.weights
     return attend
-
-
-def _listed_reads(
-    heads: Heads,
-    rows: Rows,
-    kv: KVCache,
-    shape: PassShape,
-    given: dict[str, Tensor],
-    attention: Backend,
-    fetched: FetchPlan | None,
-    tuning: Tuning | None,
-) -> ListedReads:
-    means: list[GroupMeans] | None = None
-    if shape.groups:
-        assert kv.means is not None
-        means = kv.means.over(given["group_tables"], given["group_counts"])
-    lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
-    blocks = BlockLists(given["lists"], given["counts"], shape.block_size, lines)
-    work = plan_reads(heads, rows, attention, tuning, blocks, means)
-    index = {layer: i for i, layer in enumerate(shape.sparse_layers(kv.num_layers))}
-    return ListedReads(blocks, index, work, means, wait)
 
 
 def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None) -> None:
@@ -118,11 +100,16 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
-    if shape.decay is None:
+    if shape.drafts:
+        results["drafted"].copy_(given["draft_tokens"])
+    if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))
+    if shape.drafts:  # the memory has what the pass weighed
+        return
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
     read = given["lists"], given["counts"], given["read_weights"]
+    assert shape.decay is not None
     remember_weights(given["memory"], indices, *read, given["blocks"], shape.decay, backend)

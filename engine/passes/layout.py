@@ -7,6 +7,7 @@ from engine.judging import lay_out_verdicts
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.passes.shape import PassShape
+from engine.sampling import USE_DRAFT, uniforms
 from engine.staging import Staging
 
 
@@ -38,7 +39,12 @@ def lay_out_pass(
     if shape.groups:
         _lay_out_groups(host, [item.kv for item in inputs])
     if shape.judged:
-        lay_out_verdicts(host, [item.drafted for item in inputs if item.drafted is not None])
+        rounds = [item.drafted for item in inputs if item.drafted is not None]
+        lay_out_verdicts(host, rounds)
+        if "draft_uniforms" in host:
+            for i, drafted in enumerate(rounds):
+                seed, base = drafted.sampling.seed, drafted.base
+                host["draft_uniforms"][i] = uniforms(seed, base, shape.queries - 1, USE_DRAFT)
         rows = host["logits_rows"].reshape(shape.sequences, shape.queries)
         starts = host["query_starts"]
         # Rows behind a sequence's last one are not looked at: any will do.

@@ -8,6 +8,7 @@ from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.passes.shape import PassShape
 from engine.ruled_judging import judge_by_rules
+from engine.sampling import Support
 from engine.staging import Buffers
 
 
@@ -29,6 +30,8 @@ def read_outputs(
             output.finite = bool(results["finite"][i])
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
+    if shape.drafts:
+        _tell_drafted(buffers, inputs, results["drafted"])
     if shape.judged:
         _judge_by_rules(buffers, shape, inputs, outputs)
     else:
@@ -41,6 +44,19 @@ def read_outputs(
             ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
             output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
     return outputs
+
+
+def _tell_drafted(buffers: Buffers, inputs: list[SequenceInput], tokens: np.ndarray) -> None:
+    """Put what was drafted in the place of the inputs' tokens, with what it was drawn from if the host is to judge it.
+
+    tokens: [sequences, drafted] int32.
+    """
+    for i, item in enumerate(inputs):
+        assert item.drafted is not None
+        item.tokens[1:] = item.drafted.tokens[:] = tokens[i].tolist()
+        if not item.drafted.is_plain and not item.drafted.sampling.greedy:
+            ids, probs = (buffers.tensors[name][i].cpu().numpy() for name in ("support_ids", "support_probs"))
+            item.drafted.supports[:] = [Support(*of_token) for of_token in zip(ids, probs, strict=True)]
 
 
 def _give_logits(buffers: Buffers, inputs: list[SequenceInput], outputs: list[SequenceOutput]) -> None:

@@ -18,7 +18,8 @@ class PassShape:
     all are greedy. cuts: the largest top_k that there is room for, 0 where no distribution is cut by top_k or
     min_p. pinned: whether splits of attention are independent of the batch. kept: whether some layers' pages lie at
     their own numbers, others' where the KV put them. fetches: whether block tables name pages of the backing store,
-    and listed ones are fetched first.
+    and listed ones are fetched first. drafts: whether all tokens but the first of each sequence are drafted before by
+    passes over lists (SparseRead.drafts); the pass itself has none then.
     """
 
     sequences: int
@@ -37,6 +38,12 @@ class PassShape:
     pinned: bool = False
     kept: bool = False
     fetches: bool = False
+    drafts: bool = False
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether lists are made of a budget; a pass that drafts nothing needs none."""
+        return self.decay is not None and not (self.drafts and self.queries == 1)
 
     @property
     def blocks(self) -> int:

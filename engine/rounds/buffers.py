@@ -55,7 +55,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     and to before anything is read, as places in the pages, -1 for none.
 
     The caller adds to the tensors, where settings.refresh_every > 1, memory [places, layers * heads, blocks] float32:
-    what RoundMemory says.
+    what RoundMemory says; and where rules change logits, rules [3, sequences, vocab] float32, as `ChangedLogits` has
+    them.
 
     least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
@@ -96,8 +97,6 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
         layout["penalties"] = (3, shape.rows), torch.float32
         layout["guessed"] = (shape.rows, passes), torch.int32
     buffers = Buffers(Staging(layout, device), Staging(results, device))
-    if shape.ruled:
-        buffers.tensors["rules"] = torch.zeros(3, count, vocab, device=device)
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers
@@ -174,16 +173,18 @@ def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: 
     passes = len(host["uniforms"])
     for i, item in enumerate(requests):
         branches = item.branches or (Branch(item.kv.length, item.tokens[0], item.uniforms),)
-        first = i * shape.branches
-        for row in range(shape.branches):
-            # A sequence with fewer branches runs its first one again, and writes no KV of it.
-            index = row if row < len(branches) else 0
-            branch, at = branches[index], first + row
-            host["token_ids"][at], host["before"][at] = branch.token, branch.length
-            host["own"][at], host["kept_own"][at] = item.kv.length + index * passes, row < len(branches)
-            host["uniforms"][:, at] = branch.uniforms
+        rows, count = slice(i * shape.branches, (i + 1) * shape.branches), len(branches)
+        # A sequence with fewer branches runs its first one again, and writes no KV of it.
+        order = [*range(count), *[0] * (shape.branches - count)]
+        filled = [branches[index] for index in order]
+        host["token_ids"][rows] = [branch.token for branch in filled]
+        host["before"][rows] = [branch.length for branch in filled]
+        host["own"][rows] = item.kv.length + passes * np.array(order)
+        host["kept_own"][rows] = np.arange(shape.branches) < count
+        if item.temperature > 0:
+            host["uniforms"][:, rows] = np.stack([branch.uniforms for branch in filled], 1)
         host["lengths"][i] = item.kv.length + 1
-        host["totals"][i] = item.kv.length + len(branches) * passes
+        host["totals"][i] = item.kv.length + count * passes
         if item.moved is not None:
             here, table = slice(i * passes, i * passes + item.moved.count), item.kv.table()
             steps = np.arange(item.moved.count)
@@ -195,13 +196,14 @@ def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]
     """Wait for a round and return its results, in the order of the requests."""
     results = buffers.results.fetch()
     tokens = results["tokens"].T.tolist()
+    alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
 
     def drafted(row: int, drawn: bool) -> DraftedTokens:
         return DraftedTokens(
             tokens[row],
             results["ids"][:, row].copy() if drawn else None,
             results["probs"][:, row].copy() if drawn else None,
-            results["alternatives"][:, row].copy() if "alternatives" in results else None,
+            None if alternatives is None else alternatives[row],
         )
 
     def coded(sequence: int, words: int) -> CodedBitmap:

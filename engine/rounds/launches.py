@@ -10,10 +10,10 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
-from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
-from engine.passes.launches import heads_of
+from engine.next_tokens import draw_tokens, slots_in
+from engine.passes.reads import heads_of
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
 from engine.rounds.rules import ChangedLogits
@@ -169,7 +169,7 @@ def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedRead
     before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
     present = before > 0
     position = before.long() + index
-    slot = _slots_of(tables, position).where(present, -1)
+    slot = slots_in(tables, position).where(present, -1)
     lengths = (before + index + 1).where(present, 0)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
     rows = Rows(starts, lengths, tables, 1)
@@ -183,17 +183,11 @@ def _run_branches(
     given, shape = round_.given, round_.shape
     before, own = given["before"], given["own"]
     tables = given["block_tables"].repeat_interleave(shape.branches, 0)
-    slots = _slots_of(tables, own.long() + index).where(given["kept_own"] > 0, -1)
+    slots = slots_in(tables, own.long() + index).where(given["kept_own"] > 0, -1)
     visible = torch.stack((before, own, (own + index + 1).where(before > 0, 0)), 1)
     starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=own.device)
     rows = Rows(starts, given["totals"], given["block_tables"], shape.branches, visible)
     return _run_pass(round_, rows, (token, before.long() + index, slots), lists, evidence, None)
-
-
-def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
-    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
-    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
-    return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _run_pass(
@@ -288,20 +282,9 @@ def _sample(logits: Tensor, best: Tensor, round_: _Round, index: int) -> tuple[T
 
     best: [rows] int64, the likeliest token of each.
     """
-    given, settings = round_.given, round_.settings
     if not round_.shape.sampled:
         return best, None
-    greedy = given["temperature"] == 0
-    heat = given["temperature"].where(~greedy, 1.0)[:, None]
-    # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
-    top, ids = (logits.float() / heat).softmax(-1).topk(min(settings.support, logits.shape[-1]))
-    before = top.double().cumsum(-1) - top
-    kept = (before < given["top_p"][:, None]) & (top >= given["least"] * top[:, :1])
-    top = top.where(kept, 0.0)
-    top = top / top.sum(-1, keepdim=True)
-    cumulative = top.double().cumsum(-1)
-    reached = cumulative <= given["uniforms"][index][:, None] * cumulative[:, -1:]
-    last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty row may be anything
-    at = torch.minimum(reached.sum(-1), last)
-    drawn = ids.gather(1, at[:, None])[:, 0]
-    return best.where(greedy, drawn), (ids, top)
+    given, support = round_.given, round_.settings.support
+    chosen_by = given["temperature"], given["top_p"], given["least"], given["uniforms"][index]
+    token, ids, probs = draw_tokens(logits, best, *chosen_by, support)
+    return token, (ids, probs)

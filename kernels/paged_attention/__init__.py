@@ -22,9 +22,10 @@ from kernels.paged_attention.reference import (
     gather_pages,
     pack_heads,
     pool_blocks,
+    remember_weights_of_all_in_torch,
     weights_of_last_queries_in_torch,
 )
-from kernels.paged_attention.weights import weigh_last_queries, weights_of_listed
+from kernels.paged_attention.weights import remember_weights_of_all, weigh_last_queries, weights_of_listed
 from kernels.paged_attention.work import MAX_ROWS, Tuning, Work, pinned_tuning, plan_work
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "gather_pages",
     "pack_heads",
     "paged_attention",
+    "paged_attention_remembering",
     "paged_attention_with_block_weights",
     "paged_attention_with_read_weights",
     "pinned_tuning",
@@ -89,6 +91,33 @@ def paged_attention_with_read_weights(
     out, weights = attend_in_torch(batch, blocks, means, emit=True)
     assert weights is not None
     return out, weights if weights_out is None else weights_out.copy_(weights)
+
+
+def paged_attention_remembering(
+    batch: Batch,
+    block_size: int,
+    memory: Tensor,
+    places: Tensor,
+    decay: float,
+    backend: str = "torch",
+    work: Work | None = None,
+) -> Tensor:
+    """Attend densely, and remember how much softmax weight each block got, in place: what is remembered fades by
+    `decay` and is raised to the weight, 0 beyond a sequence's blocks. Weights are summed and averaged as by
+    `paged_attention_with_read_weights`.
+
+    memory: [places, kv_heads, blocks] float32, its last dimension contiguous. places: [sequences] int32, all different,
+    where in it each sequence's weights are; nothing is remembered at a negative one.
+    Returns the output [tokens, heads, head_dim]; raises what `paged_attention` raises.
+    """
+    check_backend("paged_attention_remembering", backend)
+    check_batch(batch)
+    if backend == "triton":
+        out, sums = attend_in_triton(batch, None, None, work, block_size)
+        remember_weights_of_all(batch, sums, memory, places, decay)
+        return out
+    remember_weights_of_all_in_torch(batch, block_size, memory, places, decay)
+    return attend_in_torch(batch)[0]
 
 
 def paged_attention_with_block_weights(

@@ -194,6 +194,22 @@ def weights_of_last_queries_in_torch(batch: Batch, block_size: int, emitting: in
     return out
 
 
+def remember_weights_of_all_in_torch(
+    batch: Batch, block_size: int, memory: Tensor, places: Tensor, decay: float
+) -> None:
+    """Remember the weights of all blocks, as `kernels.paged_attention.paged_attention_remembering` describes it."""
+    starts = batch.query_starts.tolist()
+    for i, (length, place) in enumerate(zip(batch.kv_lengths.tolist(), places.tolist(), strict=True)):
+        if place < 0:
+            continue
+        queries = batch.queries[starts[i] : starts[i + 1]]
+        keys, _, positions = _all_pages(batch, i, length)
+        probs = _probabilities(pack_heads(queries, batch.kv_heads), keys, _visible(batch, i, positions), batch.scale)
+        weights = pool_blocks(probs[..., :length], block_size).unflatten(1, (-1, len(queries))).sum(1).mean(1)
+        faded = memory[place, :, : weights.shape[-1]] * decay
+        memory[place] = F.pad(torch.maximum(faded, weights), (0, memory.shape[2] - weights.shape[-1]))
+
+
 def add_weights_of_listed_in_torch(
     batch: Batch, blocks: BlockLists, sums: Tensor, share: float, emitting: int = 1
 ) -> None:

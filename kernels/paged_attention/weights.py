@@ -48,6 +48,18 @@ def weights_of_listed(batch: Batch, sums: BlockSums, blocks: BlockLists, weights
     return weights
 
 
+def remember_weights_of_all(batch: Batch, sums: BlockSums, memory: Tensor, places: Tensor, decay: float) -> None:
+    """Remember the weights of all blocks, as `paged_attention_remembering` describes it."""
+    sequences, kv_heads, n = len(batch.kv_lengths), batch.kv_heads, memory.shape[2]
+    _remember_kernel[(sequences * kv_heads, -(-n // 256))](
+        *(sums.blocks, sums.total, batch.kv_lengths, batch.query_starts, places, memory),
+        *(n, sums.blocks.shape[1], memory.stride(0), memory.stride(1), decay),
+        **sums.layout,
+        UNIT=sums.block_size,
+        CHUNK=256,
+    )
+
+
 @jit
 def _row_of(item, query, head, QUERIES: tl.constexpr, GROUP: tl.constexpr):
     """The row of `BlockSums` of a query's head; item: the first of its sequence and KV head, head: within the group."""
@@ -123,18 +135,73 @@ def _read_weights_kernel(
     CHUNK: tl.constexpr,
 ):
     """Listed blocks: out [sequences, kv_heads, width], summed over a KV head's heads, mean over the queries."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    list_row = tl.program_id(0)
+    block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = block < tl.load(counts_ptr + list_row)
+    sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
+    weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
+    tl.store(out_ptr + list_row.to(tl.int64) * width + block, weights, mask=block < width)
+
+
+@jit
+def _remember_kernel(
+    block_sums_ptr,
+    log_sums_ptr,
+    lengths_ptr,
+    starts_ptr,
+    places_ptr,
+    memory_ptr,
+    n: tl.constexpr,
+    block_sums_stride: tl.constexpr,
+    place_stride,
+    head_stride,
+    decay,
+    row_tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """All blocks: memory [places, kv_heads, n], faded and raised to what the queries weigh now."""
     list_row = tl.program_id(0)
     sequence = list_row // KV_HEADS
-    queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
+    place = tl.load(places_ptr + sequence)
+    if place < 0:
+        return
     block = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    count = tl.load(counts_ptr + list_row)
-    inside = block < count
-    weights = tl.zeros([CHUNK], tl.float32)
-    rows = tl.where(tl.program_id(1) * CHUNK < count, queries * GROUP, 0)
+    inside = block < tl.cdiv(tl.load(lengths_ptr + sequence), UNIT)
+    sums = (block_sums_ptr, log_sums_ptr, starts_ptr)
+    weights = _mean_weights(sums, list_row, block, inside, block_sums_stride, row_tiles, HEADS, KV_HEADS, QUERIES)
+    at = memory_ptr + place.to(tl.int64) * place_stride + list_row % KV_HEADS * head_stride + block
+    faded = tl.load(at, mask=inside, other=0.0) * decay
+    tl.store(at, tl.maximum(faded, weights), mask=block < n)
+
+
+@jit
+def _mean_weights(
+    sums,
+    list_row,
+    block,
+    inside,
+    block_sums_stride: tl.constexpr,
+    row_tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """The weights that a KV head's heads give to blocks, summed, mean over the queries; 0 where not `inside`.
+
+    sums: log2 of the weights of rows on blocks and in all, and the first query row of each sequence.
+    """
+    block_sums_ptr, log_sums_ptr, starts_ptr = sums
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    sequence = list_row // KV_HEADS
+    queries = tl.load(starts_ptr + sequence + 1) - tl.load(starts_ptr + sequence)
+    weights = tl.zeros(block.shape, tl.float32)
+    rows = tl.where(tl.max(inside.to(tl.int32), 0) > 0, queries * GROUP, 0)
     for row in tl.range(0, rows):
         at = _row_of(list_row * row_tiles, row // GROUP, row % GROUP, QUERIES, GROUP)
-        sums = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
-        weights += tl.exp2(sums - tl.load(log_sums_ptr + at))
-    weights = weights / tl.maximum(queries, 1)
-    tl.store(out_ptr + list_row.to(tl.int64) * width + block, tl.where(inside, weights, 0.0), mask=block < width)
+        of_row = tl.load(block_sums_ptr + at.to(tl.int64) * block_sums_stride + block, mask=inside, other=-float("inf"))
+        weights += tl.exp2(of_row - tl.load(log_sums_ptr + at))
+    return tl.where(inside, weights / tl.maximum(queries, 1), 0.0)

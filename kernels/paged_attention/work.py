@@ -174,7 +174,9 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
         if rows > 16:
             return Tuning()
         return Tuning(programs=3) if sparse else Tuning(stages=3)
-    return Tuning(programs=4) if sparse else Tuning(stages=3, programs=3)
+    if not sparse:
+        return Tuning(stages=3, programs=3)
+    return Tuning(programs=4 if rows <= 16 else 3)
 
 
 def pinned_tuning(dim: int) -> Tuning:

@@ -159,8 +159,8 @@ class Feed:
         viewer.forget()
         return {"type": "rounds"} | happened
 
-    def session(self, number: int) -> str:
-        """Return the id of an open session. Raises NotFound."""
+    def record(self, number: int) -> Record:
+        """Return the record of an open session. Raises NotFound."""
         if number not in self._open:
             raise NotFound(f"session {number} has ended")
-        return self._open[number].record.session
+        return self._open[number].record

@@ -17,7 +17,9 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from config.sections import WITHOUT_DRAFT
 from orchestrator.callers import Caller, current_caller
+from orchestrator.directory import services_of
 from orchestrator.generation import Frontend
+from orchestrator.served_models import ServedModels
 from orchestrator.service_status import gauges_of_targets
 from wire.errors import ServiceError
 from wire.messages import ServiceStatus
@@ -56,50 +58,56 @@ def _hash_of(page: str, tag: str) -> str:
 async def follow(request: Request) -> Response:
     """Tell what happens as it happens, as server-sent events, until the client leaves."""
     state = request.app.state
-    state.frontend.observer.feed.check_room()  # now, so that one viewer too many is refused with a status
-    events = _events(current_caller(), state.frontend, state.read_status)
+    state.models.feed.check_room()  # now, so that one viewer too many is refused with a status
+    events = _events(current_caller(), state.models, state.read_status)
     texts = (f"data: {json.dumps(event)}\n\n" async for event in events)
     return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def _events(
-    caller: Caller, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
+    caller: Caller, models: ServedModels, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
 ) -> AsyncIterator[dict[str, Any]]:
-    yield {"type": "hello", "model": frontend.limits.model_name, "draft": frontend.draft_name}
-    feed = frontend.observer.feed
+    names, drafts = ([getattr(each, name) for each in models] for name in ("name", "draft_name"))
+    yield {"type": "hello", "model": ", ".join(names), "draft": ", ".join(drafts)}
+    feed = models.feed
     with feed.viewer(caller.name) as viewer:
         for tick in itertools.count():
             if not caller.allowed:
                 return
             if tick % STATUS_TICKS == 0:
-                yield _status(frontend, await read_status())
+                yield _status(models, await read_status())
             event = feed.take(viewer)
             if event is not None:
                 yield event
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
-    gauges = gauges_of_targets(services)
-    waiting = min(frontend.router.running, int(gauges.get("queued_sessions", 0)))
+def _status(models: ServedModels, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
+    gauges, running = gauges_of_targets(services), sum(each.router.running for each in models)
+    waiting = min(running, int(gauges.get("queued_sessions", 0)))
     return {
         "type": "status",
-        "running": frontend.router.running - waiting,
+        "running": running - waiting,
         "waiting": waiting,
         "kv_held": gauges.get("kv_pages_held", 0),
         "kv_pages": gauges.get("kv_pages", 0),
-        "target": frontend.router.connected,
-        "draft": frontend.draft_name in WITHOUT_DRAFT
-        or any(status is not None and status.attached for status in services.values()),
+        "target": all(each.router.connected for each in models),
+        "draft": all(_is_drafted(each, services_of(each.name, services)) for each in models),
     }
+
+
+def _is_drafted(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> bool:
+    attached = any(status is not None and status.attached for status in services.values())
+    return attached or frontend.draft_name in WITHOUT_DRAFT
 
 
 @router.get("/dashboard/sessions/{number}/reads")
 async def show_reads(number: int, request: Request) -> dict[str, Any] | None:
     """Tell which blocks a round of a session read, by layer, and have its next round looked at; null if none runs."""
-    frontend = request.app.state.frontend
+    models: ServedModels = request.app.state.models
     try:
-        reads = await frontend.router.reads(frontend.observer.feed.session(number))
+        record = models.feed.record(number)
+        reads = await models.holding(record).router.reads(record.session)
     except ServiceError:  # it waits, has just ended, or the target is lost: the page asks again
         return None
     return asdict(reads) | {"at": {"round": reads.at.round, "base": reads.at.base}}

@@ -1,32 +1,56 @@
 """Break the real services under steady traffic, and see that no client gets a wrong token: `make chaos MINUTES=N`.
 
-python -m tests.chaos --minutes N [--seed S] [--keep-ray]
+python -m tests.chaos --minutes N [--seed S] [--pause SECONDS] [--recovery SECONDS] [--keep-ray] [PART…]
 
-Three parts: a launch whose processes are killed and stopped and whose raylet dies; services without Ray whose lines are
-slow, stand still or are cut, and whose gateway dies; ten times the requests that a launch can take. Exit status 1 if an
-answer was wrong or lost, or if something is left at the end. Figures are printed as they come.
+Three parts: `processes`, a launch of two targets and two drafts whose processes are killed and stopped and whose raylet
+dies; `services`, as many without Ray which are killed, whose lines are slow, stand still or are cut, and whose gateway
+dies; `overload`, ten times the requests that a launch can take. Exit status 1 if an answer was wrong or lost, or if
+something is left at the end. Figures are printed as they come.
 """
 
 import argparse
 import sys
+import time
+from collections import Counter
 
-from tests.chaos import broken_lines, broken_processes, overload
+from tests.chaos import broken_processes, broken_services, overload
+from tests.chaos.setting import Pace
+
+PARTS = {"processes": 0.55, "services": 0.4, "overload": 0.05}  # by how much of the time each takes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("--minutes", type=float, default=10, help="in all: 5/8 for processes, 2/8 for lines")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all, if none is named")
+    parser.add_argument("--minutes", type=float, default=10, help="in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--pause", type=float, default=6, help="seconds between two faults at most")
+    parser.add_argument("--recovery", type=float, default=120, help="seconds after which all must be whole again")
     parser.add_argument("--keep-ray", action="store_true", help="kill no raylet, for a machine too busy to start Ray")
     flags = parser.parse_args()
-    seconds = 60 * flags.minutes
-    violations = broken_processes.run(seconds * 5 / 8, flags.seed, flags.clients, flags.keep_ray)
-    violations += broken_lines.run(seconds * 2 / 8, flags.seed, flags.clients)
-    violations += overload.run(seconds / 8)
+    parts = flags.parts or [*PARTS]
+    violations: list[str] = []
+    faults, begin = Counter[str](), time.monotonic()
+    for part in parts:
+        seconds = 60 * flags.minutes * PARTS[part] / sum(PARTS[each] for each in parts)
+        pace = Pace(seconds, flags.pause, flags.recovery)
+        if part == "overload":
+            violations += overload.run(min(60, seconds))
+            continue
+        if part == "processes":
+            outcome = broken_processes.run(pace, flags.seed, flags.clients, flags.keep_ray)
+        else:
+            outcome = broken_services.run(pace, flags.seed, flags.clients)
+        violations += outcome.violations
+        faults += outcome.faults
     for violation in violations:
         print(f"VIOLATION {violation}")
-    print(f"{len(violations)} violations")
+    kills = sum(count for name, count in faults.items() if name.startswith("kill"))
+    minutes = (time.monotonic() - begin) / 60
+    print(
+        f"{kills} kills, {faults.total() - kills} other faults in {minutes:.0f} minutes: {len(violations)} violations"
+    )
     return bool(violations)
 
 

@@ -1,42 +1,68 @@
-"""A launch with a Ray of its own: target and draft are killed and stopped, the raylet is killed."""
+"""A launch with a Ray of its own: targets and drafts are killed and stopped, the raylet is killed."""
 
+import contextlib
 import os
 import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.setting import Held, break_things, conclude, make_cases, pid_of
+from tests.chaos.setting import (
+    DRAFTS,
+    EACH,
+    TARGETS,
+    Held,
+    Outcome,
+    Pace,
+    break_things,
+    conclude,
+    grown,
+    make_cases,
+    pid_of,
+)
 from tests.chaos.traffic import Traffic
 from tests.stack import Stack, start_stack
 
 
-def run(seconds: float, seed: int, clients: int, keep_ray: bool) -> list[str]:
-    """Return what must not be."""
-    flags = ("--ray-address", "auto", "--tool-call-parser", "hermes", "--target-kv-tokens", "40000")
-    stack = start_stack(*flags, environment={"RAY_ADDRESS": ""})
-    try:
-        cases = make_cases(stack)
-        traffic = Traffic(cases, lambda: (stack.grpc, stack.http), clients, seed)
-        before = Held.by(stack.process.pid)
-        traffic.start()
-        faults = {
-            f"{name} the {side}": lambda side=side, number=number: _signal(pid_of(stack.http, side), number)
-            for side in ("target", "draft")
-            for name, number in (("kill", signal.SIGKILL), ("kill again", signal.SIGKILL), ("stop", signal.SIGSTOP))
-        }
-        if not keep_ray:
-            faults["kill the raylet"] = lambda: [_signal(pid, signal.SIGKILL) for pid in _raylets(stack)]
+def run(pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
+    """Return what came of it."""
+    flags = ("--ray-address", "auto", "--targets", str(EACH), "--drafts", str(EACH), "--tool-call-parser", "hermes")
+    with tempfile.TemporaryDirectory(prefix="specahead-chaos-") as nowhere:  # where no other Ray is found
+        environment = {"RAY_ADDRESS": "", "RAY_TMPDIR": nowhere}
+        stack = start_stack(*flags, "--target-kv-tokens", "40000", environment=environment, patience=pace.recovery)
         try:
-            count = break_things(faults, lambda: stack.http, seconds, seed)
-        except AssertionError as error:
-            return [f"processes: {error}\n{stack.output.read_text()[-3000:]}"]
-        return conclude("processes", traffic, count, stack.http, before, stack.process.pid)
-    finally:
-        stack.stop()
+            return _break(stack, pace, seed, clients, keep_ray)
+        finally:
+            stack.stop()
 
 
-def _signal(pid: int, number: int) -> None:
-    if pid:  # a service that starts has none yet
-        os.kill(pid, number)
+def _break(stack: Stack, pace: Pace, seed: int, clients: int, keep_ray: bool) -> Outcome:
+    traffic = Traffic(make_cases(stack), lambda: (stack.grpc, stack.http), clients, seed)
+    before = Held.by(stack.process.pid)
+    traffic.start()
+    faults: dict[str, Callable[[], bool]] = {
+        f"{name} {service}": lambda service=service, number=number: _signal(pid_of(stack.http, service), number)
+        for service in (*TARGETS, *DRAFTS)
+        for name, number in (("kill", signal.SIGKILL), ("kill again", signal.SIGKILL), ("stop", signal.SIGSTOP))
+    }
+    if not keep_ray:
+        faults["kill the raylet"] = lambda: any(_signal(pid, signal.SIGKILL) for pid in _raylets(stack))
+    try:
+        count = break_things(faults, lambda: stack.http, pace, seed)
+    except AssertionError as error:
+        return Outcome([f"processes: {error}\n{stack.output.read_text()[-3000:]}", *traffic.violations])
+    outcome = conclude("processes", traffic, count, stack.http)
+    outcome.violations.extend(grown("processes", before, stack.process.pid))
+    return outcome
+
+
+def _signal(pid: int, number: int) -> bool:
+    """Return whether there was such a process; a service that starts has none yet."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+    return False
 
 
 def _raylets(stack: Stack) -> list[int]:

@@ -2,22 +2,40 @@
 
 import random
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.loading.tokenizer import load_tokenizer
 from models import TARGET
+from orchestrator.directory import name_services
 from tests.books import read_books
 from tests.chaos.traffic import Case, Traffic
 from tests.client import generate, metric, service_state, wait_for, wait_until_idle
 from tests.stack import Stack
 
 NEW_TOKENS, LENGTHS = 150, (20, 200, 700, 1500)
-RECOVERY_SECONDS = 120
+EACH = 2  # targets, and drafts
+TARGETS, DRAFTS = name_services("target", EACH), name_services("draft", EACH)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long faults come, how long there is none at most, and after how long all must be whole again: in seconds."""
+
+    seconds: float
+    pause: float
+    recovery: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a part: what must not be, and how many faults there were of each kind."""
+
+    violations: list[str]
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 def make_cases(stack: Stack) -> list[Case]:
@@ -28,18 +46,26 @@ def make_cases(stack: Stack) -> list[Case]:
 
 
 def is_whole(http: str) -> bool:
-    """Return whether the target serves and has its draft."""
+    """Return whether each target serves and has all drafts."""
     try:
-        with urllib.request.urlopen(f"{http}/health", timeout=5):
-            return metric(http, "service_attached", service="target") == 1
+        return all(metric(http, "service_attached", service=target) == EACH for target in TARGETS)
     except OSError:
         return False
 
 
-def pid_of(http: str, side: str) -> int:
+def is_ready(http: str) -> bool:
+    """Return whether the gateway takes requests."""
+    try:
+        with urllib.request.urlopen(f"{http}/ready", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def pid_of(http: str, service: str) -> int:
     """Return the process of a service; 0 if it does not answer."""
     try:
-        return int(service_state(http, side, "pid"))
+        return int(service_state(http, service, "pid"))
     except OSError:
         return 0
 
@@ -67,41 +93,44 @@ class Held:
 
 
 def break_things(
-    faults: Mapping[str, Callable[[], None]], http: Callable[[], str], seconds: float, seed: int
+    faults: Mapping[str, Callable[[], bool]], http: Callable[[], str], pace: Pace, seed: int
 ) -> Counter[str]:
-    """Let faults come at random for so long, each mostly after the last is mended. Returns how many there were of each.
+    """Let faults come at random, some before the last is mended. Returns how many there were of each.
 
-    Raises AssertionError if the services do not find each other again within RECOVERY_SECONDS.
+    faults: by name, each returns whether it could happen. Raises AssertionError if no request is taken, or the services
+    do not find each other again, within pace.recovery.
     """
-    rng, count = random.Random(seed), Counter[str]()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(rng.uniform(0.5, 6))
-        name = rng.choice(list(faults))
-        faults[name]()
-        count[name] += 1
-        print(f"{seconds - (end - time.monotonic()):5.0f} s: {name}", flush=True)
-        if rng.random() < 0.8:
-            wait_for(lambda: is_whole(http()), RECOVERY_SECONDS, f"all is whole again after {name}")
-    wait_for(lambda: is_whole(http()), RECOVERY_SECONDS, "all is whole again at the end")
+    rng, count, start = random.Random(seed), Counter[str](), time.monotonic()
+    while (at := time.monotonic() - start) < pace.seconds:
+        time.sleep(rng.uniform(0.1, 1) * pace.pause)
+        name, mended = rng.choice(list(faults)), rng.choice((is_whole, is_ready))
+        happened = faults[name]()
+        count[name] += happened
+        print(f"{at:5.0f} s: {name}{'' if happened else ': it is gone'}", flush=True)
+        wait_for(lambda mended=mended: mended(http()), pace.recovery, f"{mended.__name__} after {name}")
+    wait_for(lambda: is_whole(http()), pace.recovery, "all is whole again at the end")
     return count
 
 
-def conclude(part: str, traffic: Traffic, faults: Counter[str], http: str, before: Held, pid: int) -> list[str]:
-    """Stop the traffic, print what came of it, and return what must not be. pid: of a process that outlived all."""
+def conclude(part: str, traffic: Traffic, faults: Counter[str], http: str) -> Outcome:
+    """Stop the traffic, print what came of it, and return what must not be."""
     traffic.stop()
     violations = [f"{part}: {violation}" for violation in traffic.violations]
     try:
-        wait_until_idle(http, 60)
+        wait_until_idle(http, 60, [*TARGETS, *DRAFTS])
     except AssertionError as error:
         violations.append(f"{part}: sessions or pages are left: {error}")
     if metric(http, "num_requests_running"):
         violations.append(f"{part}: a request is still running")
-    after = Held.by(pid)
-    if excess := after.excess(before):
-        violations.append(f"{part}: process {pid} holds more than at the beginning: {excess}")
-    print(f"{part}: {sum(faults.values())} faults: {dict(faults)}")
+    print(f"{part}: {faults.total()} faults: {dict(faults)}")
     for outcome, times in sorted(traffic.outcomes.items()):
         print(f"  {outcome}: {times}")
-    print(f"  the process that outlived all held {before} and holds {after}", flush=True)
-    return violations
+    return Outcome(violations, faults)
+
+
+def grown(part: str, before: Held, pid: int) -> list[str]:
+    """Print what a process that outlived all holds, and return what it holds too much."""
+    after = Held.by(pid)
+    print(f"  {part}: process {pid} held {before} and holds {after}", flush=True)
+    excess = after.excess(before)
+    return [f"{part}: process {pid} holds more than at the beginning: {excess}"] if excess else []

@@ -143,7 +143,7 @@ async def test_many_at_once(url: str) -> None:
 
 
 def test_errors_have_their_kinds(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served here") as missing:
+    with pytest.raises(openai.NotFoundError, match="The model `gpt-5` does not exist") as missing:
         client.completions.create(model="gpt-5", prompt=PROMPT)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="temperature") as refused:

@@ -120,10 +120,10 @@ def check_health_command(arguments: list[str]) -> None:
     """`specahead health` takes these; argparse exits on what it does not know."""
     import argparse
 
-    from cli.health import add_arguments
+    from cli.flags import add_health_flags
 
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_health_flags(parser)
     parser.parse_args(arguments[1:])
 
 

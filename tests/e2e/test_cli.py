@@ -270,7 +270,8 @@ def test_status_tells_of_services_sessions_and_kv(stack: Stack) -> None:
         next(iter(stream))
         status = json.loads(run(SPECAHEAD, "status", "--url", stack.http, "--json").stdout)
         stream.close()
-    assert (status["ready"], status["model"], status["requests_running"]) == (True, "tiny-target", 1)
+    (model,) = status["models"]
+    assert (status["ready"], model["model"], model["requests_running"]) == (True, "tiny-target", 1)
     assert status["version"] == running_version()
     for side, pid in (("target", stack.target_pid), ("draft", stack.draft_pid)):
         service = status["services"][side]

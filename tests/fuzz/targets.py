@@ -29,6 +29,7 @@ from orchestrator.records import check_tokens, to_records
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, read_request
 from orchestrator.responses_request import ResponsesRequest, to_chat
+from orchestrator.served_models import ServedModels
 from orchestrator.special_tokens import TextEncoder
 from protos import control_pb2, inference_pb2, speculation_pb2
 from sparsity.selection import BlockSelection
@@ -108,7 +109,8 @@ def messages() -> list[Target]:
     """Return a target for each message that a service, an orchestrator or a client receives."""
     hello = m.Hello("draft", "any", 4096, "hash", "plan", 4, 16)
     items = [m.Proposal(AT, token, [5, 5], [SUPPORT, SUPPORT], 0.1) for token in (7, 8)]
-    drafted = [together(*items, selection=b"123"), m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Beat()]
+    drafted = [together(*items, selection=b"123"), m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Load(3)]
+    drafted.append(m.Beat())
     told = [m.Begin(AT, [1, 2], OPEN.sampling, 9, "ahead"), m.Verdict(AT, 1, [5, 6], False), m.End("a")]
     served = [m.Commit(AT, [5], 4, 1, m.FinishReason.STOP), m.Closed("a", 8, "full"), m.Beat()]
     status = m.ServiceStatus("target", 1, ["draft"], "", {"rounds": 1.0}, {"sessions": 2.0})
@@ -286,7 +288,7 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = make_app(ServedModels([frontend]), read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:

@@ -16,12 +16,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--seed", type=int, help="run this one alone, and show its log")
+    parser.add_argument("--crowd", action="store_true", help="2 to 4 targets and 50 sessions in each run")
     flags = parser.parse_args()
     if flags.seed is not None:
-        sys.exit(show(flags.seed))
-    result, started, told = Result(), time.monotonic(), time.monotonic()
+        sys.exit(show(flags.seed, flags.crowd))
+    result, started, told = Result(crowd=flags.crowd), time.monotonic(), time.monotonic()
+    seeds = range(flags.first, flags.first + flags.seeds)
     try:
-        for part in run_in_processes(range(flags.first, flags.first + flags.seeds), flags.jobs):
+        for part in run_in_processes(seeds, flags.jobs, flags.crowd):
             result.add(part)
             if time.monotonic() - told > _PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -33,9 +35,9 @@ def main() -> None:
     sys.exit(bool(result.violations))
 
 
-def show(seed: int) -> int:
+def show(seed: int, crowd: bool) -> int:
     """Run a seed and print its scenario, its log up to the first violation, and all violations."""
-    world = run_seed(seed, keep_log=True)
+    world = run_seed(seed, keep_log=True, crowd=crowd)
     lines = world.log.lines or []
     at = next((index for index, line in enumerate(lines) if " violation: " in line), len(lines))
     print(world.scenario)

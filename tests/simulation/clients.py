@@ -26,7 +26,8 @@ class Request:
     """What a client asks for, of which gateway and when.
 
     leaves_after, aborts_after: tokens after which it cancels its call, or asks for an abort; -1: never. pause: seconds
-    that it takes to read a message. timeout: its deadline in seconds; None: none.
+    that it takes to read a message. timeout: its deadline in seconds; None: none. again: the gateway that it asks for
+    the same if the first one is unavailable; None: it gives up.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Request:
     aborts_after: int = -1
     pause: float = 0.0
     timeout: float | None = None
+    again: int | None = None
 
     def to_pb(self) -> inference_pb2.GenerateRequest:
         return inference_pb2.GenerateRequest(
@@ -84,6 +86,7 @@ def make_requests(scenario: Scenario) -> list[Request]:
                 aborts_after=random.randrange(12) if random.random() < 0.1 else -1,
                 pause=random.choice((0.05, 1.0)) if random.random() < 0.05 else 0.0,
                 timeout=random.choice((0.01, 0.1, 1.0)) if random.random() < 0.05 else None,
+                again=random.randrange(len(scenario.gateways)) if random.random() < 0.5 else None,
             )
         )
     return requests
@@ -91,6 +94,8 @@ def make_requests(scenario: Scenario) -> list[Request]:
 
 class Client:
     """One client. outcome: how its request ended, empty before; details: of an error. violations: what was wrong.
+    paused: seconds that it has taken to read its messages.
+    gateway: that it asked last, of so many attempts; got: what came of that one, by choice.
 
     aborted: the names of requests that any client has asked to be aborted.
     """
@@ -98,20 +103,30 @@ class Client:
     def __init__(self, request: Request, aborted: set[str]) -> None:
         self.request, self._aborted = request, aborted
         self.outcome = self.details = ""
-        self.started = self.ended = 0.0
+        self.started = self.ended = self.paused = 0.0
         self.violations: list[str] = []
         self._stop = [*request.stop, STOP]
         self._expected = script(request.prompt, request.max_tokens, self._stop)
-        self.got: dict[int, list[int]] = {choice: [] for choice in range(request.choices)}
+        self.gateway, self.attempts = request.gateway, 0
+        self.got: dict[int, list[int]] = {}
         self._reasons: dict[int, int] = {}
         self._asked = False
 
     async def run(self) -> None:
-        """Ask and read to the end."""
+        """Ask and read to the end; of one that is unavailable, perhaps the same of another gateway, or once more."""
         loop, request = asyncio.get_running_loop(), self.request
         await asyncio.sleep(request.at)
         self.started = loop.time()
-        async with grpc.aio.insecure_channel(address_of(f"gateway-{request.gateway}")) as channel:
+        await self._ask(request.gateway)
+        if self.outcome == "UNAVAILABLE" and request.again is not None:
+            await self._ask(request.again)
+        self.ended = loop.time()
+
+    async def _ask(self, gateway: int) -> None:
+        self.gateway, self.attempts = gateway, self.attempts + 1
+        self.got = {choice: [] for choice in range(self.request.choices)}
+        self._reasons.clear()
+        async with grpc.aio.insecure_channel(address_of(f"gateway-{gateway}")) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             try:
                 self.outcome = await self._read(stub)
@@ -119,7 +134,6 @@ class Client:
                 self.outcome, self.details = error.code().name, error.details() or ""
             except asyncio.CancelledError:
                 self.outcome = "left"
-        self.ended = loop.time()
 
     async def _read(self, stub: Any) -> str:
         request = self.request
@@ -133,6 +147,7 @@ class Client:
             if 0 <= request.aborts_after <= count and not self._asked:
                 await self._abort(stub)
             if request.pause:
+                self.paused += request.pause
                 await asyncio.sleep(request.pause)
         return self._finish()
 

@@ -60,6 +60,8 @@ class Cluster:
 
     # What supervision asks for, in a thread.
 
+    owns_ray = True
+
     def locate(self, name: str) -> str:
         return ""  # where it always was
 

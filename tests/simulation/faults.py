@@ -28,7 +28,7 @@ class Fault:
 
 class Faults:
     """Lets the faults of a scenario happen. clusters: set once there are processes. on_stop: told of a process that is
-    stopped.
+    stopped. on_drain: told of a target that drains from now on, or no longer.
 
     happened: in their order. slow, failing, hanging, sick: by process, how many of its next steps are so.
     """
@@ -38,6 +38,7 @@ class Faults:
         self._random = Random(scenario.seed + 3)
         self.clusters: list[Cluster] = []
         self.on_stop: Callable[[Process], None] = lambda process: None
+        self.on_drain: Callable[[Process, bool], None] = lambda process, draining: None
         self.happened: list[Fault] = []
         self._slow, self._failing, self._hanging, self._sick = (Counter[str]() for _ in range(4))
         self._quiet_at = 0.0
@@ -70,6 +71,7 @@ class Faults:
             "cut": self._cut,
             "stall": self._stall,
             "lose": self._lose_ray,
+            "drain": self._drain,
         }
         names = acts.get(verb, lambda _: self._trouble(kind))(what)
         if names:
@@ -113,6 +115,15 @@ class Faults:
         self._loop.call_outside(self._loop.time() + seconds, resume)
         self._last(seconds)
         self.on_stop(process)
+        return (process.name,)
+
+    def _drain(self, side: str) -> tuple[str, ...]:
+        process, seconds = self._pick(side), self._random.choice((0.5, 3.0, 12.0))
+        if process is None:
+            return ()
+        self.on_drain(process, True)
+        self._loop.call_outside(self._loop.time() + seconds, self.on_drain, process, False)
+        self._last(seconds)
         return (process.name,)
 
     def _line(self, of_service: bool = False) -> Line | None:
@@ -183,12 +194,14 @@ class Faults:
 
     # What the oracle asks.
 
+    def concerning(self, names: set[str], since: float, until: float, kinds: str = "") -> list[Fault]:
+        """Return the faults that concerned any of these processes in a time, of kinds whose names hold a word."""
+        in_time = [fault for fault in self.happened if since <= fault.at <= until]
+        return [fault for fault in in_time if names & set(fault.names) and kinds in fault.kind]
+
     def count(self, names: set[str], since: float, until: float, kinds: str = "") -> int:
         """Return how many faults concerned any of these processes in a time, of kinds whose names hold a word."""
-        return sum(
-            bool(names & set(fault.names)) and since <= fault.at <= until and kinds in fault.kind
-            for fault in self.happened
-        )
+        return len(self.concerning(names, since, until, kinds))
 
 
 def _take_one(left: Counter[str], name: str) -> bool:

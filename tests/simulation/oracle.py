@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from config import TargetSettings
 from draft_service.drafter import Drafter
 from orchestrator.generation import Frontend
 from orchestrator.metrics import OURS
@@ -56,15 +57,17 @@ def left_over(process: Process, actor: Any, tasks_at_rest: int) -> Iterator[str]
 
 
 def _sizes(owner: Any) -> dict[str, int]:
-    """Return how much is in each collection that an object owns."""
+    """Return how much is in each collection that an object owns, but for those that hold nothing of requests."""
     collections = {name: value for name, value in vars(owner).items() if hasattr(value, "__len__")}
-    return {name: len(value) for name, value in collections.items() if name not in ("_counters", "_methods")}
+    others = "_counters", "_methods", "_peers"
+    return {name: len(value) for name, value in collections.items() if name not in others}
 
 
 def unowned_sessions(processes: Mapping[str, Process], made: Mapping[Process, Any]) -> list[tuple[str, str]]:
     """Return the sessions that running targets go on with though the stream that opened them has ended."""
-    running = [(name, made.get(process)) for name, process in processes.items() if not process.stopped]
-    targets = [(name, actor) for name, actor in running if isinstance(actor, Verifier)]
+    running = [(name, process) for name, process in processes.items() if process.alive and not process.stopped]
+    actors = [(name, made.get(process)) for name, process in running]
+    targets = [(name, actor) for name, actor in actors if isinstance(actor, Verifier)]
     everyone = [(name, session) for name, target in targets for session in target.admission.everyone()]
     return [(name, session.id) for name, session in everyone if session.emit.__self__._closed]  # type: ignore[attr-defined]
 
@@ -84,19 +87,21 @@ def wrong_views(processes: Mapping[str, Process], made: Mapping[Process, Any]) -
 
 def wrong_outcomes(clients: list[Client], faults: Faults, scenario: Scenario) -> Iterator[str]:
     """Yield which clients got an error that nothing explains."""
-    names = Counter((client.request.gateway, client.request.name) for client in clients)
+    asked = [(client, {client.request.gateway, client.gateway}) for client in clients]
+    names = Counter((gateway, client.request.name) for client, gateways in asked for gateway in gateways)
+    is_crowded = sum(client.request.choices for client in clients) > scenario.max_queued
     for client in clients:
-        is_only = names[client.request.gateway, client.request.name] == 1
-        if not _may_end_so(client, faults, scenario, is_only):
+        is_only = names[client.gateway, client.request.name] == 1 and client.attempts == 1
+        if not _may_end_so(client, faults, scenario, is_only, is_crowded):
             yield (
-                f"client {client.request.name} of gateway-{client.request.gateway} got {client.outcome} "
+                f"client {client.request.name} of gateway-{client.gateway} got {client.outcome} "
                 f"({client.details}) at {client.ended:.3f} s, for which there is no reason"
             )
 
 
-def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool) -> bool:
+def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: bool, is_crowded: bool) -> bool:
     request, took = client.request, client.ended - client.started
-    gateway, targets = f"gateway-{request.gateway}", scenario.targets_of(request.gateway)
+    gateway, targets = f"gateway-{client.gateway}", scenario.targets_of(client.gateway)
     match client.outcome:
         case "stop" | "length" | "abort" | "left":
             return True
@@ -104,7 +109,7 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
             limits = [limit for limit in (request.timeout, scenario.request_timeout or None) if limit is not None]
             return any(took > limit - 1e-6 for limit in limits)
         case "RESOURCE_EXHAUSTED":
-            return scenario.max_queued < scenario.sessions
+            return is_crowded
         case "INVALID_ARGUMENT":
             return not is_only
         case "INTERNAL":
@@ -116,10 +121,14 @@ def _may_end_so(client: Client, faults: Faults, scenario: Scenario, is_only: boo
 
 
 def _may_be_unavailable(client: Client, faults: Faults, gateway: str, targets: list[str], scenario: Scenario) -> bool:
-    """Return whether faults explain that a client was told so: there must be some of each target."""
+    """Return whether faults explain that a client was told so: there must be some of each target.
+
+    A Ray that is lost takes several targets with it, one after the other, but does not explain it by itself.
+    """
     details, end = client.details, client.ended
     if "again and again" in details:
-        return faults.count({gateway, *targets}, client.started - 10, end) >= _LOSSES
+        concerned = faults.concerning({gateway, *targets}, client.started - 10, end)
+        return len(concerned) > 1 and sum(max(1, len({*fault.names} & {*targets})) for fault in concerned) >= _LOSSES
     if "did not come back" in details:
         return all(faults.count({gateway, target}, 0, end - scenario.resume_timeout) > 0 for target in targets)
     if "no target is connected" in details:
@@ -131,10 +140,12 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
     """Yield what does not add up: tokens that clients got, gateways counted and targets committed."""
     got = sum(len(tokens) for client in clients for tokens in client.got.values())
     counted = sum(_metric(frontend, f"{OURS}generation_tokens_total") for frontend in frontends)
-    committed = sum(verifier.counters["committed_tokens"] for verifier in verifiers)
-    if not got <= counted <= committed:
-        yield f"clients got {got} tokens, gateways counted {counted:g}, targets committed {committed}"
-    if all(client.outcome in ("stop", "length") for client in clients) and got != counted:
+    committed, retold = (
+        sum(verifier.counters[name] for verifier in verifiers) for name in ("committed_tokens", "retold_tokens")
+    )
+    if not got <= counted <= committed + retold:
+        yield f"clients got {got} tokens, gateways counted {counted:g}, targets told {committed} and {retold} again"
+    if all(client.outcome in ("stop", "length") and client.attempts == 1 for client in clients) and got != counted:
         yield f"all clients came to their end with {got} tokens, gateways counted {counted:g}"
     for verifier in verifiers:
         counters = verifier.counters
@@ -142,10 +153,15 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
             yield f"a target ended more sessions than it opened: {dict(counters)}"
 
 
-def useless_drafts(verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
-    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it."""
+def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
+    """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it.
+
+    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them.
+    """
+    prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
+    reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
     is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
-    if scenario.faults or scenario.repeated or not is_fit:
+    if scenario.faults or scenario.repeated or not is_fit or reading_seconds > TargetSettings().draft_timeout:
         return
     drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
     plain = sum(verifier.counters["plain_rounds"] for verifier in verifiers)

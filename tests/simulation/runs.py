@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     coverage: Counter[str] = field(default_factory=Counter)
     violations: dict[int, str] = field(default_factory=dict)
+    crowd: bool = False
 
     def add(self, other: "Result") -> None:
         """Add what came of other seeds."""
@@ -47,22 +49,22 @@ class Result:
             yield from (f"  {count:9d}  {name}" for name, count in sorted(counts.items()))
         for seed, violation in sorted(self.violations.items()):
             yield f"VIOLATION by seed {seed}, {violation}"
-            yield f"  again: python -m tests.simulation --seed {seed}"
+            yield f"  again: python -m tests.simulation --seed {seed}{' --crowd' * self.crowd}"
 
 
-def run_seed(seed: int, keep_log: bool = False) -> World:
-    """Run a seed and return its world."""
-    world = World(Scenario.of(seed), keep_log)
+def run_seed(seed: int, keep_log: bool = False, crowd: bool = False) -> World:
+    """Run a seed and return its world. crowd: as of Scenario.of."""
+    world = World(Scenario.of(seed, crowd), keep_log)
     world.run()
     return world
 
 
-def run_seeds(seeds: Iterable[int]) -> Result:
+def run_seeds(seeds: Iterable[int], crowd: bool = False) -> Result:
     """Run seeds one after the other."""
-    result = Result()
+    result = Result(crowd=crowd)
     for seed in seeds:
         started = time.process_time()
-        world = run_seed(seed)
+        world = run_seed(seed, crowd=crowd)
         result.seeds += 1
         result.callbacks += world.loop.events
         result.virtual_seconds += world.loop.time()
@@ -79,8 +81,8 @@ def _prepare() -> None:
     gc.freeze()  # what was imported is never garbage, and there is much of it
 
 
-def run_in_processes(seeds: range, jobs: int) -> Iterator[Result]:
+def run_in_processes(seeds: range, jobs: int, crowd: bool = False) -> Iterator[Result]:
     """Run seeds in several processes; yields what came of each chunk, in order."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
-        yield from pool.map(run_seeds, chunks)
+        yield from pool.map(partial(run_seeds, crowd=crowd), chunks)

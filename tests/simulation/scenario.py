@@ -11,7 +11,7 @@ from config.sections import ROUTING
 
 FAULTS = (
     *("kill target", "kill draft", "kill gateway", "stop target", "stop draft", "stop gateway"),
-    *("terminate target", "terminate draft"),
+    *("terminate target", "terminate draft", "drain target"),
     *("cut line", "cut service line", "cut link", "stall link", "lose ray"),
     *("slow steps", "failing target steps", "failing draft steps", "hanging step", "no numbers"),
 )
@@ -52,10 +52,10 @@ class Scenario:
     fault_count: int
 
     @staticmethod
-    def of(seed: int) -> "Scenario":
-        """Return the scenario of a seed."""
+    def of(seed: int, crowd: bool = False) -> "Scenario":
+        """Return the scenario of a seed. crowd: it has 2 to 4 targets and 50 sessions, as few have otherwise."""
         random = Random(seed)
-        targets = random.choice((1, 1, 1, 2, 2, 3, 4))
+        targets = random.choice((2, 3, 4) if crowd else (1, 1, 1, 2, 2, 3, 4))
         gateways = _gateways(random, targets)
         calm = random.random() < 0.15
         some = tuple(kind for kind in FAULTS if random.random() < 0.4)
@@ -66,7 +66,7 @@ class Scenario:
             drafts=random.choice((1, 1, 2, 3)),
             gateways=gateways,
             routing=random.choice(ROUTING),
-            sessions=50 if random.random() < 0.03 else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
+            sessions=50 if random.random() < 0.03 or crowd else random.choice((2, 3, 4, 4, 6, 8, 8, 12, 16)),
             names=random.choice((2, 1000, 1000)),
             seconds=random.choice((0.3, 1.0, 3.0)),
             step_seconds=random.choice((0.02, 0.02, 0.1, 0.4)),

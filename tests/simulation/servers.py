@@ -152,3 +152,10 @@ class ServerContext:
 
     def invocation_metadata(self) -> Any:
         return self._line.metadata
+
+    def peer_identities(self) -> None:
+        """Nobody shows a certificate."""
+
+    def peer(self) -> str:
+        client = self._line.client
+        return f"{client.name if client else 'a client'}:1"

@@ -13,7 +13,8 @@ from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.records import Limits, max_message
 from orchestrator.router import Router
-from orchestrator.service_status import asks_of, lines_to
+from orchestrator.served_models import ServedModels
+from orchestrator.service_status import Asks, Lines
 from orchestrator.supervision import Placement, supervise
 from protos import inference_pb2_grpc
 from target_service import service as target_service
@@ -97,9 +98,9 @@ async def run_gateway(
     frontend = Frontend(router, Tokenizer(), limits, observer, MODEL)
     keep(frontend)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
-    inference = (add, InferenceServicer(frontend), "specahead.v1.Inference")
+    inference = (add, InferenceServicer(ServedModels([frontend])), "specahead.v1.Inference")
     async with router.connected_to_targets():
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         watched = Directory({service: address_of(service) for service in services})
-        await supervise(asks_of(lines_to([watched], PeerAccess())), placement, watched.put)
+        await supervise(Asks(Lines([watched], PeerAccess())), placement, watched.put)

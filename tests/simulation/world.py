@@ -21,7 +21,8 @@ from tests.simulation.seams import replaced
 from tests.simulation.services import run_draft, run_gateway, run_target
 
 _START = 30.0  # virtual seconds within which everything must have found each other
-_PATIENCE = 120.0  # within which every request must end, once nothing goes wrong any more
+# Within which every request must end, once nothing goes wrong any more; what its client pauses does not count.
+_PATIENCE = 120.0
 _NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
 _UNDISTURBED = 5.0  # before that, in which it has begun to serve
 _UNOWNED = 4  # seconds that a target may go on with a session whose stream has ended
@@ -50,6 +51,7 @@ class World:
         self.launches = [self._cluster() for _ in scenario.gateways]
         self.faults.clusters = [self.gateways, *self.launches]
         self.faults.on_stop = self._watch_stopped
+        self.faults.on_drain = self._drain
         self.loop.thread_seconds = self.faults.thread_seconds
 
     def _cluster(self) -> Cluster:
@@ -107,6 +109,10 @@ class World:
         process = current_process()
         assert process is not None
         self.made[process] = made
+
+    def _drain(self, process: Process, draining: bool) -> None:
+        if isinstance(verifier := self.made.get(process), Verifier):
+            verifier.admission.draining = draining
 
     # Processes that hang.
 
@@ -184,7 +190,7 @@ class World:
         watch = asyncio.create_task(self._watch_sessions())
         clients = [asyncio.create_task(client.run()) for client in self.clients]
         await self.faults.happen()
-        await asyncio.wait(clients, timeout=_PATIENCE)
+        await asyncio.gather(*map(_wait_for_end, self.clients, clients))
         for client, task in zip(self.clients, clients, strict=True):
             if not task.done():
                 self.report(f"client {client.request.name} has no end after {_PATIENCE} s: {client.got}")
@@ -233,7 +239,7 @@ class World:
             *(violation for client in self.clients for violation in client.violations),
             *oracle.wrong_outcomes(self.clients, self.faults, self.scenario),
             *oracle.wrong_counters(self.clients, frontends, verifiers),
-            *oracle.useless_drafts(verifiers, self.scenario),
+            *oracle.useless_drafts(self.clients, verifiers, self.scenario),
             *self.loop.errors,
         ):
             self.report(violation)
@@ -249,3 +255,12 @@ class World:
             found.update({f"{process.name.partition('-')[0]}: {name}": count for name, count in counters.items()})
         found.update(f"client: {client.outcome}" for client in self.clients)
         return found
+
+
+async def _wait_for_end(client: Client, task: asyncio.Task[None]) -> None:
+    """Wait for a client's end, as long as it may take."""
+    patience = _PATIENCE
+    while patience > 0 and not task.done():
+        paused = client.paused
+        await asyncio.wait([task], timeout=patience)
+        patience = client.paused - paused

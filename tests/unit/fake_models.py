@@ -30,7 +30,7 @@ from engine.rounds.requests import (
 from engine.rounds.rules import RoundRules
 from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
-from engine.sampling import Sampling
+from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from engine.staging import Staging
 from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
@@ -110,6 +110,8 @@ class FakeRunner(Runner):
         self.logits, self.ends, self.heads, self.recent = logits, ends, heads, recent
         self.pages_read: list[int] = []  # by each input that wants all its logits
         self.errors: list[Exception] = []
+        self.own_draft = logits  # how it drafts for itself
+        self.lists_drafted_by: list[Lists] = []  # of each input that it drafted for
         self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
         self._rounds: RoundSettings | None = None
 
@@ -136,11 +138,34 @@ class FakeRunner(Runner):
             assert item.tokens
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
         for item in inputs:
+            if item.read is not None and item.read.drafts:
+                self._draft_for_itself(item)
+        for item in inputs:
             self._write(item.kv, item.kv.length, item.tokens)
         outputs = [self._run(item) for item in inputs]
         for item in inputs:
             item.kv.length += len(item.tokens)
         return outputs
+
+    def _draft_for_itself(self, item: SequenceInput) -> None:
+        """Draft one token after the other by `own_draft`, over lists that a budget gives."""
+        assert item.read is not None and item.drafted is not None
+        length = item.kv.length + len(item.tokens)
+        if len(item.tokens) > 1:
+            self.lists_drafted_by.append(self._lists_of(item.read, length))
+        history = [*self.tokens_in(item.kv), item.tokens[0]]
+        sampling = item.drafted.sampling
+        picks = uniforms(sampling.seed, item.drafted.base, len(item.tokens), USE_DRAFT)
+        for index in range(1, len(item.tokens)):
+            logits = torch.from_numpy(self.own_draft(history))[None]
+            token = int(logits.argmax())
+            if not sampling.greedy:
+                probs = truncated_probs(logits, torch.tensor([sampling.temperature]), torch.tensor([sampling.top_p]))
+                ids, top = limit_support(probs, VOCAB)
+                token = int(ids[0, draw(top, torch.tensor(picks[index - 1 : index]))[0]])
+                item.drafted.supports.append(Support(ids[0].numpy(), top[0].numpy()))
+            item.tokens[index] = item.drafted.tokens[index - 1] = token
+            history.append(token)
 
     def _fail(self) -> None:
         if self.errors:
@@ -156,7 +181,8 @@ class FakeRunner(Runner):
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         length = item.kv.length + len(item.tokens)
-        lists = self._lists_of(item.read, length)
+        dense = item.read is not None and item.read.drafts
+        lists = self._lists_of(None if dense else item.read, length)
         read = self._read_all(item.kv, length, lists)
         pages = sum(len(blocks) for blocks, _ in read)
         if item.logits == "all":

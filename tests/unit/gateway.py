@@ -17,6 +17,7 @@ from orchestrator.observing import Observer
 from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from orchestrator.router import TargetState
+from orchestrator.served_models import ServedModels
 from wire.errors import ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 
@@ -66,7 +67,7 @@ class ScriptedRouter:
         read = [2, 2, 2, 2, 2, 1, 0, 1]
         return SessionReads(At(session, 0, 7, 60), 2, 2, 16, 4, 1, read, [2, 1, 0, 0, 0, 0, 0, 0])
 
-    def fail_all(self, error: ServiceError) -> None:
+    def leave(self, error: ServiceError) -> None:
         """Nothing waits here."""
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
@@ -123,7 +124,7 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = make_app(ServedModels([frontend]), read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
     app = require_key(app, callers, OPEN, observer)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -23,7 +23,7 @@ from orchestrator.service_status import ControlLine
 from protos import control_pb2, control_pb2_grpc
 from tests.certificates import Files, make_certificate
 from tests.unit.test_router import Target, until
-from wire.access import PeerAccess, bearer_of, check_token, read_peer_access
+from wire.access import PeerAccess, bearer_of, check_token, peer_of, read_peer_access
 from wire.errors import Unauthenticated
 from wire.server import RunningServer, start_server
 from wire.tls import Tls, read_tls
@@ -50,7 +50,7 @@ def untried(files: Files) -> Tls:
 
 class Control(control_pb2_grpc.DraftControlServicer):
     async def Status(self, request: Any, context: Any) -> control_pb2.ServiceStatus:
-        return control_pb2.ServiceStatus()
+        return control_pb2.ServiceStatus(peer=peer_of(context))
 
 
 async def start(access: PeerAccess, target: Target | None = None, port: int = 0) -> RunningServer:
@@ -126,6 +126,21 @@ async def test_services_that_are_anywhere_may_have_certificates_for_one_name(tmp
     assert (await call(PeerAccess(tls=tls(files), tls_name="services"), server))[0] is grpc.StatusCode.OK
     for name in ("", "others"):
         assert (await call(PeerAccess(tls=tls(files), tls_name=name), server))[0] is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("is_certified", [True, False])
+async def test_a_peer_is_whom_its_certificate_names_or_where_it_calls_from(is_certified: bool, tmp_path: Path) -> None:
+    """Not the port, which is another one for each connection."""
+    server, access = await start(PeerAccess()), PeerAccess()
+    if is_certified:
+        await server.stop(0)
+        server = await start(PeerAccess(tls=tls(make_certificate(tmp_path, "server", AUTHORITY))))
+        access = PeerAccess(tls=tls(make_certificate(tmp_path, "caller", AUTHORITY, hosts=["gateway-7", "cluster"])))
+    for _ in range(2):
+        async with access.dial(server.address) as channel:
+            status = await control_pb2_grpc.DraftControlStub(channel).Status(control_pb2.StatusRequest(), timeout=10)
+        assert status.peer == ("cluster, gateway-7" if is_certified else "ipv4:127.0.0.1")
     await server.stop(0)
 
 

@@ -170,6 +170,19 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "approximate, 2 waves, 2 branches, hot 0.6" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    main([*TINY, "--shapes", "2x200", "--tokens", "100", "--modes", "none", "self", "--breakdown", "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert content["failures"] == []
+    rows = {row["way"]["mode"]: row for row in content["rows"]}
+    assert set(rows) == {"none", "self"}
+    assert rows["none"]["figures"]["tokens_a_round"] == 1
+    assert 2 < rows["self"]["figures"]["tokens_a_round"] <= 5 and rows["self"]["figures"]["kv_read"] == 1
+    assert rows["self"]["of_none"] > 0 and rows["self"]["breakdown"]["target_idle"] < 1
+
+
 def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"the limit of 1 s is reached"):
         main([*TINY, "--shapes", "1x100", "--tokens", "100", "--limit", "1"])
@@ -181,6 +194,7 @@ def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tokens", "10"], "it takes 40"),
         (["--hot", "1"], "less than 1"),
         (["--waves", "0"], "must be positive"),
+        (["--modes", "self", "exact"], "self is measured beside none alone"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
     ],
 )

@@ -117,6 +117,31 @@ async def test_tokens_a_minute_count_prompt_and_answer(router: ScriptedRouter) -
         assert int(refused.headers["Retry-After"]) == pytest.approx((usage["total_tokens"] - 10 + 1) * 6, abs=2)
 
 
+# What the dashboards in vLLM's sources draw, but for iteration_tokens_total: a gateway sees no steps.
+_HISTOGRAMS = (
+    *("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    "request_time_per_output_token_seconds",
+)
+DRAWN = (
+    *("generation_tokens_total", "prompt_tokens_total", "request_success_total"),
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *(f"{name}_{part}" for name in _HISTOGRAMS for part in ("bucket", "sum", "count")),
+)
+
+
+async def test_what_vllms_dashboards_draw_is_there(router: ScriptedRouter) -> None:
+    async with running_gateway(router, callers=callers()) as url:
+        client = Client(url, "bob")
+        await client.post("/v1/completions", json=ASK)
+        found = samples((await client.get("/metrics")).text)
+    for name in DRAWN:
+        assert any(sample.startswith(f"vllm:{name}{{") for sample in found), name
+    pace = found[f'vllm:request_time_per_output_token_seconds_count{{model_name="{MODEL}"}}']
+    assert pace == found[f'vllm:request_max_num_generation_tokens_count{{model_name="{MODEL}"}}'] == 1
+
+
 async def test_refused_requests_are_counted_apart(router: ScriptedRouter) -> None:
     async with running_gateway(router, callers=callers()) as url:
         client = Client(url, "bob")

@@ -259,12 +259,14 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
     from orchestrator.placement import placed_services
 
     flags = ("--target-address", "a:1, b:2", "--draft-address", "c:3")
-    with placed_services(resolve(*flags)) as (directories, placement):
-        assert placement is None
-        assert directories["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
-        assert directories["draft"].addresses == {"draft": "c:3"}
-    with placed_services(resolve("--target-address", "a:1")) as (directories, _):
-        assert directories["target"].addresses == {"target": "a:1"} and not directories["draft"].addresses
+    with placed_services(resolve(*flags)) as (directories, placement, look):
+        assert placement is None and look is None
+        (where,) = directories
+        assert where["target"].addresses == {"target-1": "a:1", "target-2": "b:2"}
+        assert where["draft"].addresses == {"draft": "c:3"}
+    with placed_services(resolve("--target-address", "a:1")) as (directories, *_):
+        (where,) = directories
+        assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
 
 
 def test_gpus_of_the_services() -> None:
@@ -427,7 +429,7 @@ def test_a_name_is_declared_once() -> None:
             if item.name:
                 rule = declarations[item.field]
                 assert rules.setdefault(item.name, rule) is rule, item.name
-    assert set(describe(sections(Config()))) == {name for name, rule in rules.items() if not rule.secret}
+    assert set(describe([sections(Config())])) == {name for name, rule in rules.items() if not rule.secret}
 
 
 @pytest.mark.parametrize("name", ["max_queued", "gamma", "host_kv_memory", "draft_timeout"])
@@ -450,3 +452,100 @@ def test_command_lines_open_without_torch() -> None:
     program = "import sys, config; print({'torch', 'ray', 'grpc', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
+
+
+# Several models.
+
+TWO_MODELS = f"""
+http_port: 0
+gamma: 5
+models:
+  - target: {models.TARGET}
+    draft: {models.DRAFT}
+    targets: 2
+    max_sessions: 8
+  - target: {models.TARGET}
+    draft: ngram
+    served_model_name: alone
+    gamma: 3
+"""
+
+
+def test_a_file_lists_several_models_that_differ_in_some_settings(tmp_path: Path) -> None:
+    """What an entry says holds for its model, all else for every model; the dry run gives the same again."""
+    file = config(tmp_path, TWO_MODELS)
+    settings = resolve("--config", file, "--max-queued", "7", SPECAHEAD_GAMMA="6")
+    first, second = settings.by_model
+    assert [each.model_name for each in (settings, first, second)] == ["tiny-target", "tiny-target", "alone"]
+    assert (first.cluster.targets, first.has_draft, first.target.gamma, first.draft.gamma) == (2, True, 6, 6)
+    assert (second.cluster.targets, second.has_draft, second.target.gamma) == (1, False, 3)
+    assert (first.target.max_sessions, second.target.max_sessions) == (8, TargetSettings().max_sessions)
+    assert {each.target.max_queued for each in settings.by_model} == {7}
+    assert {each.clients.http_port for each in (settings, *settings.by_model)} == {0}
+    assert resolve().by_model == (Config(),)
+
+
+def test_the_dry_run_of_several_models_can_be_read_as_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, TWO_MODELS)
+    with pytest.raises(SystemExit):
+        resolve("--config", file, "--dry-run")
+    told = json.loads(capsys.readouterr().out)
+    assert "gamma" not in told and [each["gamma"] for each in told["models"]] == [5, 3]
+    assert resolve("--config", config(tmp_path, json.dumps(told))) == resolve("--config", config(tmp_path, TWO_MODELS))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: tiny", "expected a list of mappings"),
+        ("models: [tiny]", r"models\[0\]: expected a mapping of settings, with a target"),
+        ("models: [{gamma: 3}]", r"models\[0\]: expected a mapping of settings, with a target"),
+        ("models: [{target: a/b, http_port: 1}]", r"models\[0\]: http_port holds for all models"),
+        ("models: [{target: a/b, colour: 1}]", r"models\[0\]: colour is no setting"),
+        ("models: [{target: a/b, gamma: many}]", r"models\[0\]: gamma is 'many', expected int"),
+        ("target: a/b\nmodels: [{target: a/b}]", "a target is given beside the models"),
+        (
+            f"models: [{{target: {models.TARGET}, gamma: 3}}, {{target: {models.TARGET}}}]",
+            "2 of the models are called 'tiny-target': give each its own served_model_name",
+        ),
+        (
+            f"models: [{{target: {models.TARGET}, target_address: 'a:1'}}, "
+            f"{{target: {models.TARGET}, served_model_name: b}}]",
+            "some have a target_address and some have none",
+        ),
+    ],
+)
+def test_a_list_of_models_that_cannot_be_served_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        resolve("--config", config(tmp_path, text))
+
+
+def test_a_service_by_itself_takes_no_list_of_models(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="a service by itself runs one model"):
+        alone(TargetSettings(), "--config", config(tmp_path, TWO_MODELS))
+
+
+def test_who_places_the_services_is_told_once() -> None:
+    assert resolve("--targets", "2", "--max-targets", "4").cluster.max_targets == 4
+    for flags, reason in (
+        (("--targets", "3", "--max-targets", "2"), "max_targets 2 is less than targets 3"),
+        (("--max-targets", "2", "--target-address", "a:1"), "with target_address this launch places no services"),
+        (("--max-targets", "2", "--join"), "with join this launch places no services"),
+        (("--join", "--target-address", "a:1"), "by the one or by the other"),
+    ):
+        with pytest.raises(SettingsError, match=reason):
+            resolve(*flags)
+
+
+def test_a_launch_that_scales_numbers_its_services_and_keeps_drafts_in_proportion() -> None:
+    from orchestrator.cluster import placed_settings  # imports Ray
+
+    config = resolve("--targets", "2", "--max-targets", "5")
+    names = [[each.name for each in placed_settings(config, targets)] for targets in (2, 3, 5)]
+    assert names[0] == ["target-1", "target-2", "draft-1"]
+    assert names[1] == ["target-1", "target-2", "target-3", "draft-1", "draft-2"]
+    assert names[2][5:] == ["draft-1", "draft-2", "draft-3"]
+    alone = placed_settings(resolve("--max-targets", "2"))
+    assert [each.name for each in alone] == ["target-1", "draft-1"]

@@ -104,7 +104,7 @@ def test_while_nobody_looks_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     feed.round(watched, commit(), 0.1, False)
     feed.end(watched, "length")
     with pytest.raises(NotFound, match="session 1 has ended"):
-        feed.session(1)
+        feed.record(1)
 
 
 def test_only_so_many_may_look() -> None:

@@ -197,7 +197,7 @@ def _command_in(line: str) -> str | None:
     if module := re.match(r"python3? -m ([\w.]+)", line):
         path = ROOT / module[1].replace(".", "/")
         return None if path.is_dir() or path.with_suffix(".py").exists() else ""
-    if called := re.match(r"specahead ([a-z]+(?: [a-z]+)?)", line):
+    if called := re.match(r"specahead ([a-z]+(?: [a-z][a-z-]*)?)", line):
         name = called[1]
         return next((each for each in (name, name.split()[0]) if each in COMMANDS or each == "bench"), "") or ""
     return None

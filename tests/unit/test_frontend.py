@@ -14,27 +14,37 @@ from orchestrator.observing import Observer
 from orchestrator.requests import CompletionRequest, read_request
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 from wire.errors import ResourceExhausted, ServiceError, Unavailable
-from wire.messages import Commit, FinishReason
+from wire.messages import At, Commit, FinishReason
 
 REPLACEMENT = "\ufffd"
 
 
 class Failing(ScriptedRouter):
-    """Keeps what all its requests are told at the end. stuck: nothing comes behind a session's first tokens."""
+    """Keeps what all its requests are told at the end. stuck: nothing comes behind a session's first tokens.
+
+    aborted_at: the round in whose place an abort comes. ahead: tokens that are committed behind each round, but not
+    told yet.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self.told: list[ServiceError] = []
         self.stuck = False
+        self.aborted_at = -1
+        self.ahead: list[int] = []
 
     async def stream(self, record: Record) -> AsyncGenerator[Commit]:
         async with aclosing(super().stream(record)) as commits:
             async for commit in commits:
+                record.tokens += self.ahead
+                if len(record.commits) == self.aborted_at:
+                    yield Commit(At(record.session, 0, 0, 0), [], finish_reason=FinishReason.ABORT)
+                    return
                 yield commit
                 if self.stuck:
                     await asyncio.Event().wait()
 
-    def fail_all(self, error: ServiceError) -> None:
+    def leave(self, error: ServiceError) -> None:
         self.told.append(error)
 
 
@@ -80,6 +90,16 @@ async def test_a_character_that_stays_incomplete_is_replaced_and_not_lost(fronte
 async def test_nothing_comes_behind_a_stop_string(frontend: Frontend, router: Failing) -> None:
     assert await text_of(start(frontend, stop=[" calm"])) == ("The sea was", FinishReason.STOP)
     assert router.running == 0
+
+
+@pytest.mark.parametrize(("aborted_at", "stop"), [(2, []), (-1, [" calm"])])
+async def test_usage_counts_what_was_told_and_not_what_was_committed_since(
+    frontend: Frontend, router: Failing, aborted_at: int, stop: list[str]
+) -> None:
+    """The target goes on until it knows of an abort, or of a stop string."""
+    router.aborted_at, router.ahead = aborted_at, [5, 6, 7]
+    chunks = [chunk async for chunk in start(frontend, stop=stop)]
+    assert chunks[-1].completion_tokens == sum(len(chunk.tokens) for chunk in chunks) > 0
 
 
 async def test_the_token_that_ends_the_text_is_shown_if_that_is_asked_for(frontend: Frontend, router: Failing) -> None:

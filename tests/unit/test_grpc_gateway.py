@@ -16,6 +16,7 @@ from orchestrator.keys import Key, digest_of
 from orchestrator.metrics import Metrics
 from orchestrator.observing import Observer
 from orchestrator.requests import CompletionRequest
+from orchestrator.served_models import ServedModels
 from orchestrator.structured_outputs import StructuredOutputs
 from protos import inference_pb2, inference_pb2_grpc
 from tests.client import make_request
@@ -40,7 +41,9 @@ async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
 async def running(router: Any, guard: Guard) -> AsyncIterator[Any]:
     frontend = Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")
     add = inference_pb2_grpc.add_InferenceServicer_to_server
-    server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(frontend), "specahead.v1.Inference")], guard)
+    server = await start_server(
+        "127.0.0.1", 0, [(add, InferenceServicer(ServedModels([frontend])), "specahead.v1.Inference")], guard
+    )
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
     await server.stop(0)

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from orchestrator import http_requests
 from orchestrator.connection_limits import Connections
 from tests.unit.gateway import LIMITS, ScriptedRouter, running_gateway
 
@@ -87,3 +88,19 @@ async def test_a_body_beyond_the_context_is_refused_unread(tokenizer: Any) -> No
         assert time.monotonic() - started < 2
         assert await ask(address, prompt=[1] * LIMITS.max_context) == 400
         assert await ask(address, prompt=[1] * (LIMITS.max_context - 4)) == 200
+
+
+async def test_a_large_body_is_parsed_by_another_process(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says, and what is wrong with it, comes to the same as for a small one."""
+    monkeypatch.setattr(http_requests, "from_json", lambda body: pytest.fail("parsed in the event loop"))
+    monkeypatch.setattr(http_requests, "LARGE", 100)
+    router = ScriptedRouter(tokenizer)
+    async with running_gateway(router) as address:
+        assert await ask(address, prompt=[1, 2, 3] * 100) == 200
+        (record,) = router.opened
+        assert record.tokens[:300] == [1, 2, 3] * 100
+        assert await ask(address, prompt=[1] * LIMITS.max_context) == 400
+        broken = aiohttp.ClientSession(headers={"content-type": "application/json"})
+        async with broken, broken.post(f"{address}/v1/completions", data=b"[" * 500) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["message"].startswith("the body is not valid JSON: recursion limit")

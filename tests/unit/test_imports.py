@@ -47,7 +47,7 @@ PROTO_FILES = {
     "orchestrator/target_stream.py",
 }
 # Only the orchestrator knows Ray.
-RAY_FILES = {"orchestrator/cluster.py", "orchestrator/joining_ray.py", "orchestrator/service_actor.py"}
+RAY_FILES = {f"orchestrator/{name}.py" for name in ("cluster", "joining_ray", "joining_services", "service_actor")}
 # Its only user; installed or not, all else runs.
 FLASHINFER = {"benchmarks/flashinfer_attention.py": {"flashinfer"}}
 # Sessions, drafter and verifier take events and give events.

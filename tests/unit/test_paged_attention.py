@@ -16,6 +16,7 @@ from kernels.paged_attention import (
     BlockLists,
     GroupMeans,
     paged_attention,
+    paged_attention_remembering,
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     pool_blocks,
@@ -562,3 +563,21 @@ COUNT = torch.ones(1, dtype=torch.long)
 def test_an_unknown_backend_is_an_error(operation: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     with pytest.raises(NotImplementedError, match=r"cuda.*not built"):
         operation(*arguments, backend="cuda")
+
+
+@pytest.mark.parametrize(("block_size", "decay"), [(1, 0.0), (16, 0.8), (64, 0.5)])
+def test_a_dense_pass_remembers_the_weights_of_all_blocks(block_size: int, decay: float) -> None:
+    rng = np.random.default_rng(block_size)
+    case = shuffled_case(rng, [130, 7, 64], [5, 5, 1], 16, 2, 16, 3)
+    before = torch.rand(4, 2, 192 // block_size)
+    memory, places = before.clone(), torch.tensor([2, -1, 0], dtype=torch.int32)
+    out = paged_attention_remembering(case.batch, block_size, memory, places, decay)
+    wanted, weights = reference_by_token(every_block(case, 16), 16)
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
+    for i, place in ((0, 2), (2, 0)):
+        pooled = pool_blocks(torch.from_numpy(weights[i]).float(), block_size)
+        mean = pooled.unflatten(1, (2, -1)).sum(2).mean(0)
+        expected = torch.zeros(2, before.shape[2])
+        expected[:, : mean.shape[1]] = torch.maximum(mean, before[place, :, : mean.shape[1]] * decay)
+        torch.testing.assert_close(memory[place], expected, atol=2e-6, rtol=1e-4)
+    assert torch.equal(memory[[1, 3]], before[[1, 3]]), "of sequences without a place nothing is remembered"

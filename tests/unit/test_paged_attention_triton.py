@@ -14,6 +14,7 @@ from kernels.paged_attention import (
     GroupMeans,
     add_listed_weights,
     paged_attention,
+    paged_attention_remembering,
     paged_attention_with_block_weights,
     paged_attention_with_read_weights,
     pinned_tuning,
@@ -120,6 +121,25 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     got, weights = in_triton(case, block_size, emitting, kernel=kernel, width=width)
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(weights, wanted_weights, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize(("group", "counts"), [(1, [1, 1, 1]), (4, [9, 9, 9]), (3, [37, 5, 0])])
+def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) -> None:
+    """Also in slices of a larger memory, with queries in several tiles, and beside an empty place of the batch."""
+    rng = np.random.default_rng(group)
+    torch.manual_seed(group)
+    case = shuffled_case(rng, [counts[0], 130, 64 if counts[2] else 0], counts, 16, 2, 16, group)
+    places = torch.tensor([3, 1, 0 if counts[2] else -1], dtype=torch.int32)
+    before = torch.rand(4, 6, 192 // block_size)
+    wanted_memory, memory = before.clone(), on_device(before.clone())
+    sliced = slice(2, 4), slice(9 * 16 // block_size + 1)
+    wanted = paged_attention_remembering(case.batch, block_size, wanted_memory[:, *sliced], places, 0.8)
+    batch, places = on_device((case.batch, places))
+    got = paged_attention_remembering(batch, block_size, memory[:, *sliced], places, 0.8, "triton")
+    torch.testing.assert_close(got.cpu(), wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(memory.cpu(), wanted_memory, atol=2e-5, rtol=1e-4)
+    assert torch.equal(memory.cpu()[2], before[2])
 
 
 def test_one_plan_of_work_serves_all_layers() -> None:

@@ -97,6 +97,60 @@ def test_a_call_that_is_cut_short_is_told_so_far_as_it_came() -> None:
     assert [delta.call.name for delta in deltas if delta.call] == ["f"]
 
 
+OWN = {
+    "start_anchor": "assistant:",
+    "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}, "content": {}},
+}
+OWN_TAGS = {"start_anchor": "assistant:", "fields": {"tool_calls": TOOL_FORMATS["qwen3_coder"]["tool_calls"]}}
+WHOLE, BEGUN = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {"b": "} x'
+CUT_OFF = [
+    (ReplyFormat("hermes"), f"<tool_call>{WHOLE}</tool_call>\n<tool_call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
+    (ReplyFormat("hermes"), f'<tool_call>{WHOLE}</tool_call>\n<tool_call>{{"name": "g"', ['{"a": 1}']),
+    (ReplyFormat("hermes"), '<tool_call>\n{"na', []),
+    (ReplyFormat("hermes"), "<tool_c", []),
+    (ReplyFormat("llama3_json"), BEGUN.replace("arguments", "parameters"), ['{"b": "} x']),
+    (ReplyFormat("mistral"), f"[TOOL_CALLS] [{WHOLE}, {WHOLE}, {BEGUN}", ['{"a": 1}', '{"a": 1}', '{"b": "} x']),
+    (ReplyFormat("mistral"), '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": "} x', ['{"a": 1}', '{"b": "} x']),
+    (
+        ReplyFormat("qwen3_coder"),
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+        "<tool_call>\n<function=f>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n} x",
+        ['{"a": 1}', '{"a": 2'],
+    ),
+    (
+        ReplyFormat(own=OWN_TAGS),
+        "<tool_call><function=f>\n<parameter=a>\n1\n</parameter></function>\n</tool_call>"
+        "<tool_call><function=f><parameter=a>2</parameter><para",
+        ['{"a": 1}', '{"a": 2'],
+    ),
+    (ReplyFormat(own=OWN), f"<call>{WHOLE}</call><call>{BEGUN}", ['{"a": 1}', '{"b": "} x']),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("form", "text", "arguments"), CUT_OFF)
+def test_forced_calls_that_are_cut_off_leave_no_text_beside_them(
+    form: ReplyFormat, text: str, arguments: list[str], size: int, stream: bool
+) -> None:
+    """A call whose name is known is told with its arguments so far, of one before that nothing is."""
+    parser = form.parser("assistant:", TOOLS, stream, only_calls=True)
+    assert parser is not None
+    told: list[str] = []
+    for at in range(0, len(text), size):
+        for delta in parser.feed(text[at : at + size], at + size >= len(text), cut=True):
+            assert delta.content == ""
+            if delta.call:
+                told.append(delta.call.arguments)
+            else:
+                told[-1] += delta.arguments
+    assert told == arguments
+
+
+def test_a_call_that_is_not_forced_is_text_until_its_name_is_known() -> None:
+    assert split(ReplyFormat("hermes"), '<tool_call>{"na', 3) == ('{"na', "", [])
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("form", "prompt", "text"),
@@ -122,9 +176,7 @@ def test_reasoning_before_a_call() -> None:
 
 def test_a_tokenizers_own_template_goes_first() -> None:
     """What breaks its rules is given as it is."""
-    fields = {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}, "content": {}}
-    own = {"start_anchor": "assistant:", "fields": fields}
-    tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=own)
+    tokenizer = SimpleNamespace(chat_template="<tool_call>", response_template=OWN)
     form = find_format(tokenizer, "auto", "auto")
     assert split(form, 'Yes <call>{"name": "f", "arguments": {"a": 1}}</call>', 1, "assistant:") == (
         "Yes ",

@@ -1,6 +1,7 @@
 """What a target reports is what it does: whom it would refuse, what it holds, and how fast it reads."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,17 +10,24 @@ from hypothesis import strategies as st
 from config import TargetSettings
 from orchestrator.routing import TargetView
 from target_service.admission import Admission
+from target_service.left_sessions import LeftSessions
 from target_service.reporting import MOST_HASHES, REPORT_SECONDS, ReadingRate, Reporter
+from target_service.usage import CallerTokens
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
 from wire.errors import ResourceExhausted
-from wire.messages import Exactness, Open
+from wire.messages import CallerUsage, Exactness, Open
 
 ACTS = st.tuples(st.sampled_from(["open", "step", "close"]), st.integers(0, 1), st.integers(1, 120))
 
 
 def admission(runner: FakeRunner, **settings: int) -> Admission:
     return Admission(runner, PLAN, TargetSettings(gamma=4, max_context=500, **settings), Counter())  # type: ignore[arg-type]
+
+
+def reporter_of(target: Admission, runner: FakeRunner, emit: Any, tokens: CallerTokens | None = None) -> Reporter:
+    prefixes = runner.kv.pool.prefixes
+    return Reporter(target, ReadingRate(), prefixes, emit, LeftSessions(60), tokens or CallerTokens())
 
 
 @given(st.lists(ACTS, max_size=40), st.integers(1, 4), st.integers(0, 3), st.integers(10, 40))
@@ -29,7 +37,7 @@ def test_a_router_refuses_nothing_that_the_target_would_take(
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, pages)
     target = admission(runner, max_sessions=max_sessions, max_queued=max_queued)
     streams = [[].append, [].append]  # type: ignore[var-annotated]
-    reporters = [Reporter(target, ReadingRate(), runner.kv.pool.prefixes, stream) for stream in streams]
+    reporters = [reporter_of(target, runner, stream) for stream in streams]
     for number, (act, who, tokens) in enumerate(acts):
         if act == "open":
             view = TargetView("target")
@@ -59,7 +67,7 @@ def test_reports_come_in_time_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     pages, serial = pool.allocate(5), 0
     for page in pages:
         serial = pool.index(page, (serial, (page,) * 16))
-    reporter = Reporter(admission(runner), ReadingRate(), pool.prefixes, print)
+    reporter = reporter_of(admission(runner), runner, print)
     reporter.opens = 3
     view, counts = TargetView("target"), []
     for _ in range(4):
@@ -88,3 +96,28 @@ def test_the_rate_of_reading_follows_the_last_steps() -> None:
     for _ in range(40):
         rate.add(1000, 0.5)
     assert rate.per_second == pytest.approx(2000, rel=0.05)
+
+
+def test_each_orchestrator_hears_what_callers_use_through_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes new hears of the last minute, and whoever is known hears of what is new."""
+    clock = Clock()
+    monkeypatch.setattr("target_service.usage.time", clock)
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    target, tokens = admission(runner), CallerTokens()
+    streams: list[Any] = [[].append, [].append]
+    usages = [reporter_of(target, runner, stream, tokens).usage for stream in streams]
+    for number, caller in enumerate(("alice", "alice", "bob", "")):
+        request = Open(f"{number}", [1] * 10, 10, 5, [], GREEDY, Exactness.EXACT, caller=caller, choice=number == 1)
+        target.open(request, streams[0])
+        usages[0].add(caller, 10)
+    assert usages[0].report() == []
+    assert usages[1].report() == [CallerUsage("alice", 1, 20), CallerUsage("bob", 1, 10)]
+    usages[1].add("bob", 7)
+    usages[0].add("alice", 3)
+    assert usages[0].report() == [CallerUsage("bob", 0, 7)]
+    assert usages[1].report() == [CallerUsage("alice", 1, 3), CallerUsage("bob", 1, 0)]
+    clock.now = 59
+    usages[0].add("alice", 1)
+    clock.now = 61
+    fresh = reporter_of(target, runner, [].append, tokens).usage
+    assert fresh.report() == [CallerUsage("alice", 1, 1), CallerUsage("bob", 1, 0)]

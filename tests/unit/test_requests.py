@@ -13,7 +13,7 @@ from orchestrator.records import Limits, check_tokens, default_sampling, encode_
 from orchestrator.requests import CompletionRequest, read_request
 from orchestrator.special_tokens import TextEncoder
 from sparsity.methods import METHODS
-from wire.errors import InvalidArgument, NotFound, ServiceError
+from wire.errors import InvalidArgument, ServiceError
 from wire.messages import Exactness, FinishReason
 
 LIMITS = Limits("tiny", vocab_size=4096, max_context=100, stop_token_ids=[0, 7], methods=("sts", "ahead"))
@@ -220,13 +220,6 @@ def test_a_method_that_only_evaluation_runs_is_refused_with_those_that_are_serve
     known = "dense, streaming, pillar, sts, specattn, ahead"
     with pytest.raises(InvalidArgument, match=f"one of {known}; got '{rival}'"):
         record(limits=served, exactness="approximate", sparsity=rival)
-
-
-def test_an_unknown_model_is_not_found() -> None:
-    with pytest.raises(NotFound, match="model 'gpt' is not served here; the model is 'tiny'"):
-        record(model="gpt")
-    assert record(model="").session
-    assert NotFound.http_code == 404
 
 
 def test_every_refusal_is_a_service_error_with_a_status() -> None:

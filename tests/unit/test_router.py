@@ -386,31 +386,62 @@ async def test_what_kills_one_target_after_the_other_is_given_up_at_the_third() 
         assert router.routed.total() == 3
 
 
+async def full(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    """Refuse each session, as a target does whose queue has filled up since its last report."""
+    await say(context, Beat())
+    async for frame in frames:
+        request = convert.serve_request_from_pb(frame)
+        if isinstance(request, Open):
+            await say(
+                context, Closed(request.session, grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "the queue is full")
+            )
+
+
+async def test_a_session_for_which_one_target_has_no_place_goes_to_another() -> None:
+    async with routing_to(Target(full), Target(full), Target(), policy="round-robin") as router:
+        for name in ("a", "b", "c"):
+            assert await tokens_of(router, name) == [7]
+        assert router.targets["0"].sessions == router.targets["1"].sessions == 0
+        assert router.routed["2"] == 3 and router.routed.total() > 3
+
+
+async def test_a_session_for_which_no_target_has_a_place_is_refused_after_one_try_at_each() -> None:
+    async with routing_to(Target(full), Target(full)) as router:
+        with pytest.raises(ResourceExhausted, match="the queue is full"):
+            await tokens_of(router, "a")
+        assert router.routed == {"0": 1, "1": 1}
+
+
 async def test_a_target_that_drains_takes_no_new_sessions_and_finishes_those_it_has() -> None:
-    going_on = asyncio.Event()
+    """It says itself that it drains, and when it stays after all."""
+    going_on, says = asyncio.Event(), asyncio.Queue[Report]()
 
     async def slow(frames: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+        async def report() -> None:
+            while True:
+                await say(context, await says.get())
+
+        reporting = asyncio.create_task(report())
         await say(context, Beat())
         async for frame in frames:
             request = convert.serve_request_from_pb(frame)
             if isinstance(request, Open):
                 await going_on.wait()
                 await say(context, last_commit(request))
+        reporting.cancel()
 
     async with routing_to(Target(slow), Target(), policy="round-robin") as router:
         running = asyncio.create_task(tokens_of(router, "a"))
         await until(lambda: router.targets["0"].sessions == 1)
-        router.drain("0")
+        says.put_nowait(Report(number=1, sessions=1, queue_places=9, draining=True))
+        await until(lambda: not router.target_states()["0"].serving)
         assert [await tokens_of(router, name) for name in "bcd"] == [[7]] * 3
         assert router.routed == {"0": 1, "1": 3} and router.connected
         going_on.set()
         assert await running == [7] and router.targets["0"].sessions == 0
-        router.drain("1")
-        assert not router.connected
-        with pytest.raises(Unavailable, match="no target is connected"):
-            await tokens_of(router, "e")
-        router.drain("0", False)
-        assert await tokens_of(router, "f") == [7]
+        says.put_nowait(Report(number=2, queue_places=9))
+        await until(lambda: router.target_states()["0"].serving)
+        assert [await tokens_of(router, name) for name in "fg"] == [[7]] * 2 and router.routed["0"] == 2
 
 
 async def test_a_target_is_found_again_where_it_is_now() -> None:

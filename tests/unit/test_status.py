@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from cli.status import _nodes, _read_metrics, _show
-from orchestrator.metrics import Metrics
+from cli.status import _model, _nodes, _read_metrics, _show
+from orchestrator.metrics import Metrics, exposition
 from orchestrator.router import TargetState
 from wire.messages import ServiceStatus
 
@@ -21,29 +21,37 @@ STATUSES = {"target-1": _service(11, ["draft"], 2, 30), "target-2": None, "draft
 
 
 def test_each_service_is_told_with_its_side_its_address_and_its_version() -> None:
-    text = Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode()
+    text = exposition(Metrics("tiny").families(3, STATUSES, ADDRESSES, {})).decode()
     figures, services = _read_metrics(text)
     assert list(services) == ["target-1", "target-2", "draft"]
     assert services["target-1"].items() >= {"side": "target", "version": "1.2", "sessions": 2, "up": 1}.items()
-    assert services["target-2"] == {"side": "target", "address": "10.0.0.2:7", "version": "", "up": 0, "attached": 0}
+    silent = {"model": "tiny", "side": "target", "address": "10.0.0.2:7", "version": "", "up": 0, "attached": 0}
+    assert services["target-2"] == silent
     assert _nodes(services) == {"10.0.0.1": ["target-1", "draft"], "10.0.0.2": ["target-2"]}
-    assert (figures["num_requests_waiting"], figures["num_requests_running"]) == (1, 2)
+    assert (figures["tiny"]["num_requests_waiting"], figures["tiny"]["num_requests_running"]) == (1, 2)
 
 
 def test_what_targets_hold_and_have_waiting_is_summed_over_them() -> None:
     both = STATUSES | {"target-2": _service(12, ["draft"], 1, 60)}
-    figures, _ = _read_metrics(Metrics("tiny").render(9, both, ADDRESSES, {}).decode())
-    assert (figures["num_requests_waiting"], figures["num_requests_running"]) == (2, 7)
-    assert figures["kv_cache_usage_perc"] == 0.45
+    figures, _ = _read_metrics(exposition(Metrics("tiny").families(9, both, ADDRESSES, {})).decode())
+    assert (figures["tiny"]["num_requests_waiting"], figures["tiny"]["num_requests_running"]) == (2, 7)
+    assert figures["tiny"]["kv_cache_usage_perc"] == 0.45
 
 
 def test_the_table_has_a_row_for_each_service() -> None:
-    _, services = _read_metrics(Metrics("tiny").render(3, STATUSES, ADDRESSES, {}).decode())
-    status = dict.fromkeys(("version", "url", "model", "max_model_len", "requests_running", "requests_waiting"), 0)
+    alone = {"target@other": _service(14, [], 0, 0)}
+    addresses = ADDRESSES | {"target@other": "10.0.0.3:7"}
+    families = Metrics("tiny").families(3, STATUSES, ADDRESSES, {}) + Metrics("other").families(0, alone, addresses, {})
+    figures, services = _read_metrics(exposition(families).decode())
+    cards = [{"id": name, "draft": draft, "max_model_len": 9} for name, draft in (("tiny", "small"), ("other", "none"))]
+    models = [_model(card, figures[card["id"]]) for card in cards]
     told = io.StringIO()
-    about = {"ready": True, "draft_model": "tiny-draft", "tokens_generated": 0, "acceptance": None}
-    _show(status | about | {"services": services}, Console(file=told, width=150))
-    rows = [line.split() for line in told.getvalue().splitlines()[-3:]]
+    status = {"version": "1", "url": "http://a", "ready": True, "models": models, "services": services}
+    _show(status, Console(file=told, width=150))
+    assert "model tiny, 9 tokens of context, drafted by small" in told.getvalue()
+    assert "model other, 9 tokens of context, drafted by none" in told.getvalue()
+    *rows, other = [line.split() for line in told.getvalue().splitlines()[-4:]]
+    assert other[:2] == ["target@other", "serves"], "it has no draft to wait for"
     assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
     assert rows[1] == ["target-2", "does", "not", "answer", "10.0.0.2:7"]
     assert rows[2][:2] == ["draft", "connected"]
@@ -51,7 +59,7 @@ def test_the_table_has_a_row_for_each_service() -> None:
 
 def test_what_a_router_does_with_each_target_is_told() -> None:
     targets = {"target-1": TargetState(True, 2, 40), "target-2": TargetState(False, 0, 7)}
-    lines = Metrics("tiny").render(2, STATUSES, ADDRESSES, targets).decode().splitlines()
+    lines = exposition(Metrics("tiny").families(2, STATUSES, ADDRESSES, targets)).decode().splitlines()
     figures = {"target_serving": (1, 0), "target_sessions": (2, 0), "routed_requests_total": (40, 7)}
     for name, values in figures.items():
         for target, value in zip(targets, values, strict=True):

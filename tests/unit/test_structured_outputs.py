@@ -26,6 +26,7 @@ from orchestrator.chat_request import ChatRequest
 from orchestrator.grammar_compiler import GrammarCompiler
 from orchestrator.replies import ReplyFormat
 from orchestrator.requests import read_request
+from orchestrator.structural_tags import tag_grammar
 from orchestrator.structured_outputs import Structure
 from tests.unit.gateway import MODEL, ScriptedRouter, running_gateway
 from tests.unit.inline import Inline
@@ -131,6 +132,82 @@ async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
     for record in router.opened:
         assert follows(record.grammar, '{"a": 5}', router.tokenizer)
         assert not follows(record.grammar, "{}", router.tokenizer)
+
+
+INT = {"type": "json_schema", "json_schema": {"type": "integer"}}
+ADD = {"begin": "<add>", "content": INT, "end": "</add>"}
+SAY = {"begin": "<say>", "content": {"type": "any_text"}, "end": ["</say>", "<end>"]}
+OLDER = {"structures": [{"begin": "<add>", "schema": {"type": "integer"}, "end": "</add>"}], "triggers": ["<add"]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<add", "<say"], "tags": [ADD, SAY]}
+SEPARATED = {"type": "tags_with_separator", "tags": [ADD, SAY], "separator": ", "}
+ORDERED = {
+    "type": "sequence",
+    "elements": [
+        {"type": "const_string", "value": "So: "},
+        {"type": "or", "elements": [{"type": "regex", "pattern": "a/b+"}, {"type": "tag", **ADD}]},
+    ],
+}
+TAGGED = [  # what follows it, what does not
+    (OLDER, ["Hello", "", "one <add>1</add> and <add>22</add>.", "a <sub>"], ["<add>x</add>", "<adder>"]),
+    ({"format": TRIGGERED}, ["Hello", "<add>1</add> <say>any <thing></say>", "<say>x<end>"], ["<add>x", "<sayx"]),
+    ({"format": TRIGGERED | {"at_least_one": True}}, ["Hm <add>1</add>, so"], []),
+    ({"format": TRIGGERED | {"stop_after_first": True}}, ["Hello", "Hm <add>1</add>"], ["<add>1</add>x"]),
+    ({"format": SEPARATED}, ["", "<add>1</add>, <say></say>"], ["x", "<add>1</add><"]),
+    ({"format": SEPARATED | {"stop_after_first": True, "at_least_one": True}}, ["<add>1</add>"], ["<add>1</add>,"]),
+    ({"format": ORDERED}, ["So: a/bb", "So: <add>3</add>"], ["So: b", "a/b"]),
+    ({"format": {"type": "tag", "begin": "[", "content": INT, "end": ""}}, ["[7"], ["[7]", "7"]),
+]
+
+
+@pytest.mark.parametrize("marks", [[], ["<add>", "<say>", "</say>"], ["<add"]])
+@pytest.mark.parametrize(("given", "right", "wrong"), TAGGED)
+async def test_structural_tags(
+    tokenizer: Any, given: Any, right: list[str], wrong: list[str], marks: list[str]
+) -> None:
+    """The same whether tags are text, tokens, or begin with tokens."""
+    tokenizer = with_marks(tokenizer, marks)
+    lark = tag_grammar(json.dumps(given), "response_format", tokenizer)
+    source = await GrammarCompiler().compile(Structure("lark", lark, "response_format"))
+    for text in right:
+        assert follows(source, text, tokenizer), text
+    for text in wrong:
+        assert follows(source, text, tokenizer) is False, text
+    needed = given.get("format", {}).get("at_least_one")
+    assert bool(follows(source, "", tokenizer)) == (not needed and given.get("format", {}).get("type") in OPTIONAL)
+
+
+OPTIONAL = (None, "triggered_tags", "tags_with_separator")
+
+
+async def test_structural_tags_of_a_request(client: AsyncOpenAI, router: ScriptedRouter) -> None:
+    router.answer = "Well, <add>12</add>."
+    tags: Any = {"type": "structural_tag", "format": TRIGGERED}
+    chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=tags)
+    assert chat.choices[0].message.content == router.answer
+    outputs = {"structured_outputs": {"structural_tag": json.dumps(OLDER)}}
+    await client.completions.create(model=MODEL, prompt="The sea", extra_body=outputs)
+    for record in router.opened:
+        assert follows(record.grammar, router.answer, router.tokenizer)
+        assert follows(record.grammar, "<add>x", router.tokenizer) is False
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        ({"format": {"type": "grammar", "grammar": "root ::= x"}}, "formats are const_string, .* got 'grammar'"),
+        ({"format": {"type": "tag", "begin": "<a>", "end": "</a>"}}, "lacks 'content'"),
+        ({"format": TRIGGERED | {"triggers": ["<x"]}}, "'<add>' begins with none of the triggers"),
+        ({"format": "all"}, "no structural tag"),
+        ({}, "lacks 'structures'"),
+    ],
+)
+async def test_structural_tags_that_are_not_known_are_refused_by_name(
+    client: AsyncOpenAI, tags: Any, words: str
+) -> None:
+    form: Any = {"type": "structural_tag", **tags}
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        await client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    assert refused.value.param == "response_format"
 
 
 @pytest.mark.parametrize(
@@ -361,8 +438,115 @@ async def test_a_structure_beside_tools_and_behind_reasoning(tokenizer: Any) -> 
     assert follows(source, "yes", tokenizer) is None
 
 
+def template(calls: dict[str, Any], **others: Any) -> dict[str, Any]:
+    content = {"close": "<|im_end|>"}
+    return {"start_anchor": "assistant:", "fields": {"tool_calls": calls, "content": content, **others}}
+
+
+_FUNCTION = {"type": "function", "function": "{content}"}
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_LISTED = {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}}
+_QWEN = r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+# As transformers and checkpoints have them: the fields of calls, two calls of them, and whether these can be one.
+OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "smollm": (
+        {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": _FUNCTION},
+        '<tool_call>\n{"name": "sea", "arguments": {"of": "north"}}\n</tool_call>',
+    ),
+    "cohere": (
+        {
+            **{"open": "<|START_ACTION|>", "close": "<|END_ACTION|>", "content": "json"},
+            **{"transform_each": True, "transform": _LISTED},
+        },
+        '<|START_ACTION|>[{"tool_name": "sea", "parameters": {"of": "north"}}]<|END_ACTION|>',
+    ),
+    "gpt-oss": (
+        {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
+            **{"close": "<|call|>", "repeats": True, "content": "json", "transform": _NAMED},
+        },
+        '<|channel|>commentary to=functions.sea<|message|>{"of": "north"}<|call|>',
+    ),
+    "qwen3.5": (
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            **{"close_pattern": r"</function>\s*</tool_call>", "repeats": True, "content": "xml-inline"},
+            **{"content_args": {"tag_pattern": _QWEN}, "transform": _NAMED},
+        },
+        "<tool_call>\n<function=sea>\n<parameter=of>\nnorth\n</parameter>\n</function>\n</tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("marks", [[], [*MARKS, "<|call|>", "<|channel|>", "<|START_ACTION|>", "<|END_ACTION|>"]])
+@pytest.mark.parametrize(("calls", "call"), OWN.values(), ids=OWN)
+async def test_calls_are_forced_by_a_tokenizers_own_template(
+    tokenizer: Any, calls: dict[str, Any], call: str, marks: list[str]
+) -> None:
+    tokenizer, form = with_marks(tokenizer, marks), ReplyFormat(own=template(calls))
+    source = await call_source(tokenizer, form, tool_choice="required")
+    assert follows(source, call, tokenizer)
+    assert follows(source, call.replace("north", "east"), tokenizer) is False
+    assert not follows(source, "No.", tokenizer)
+    rng, schemas = (
+        random.Random(1),
+        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS},
+    )
+    written = [tokens for _ in range(10) if (tokens := write(source, tokenizer, rng)) is not None]
+    assert len(written) > 3
+    for tokens in written:
+        parser = form.parser("assistant:", TOOLS)
+        assert parser is not None
+        deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
+        assert deltas and all(delta.call is not None for delta in deltas)
+        for delta in deltas:
+            assert delta.call is not None
+            jsonschema.validate(json.loads(delta.call.arguments), schemas[delta.call.name])
+
+
+async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
+    thinking = {"open": "<think>", "close": "</think>"}
+    own = template(OWN["smollm"][0], thinking=thinking, content={"open": "<answer>", "close": "</answer>"})
+    form, call = ReplyFormat(own=own), OWN["smollm"][1]
+    tokenizer = with_marks(tokenizer, MARKS)
+    source = await call_source(tokenizer, form, tool_choice="required")
+    assert follows(source, f"<think>Well.</think>\n{call}", tokenizer)
+    assert follows(source, call, tokenizer)
+    request = read_request(ChatRequest, {"messages": MESSAGES, "guided_regex": "yes|no"})
+    for prompt, text in (
+        ("assistant:", "<think>hm</think><answer>yes"),
+        ("assistant:<think>\n", "so</think><answer>no"),
+    ):
+        main = chat_grammar(request, prompt, form, tokenizer)
+        assert follows(await GrammarCompiler().compile(request.structure, main), text, tokenizer)
+        parser = form.parser(prompt, [])
+        assert parser is not None
+        assert "".join(delta.content for delta in parser.feed(text, True)) in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({"open": "<c>", "content": "json", "content_args": {"unquoted_keys": True}}, "a dialect of JSON"),
+        ({"open": "<c>", "content": "kv-lines"}, "arguments are kv-lines"),
+        ({"open": "<c>", "content": "json", "transform": {"function": {"name": "f"}}}, "cannot be forced"),
+        ({"open_pattern": "<c[0-9]>", "content": "json", "transform": _FUNCTION}, "no text is known"),
+        ({}, "arguments are text"),
+        ({"open_pattern": "<(?P<name>[a-r]+)>", "content": "json", "transform": _NAMED}, "does not find <weather>"),
+    ],
+)
+async def test_calls_of_an_own_template_that_cannot_be_forced_are_refused(
+    tokenizer: Any, calls: dict[str, Any], words: str
+) -> None:
+    form = ReplyFormat(own=template(calls))
+    with pytest.raises(InvalidArgument, match=f"tool_choice: the model's own response template .*{words}") as refused:
+        await call_source(tokenizer, form, tool_choice="required")
+    assert (refused.value.param, refused.value.code) == ("tool_choice", "unsupported_value")
+
+
 async def test_calls_are_forced_only_where_their_format_is_known(tokenizer: Any) -> None:
-    form = ReplyFormat(own={"fields": {"tool_calls": {}}})
+    form = ReplyFormat("")
     with pytest.raises(InvalidArgument, match="can be forced in the formats hermes, llama3_json, mistral, qwen3_coder"):
         await call_source(tokenizer, form, tool_choice="required")
-    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", form, tokenizer) == ""
+    own = ReplyFormat(own=template(OWN["smollm"][0]))
+    assert chat_grammar(read_request(ChatRequest, {"messages": MESSAGES, "tools": TOOLS}), "", own, tokenizer) == ""

@@ -30,9 +30,10 @@ class Service:
 
 class Placement:
     """Notes what it is told to do. lost: how many restarts it takes, the last of which works. stubborn: how many
-    replacements fail first."""
+    replacements fail first. away: how often nobody tells whether it is alive."""
 
-    def __init__(self, lost: int = 0, stubborn: int = 0) -> None:
+    def __init__(self, lost: int = 0, stubborn: int = 0, away: int = 0, owns_ray: bool = True) -> None:
+        self.away, self.owns_ray = away, owns_ray
         self.replaced: list[str] = []
         self.addresses: dict[str, str] = {}
         self.stubborn = stubborn
@@ -47,6 +48,9 @@ class Placement:
             raise RuntimeError("not now")
 
     def is_alive(self) -> bool:
+        if self.away:
+            self.away -= 1
+            raise ClusterError("no Ray answers")
         return self.lost == 0
 
     def restart(self) -> None:
@@ -158,3 +162,22 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
 async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
     with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
         await supervise({"target": Service(None).ask}, Placement(lost=9), put)
+
+
+async def test_the_head_of_a_joined_ray_may_be_away_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    """Services go on without it. A Ray that was started here is started again at once."""
+    placement = Placement(away=9, owns_ray=False)
+    await watch(placement, target=Service(None))
+    assert placement.restarts == placement.away == 0
+    assert "its head does not answer" in caplog.text and "Ray answers again" in caplog.text
+    placement = Placement(lost=1, away=1)
+    await watch(placement, target=Service(None))
+    assert placement.restarts == 1
+
+
+async def test_a_head_that_stays_away_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.supervision.RAY_AWAY", 0.1)
+    placement = Placement(lost=9, away=10**9, owns_ray=False)
+    with pytest.raises(ClusterError, match="could not be placed again"):
+        await supervise({"target": Service(None).ask}, placement, put)
+    assert 10**9 - placement.away > 3, "it was asked again and again"

@@ -1,6 +1,7 @@
 """A target alone: what single events of a draft do to its sessions, what it opens, and steps that fail."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_the_reads_of_a_long_exact_session_are_counted_in_columns() -> None:
 
 
 def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_comes_first() -> None:
-    """Each goes to the draft with the fewest; those of a draft that is lost go on with the others."""
+    """Each goes to the draft with the fewest of all targets; those of a draft that is lost go on with the others."""
     drafts = {name: DraftPeer(name, lambda event: None) for name in ("draft-1", "draft-2", "draft-3")}
     runner = FakeRunner(FakeModel(ends=True).target, True, LAYERS, 1, 40)
     verifier = Verifier(runner, PLAN, TargetSettings(name="target-2", gamma=4, max_context=100))
@@ -154,6 +155,12 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
     assert counts == [[0, 1, 0], [1, 1, 0], [1, 1, 1], [1, 2, 1]]
     verifier.protocol.detach(drafts["draft-2"])
     assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 2]
+    verifier.protocol.receive(drafts["draft-1"], m.Load(other_sessions=2))
+    for name in ("e", "f"):
+        open_session(name)
+    assert [len(drafts[name].sessions) for name in ("draft-1", "draft-3")] == [2, 4], (
+        "draft-1 has others' sessions, too"
+    )
 
 
 def test_a_repeated_frame_changes_nothing() -> None:
@@ -340,6 +347,58 @@ def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
     assert not stand.session.proposals
     assert not stand.step()
+
+
+def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken() -> None:
+    stand = Stand(m.Exactness.EXACT)
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    late = together(ahead(stand, 101, 5), replace(ahead(stand, 103, right[2]), tokens=right[3:7]))
+    stand.receive(stand.proposal(right[:2]))
+    assert stand.step()
+    assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
+    stand.receive(late)
+    again = replace(stand.proposal([9, 9]), draft_seconds=1.0)
+    before = stand.state()
+    stand.receive(again)  # as a draft says it once it has the verdict
+    assert stand.state() == before
+    assert stand.verifier.counters["late_rounds"] == stand.verifier.counters["repeated_frames"] == 1
+    assert stand.step()
+    assert stand.session.tokens == [*stand.tokens, *right[:8]]
+    verdict = stand.sent[-1]
+    assert isinstance(verdict, m.Verdict)
+    assert (verdict.plain, verdict.accepted) == (False, 4)
+
+
+def test_what_crossed_a_verdict_that_it_did_not_foresee_is_stale() -> None:
+    stand = Stand()
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    announced = encode_selection(stand.selection(103), ((0, 0), stand.selection(100)))
+    wrong = together(ahead(stand, 103, (right[2] + 1) % VOCAB), selection=announced)
+    stand.receive(stand.proposal(right[:2]))
+    assert stand.step()
+    before = stand.state()
+    stand.receive(wrong)
+    assert stand.state() == before
+    assert stand.verifier.counters["stale_frames"] == 1
+    assert not stand.step()
+    # What it announced is not taken for what is announced now.
+    stand.receive(stand.proposal(selection=encode_selection(stand.selection(103, 3))))
+    assert stand.step()
+    assert stand.verifier.counters["refused_frames"] == 0
+
+
+def test_an_announcement_that_crossed_the_verdict_is_read_with_its_proposals() -> None:
+    stand = Stand()
+    right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
+    selection = stand.selection(103, 3)
+    announced = encode_selection(selection, ((0, 0), stand.selection(100)))
+    right_ahead = together(ahead(stand, 103, right[2]), selection=announced)
+    stand.receive(stand.proposal(right[:2]))
+    assert stand.step()
+    stand.receive(right_ahead)
+    assert stand.session.announced[stand.session.key].keys.tolist() == selection.keys.tolist()
+    assert stand.step()
+    assert (stand.session.at.round, stand.verifier.counters["late_rounds"]) == (2, 1)
 
 
 def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
@@ -599,6 +658,31 @@ def test_who_has_many_sessions_keeps_nobody_out() -> None:
     verifier.abort("m1")
     verifier.admission.release_closed()
     assert [session.id for session in verifier.admission.admit()] == ["m2"]
+
+
+def test_a_peer_gains_no_places_by_many_streams() -> None:
+    """Places are shared between peers first, then between the streams of each, also where a report says how many."""
+    runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 400)
+    verifier = Verifier(runner, PLAN, TargetSettings(max_sessions=2, max_queued=4, max_context=600))
+    admission, streams, calm = verifier.admission, [list[m.ServedEvent]() for _ in range(6)], list[m.ServedEvent]()
+    with contextlib.ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(admission.shared(stream.append, "many"))
+        opened.enter_context(admission.shared(calm.append, "calm"))
+        for i, stream in enumerate(streams):
+            admission.open(exact(f"m{i}"), stream.append)
+            admission.admit()
+        assert [session.id for session in admission.queue] == ["m2", "m3", "m4", "m5"]
+        assert admission.room(calm.append).queue_places == 2
+        for name in ("c0", "c1"):
+            admission.open(exact(name), calm.append)
+        assert [session.id for session in admission.queue] == ["m2", "m3", "c0", "c1"]
+        assert admission.room(calm.append).queue_places == 0
+        with pytest.raises(ResourceExhausted):
+            admission.open(exact("m6"), streams[0].append)
+        verifier.abort("m0")
+        admission.release_closed()
+        assert [session.id for session in admission.admit()] == ["c0"]
 
 
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:

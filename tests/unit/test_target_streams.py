@@ -45,14 +45,21 @@ async def target_task(
     logits: Logits | None = None, **settings: Any
 ) -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[None]]]:
     """The same, and the task that serves: it is cancelled as SIGTERM does it."""
+    async with target_at(logits, **settings) as (address, task), grpc.aio.insecure_channel(address) as channel:
+        yield channel, task
+
+
+@contextlib.asynccontextmanager
+async def target_at(logits: Logits | None = None, **settings: Any) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+    """A target in this process for 30 s at most: its address, and the task that serves."""
     runner = SlowRunner(logits or FakeModel().target, False, LAYERS, 1, 400)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     fitting = TargetSettings(**({"gamma": 4, "max_context": 500} | settings))
     service = serve(fitting, runner, PLAN, HELLO, lambda server: address.set_result(server.address))
     task = asyncio.create_task(service)
     try:
-        async with asyncio.timeout(30), grpc.aio.insecure_channel(await address) as channel:
-            yield channel, task
+        async with asyncio.timeout(30):
+            yield await address, task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -203,10 +210,26 @@ async def test_a_draft_that_does_not_read_is_sent_away() -> None:
         assert isinstance(await ours.outcome("a"), m.Commit)
 
 
+async def test_a_peer_holds_so_many_streams_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind; one that ends makes room."""
+    monkeypatch.setattr("target_service.servicer.MOST_STREAMS", 2)
+    async with target() as channel:
+        ours, drafts = [Orchestrator(channel) for _ in range(2)], [Draft(channel) for _ in range(2)]
+        for orchestrator, draft in zip(ours, drafts, strict=True):
+            await orchestrator.send(m.Beat())
+            await draft.attach()
+        for refused in (Orchestrator(channel).call, Draft(channel).call):
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "holds 2 streams here, as many as a peer may" in await refused.details()
+        await drafts[0].call.done_writing()
+        await read_all(drafts[0].call)
+        await Draft(channel).attach()
+
+
 async def test_an_error_in_receiving_a_frame_is_no_ok(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Admission, request: m.Open, emit: Any) -> None:
+    def fail(self: Admission, request: m.Open, *_: Any) -> None:
         raise KeyError(request.session)
 
     monkeypatch.setattr(Admission, "open", fail)

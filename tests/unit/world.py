@@ -99,12 +99,14 @@ class World:
         spans: Spans = NO_SPANS,
         prompt_read_share: float = 1.0,
         proposer: str = "none",
+        self_from: int = -1,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
         self.model = model or FakeModel()
         self.faults = faults or Faults()
         self.target = runner(self.model.target, self.model.ends, LAYERS, 1, pages, self.model.recent)
+        self.target.own_draft = self.model.draft
         self.verifier = Verifier(
             self.target,
             plan,
@@ -117,6 +119,7 @@ class World:
                 synthetic_acceptance=synthetic_acceptance,
                 prompt_read_share=prompt_read_share,
                 draft=proposer,
+                self_from=self_from,
             ),
             on_round,
             grammars,

@@ -1,0 +1,33 @@
+"""A decoder's weights once more in 8 bits, for passes of few rows, whose time is that of reading weights."""
+
+from dataclasses import replace
+
+from engine.decoder import DOWN_PARTS, OUT_PARTS, Decoder, DecoderLayer, EightBitLayer
+from engine.modules import ModulesDecoder
+from kernels.eight_bit_linear import default_tuning, quantize
+
+
+def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
+    """Return a decoder that also holds its weights in 8 bits, but those of queries, keys and values.
+
+    Raises NotImplementedError for a model whose layers are more than passes over 8-bit weights are built for.
+    """
+    if isinstance(decoder, ModulesDecoder):
+        raise NotImplementedError("8-bit weights are built for the fused decoder: leave --enforce-eager out")
+    depth = default_tuning(1, False).depth
+    for layer in decoder.layers:
+        if None in (layer.input_norm, layer.mlp_norm) or any(
+            part is not None for part in (layer.out_bias, layer.attention_out_norm, layer.mlp_out_norm)
+        ):
+            raise NotImplementedError("8-bit weights are built for layers that norm what attention and MLP read, alone")
+        for weight, parts in ((layer.out, OUT_PARTS), (layer.down, DOWN_PARTS), (layer.gate_up, 1)):
+            if decoder.lm_head.is_cuda and weight.shape[1] % (parts * depth):
+                raise NotImplementedError(
+                    f"8-bit weights are built for layers of a multiple of {parts * depth} inputs, got {weight.shape[1]}"
+                )
+    layers = [replace(layer, eight_bit=_quantized(layer)) for layer in decoder.layers]
+    return replace(decoder, layers=layers, eight_bit_head=quantize(decoder.lm_head))
+
+
+def _quantized(layer: DecoderLayer) -> EightBitLayer:
+    return EightBitLayer(quantize(layer.out), quantize(layer.gate_up), quantize(layer.down))

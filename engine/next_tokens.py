@@ -1,0 +1,39 @@
+"""What passes of one token of each sequence need: where its KV goes, and which token comes next. Launches only."""
+
+import torch
+from torch import Tensor
+
+from engine.kv.pages import PAGE_SIZE
+
+
+def slots_in(tables: Tensor, positions: Tensor) -> Tensor:
+    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
+    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
+    return page * PAGE_SIZE + positions % PAGE_SIZE
+
+
+def draw_tokens(
+    logits: Tensor, best: Tensor, temperature: Tensor, top_p: Tensor, least: Tensor, uniforms: Tensor, support: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token of each row, from its likeliest ones.
+
+    logits: [rows, vocab]. best: [rows] int64, the likeliest token, which is taken where the temperature is 0.
+    temperature, top_p: [rows] float32; uniforms: [rows] float64. least: [rows or 1, n or 1] float32, the share of the
+    likeliest token's probability that the others, in falling order, need to be drawn. support: n, of how many tokens
+    one is drawn; the vocabulary may be smaller.
+    Returns tokens [rows] int64, and what they were drawn from: ids int64 and probabilities float32, [rows, n] each.
+    """
+    greedy = temperature == 0
+    heat = temperature.where(~greedy, 1.0)[:, None]
+    # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
+    top, ids = (logits.float() / heat).softmax(-1).topk(min(support, logits.shape[-1]))
+    before = top.double().cumsum(-1) - top
+    kept = (before < top_p[:, None]) & (top >= least * top[:, :1])
+    top = top.where(kept, 0.0)
+    top = top / top.sum(-1, keepdim=True)
+    cumulative = top.double().cumsum(-1)
+    reached = cumulative <= uniforms[:, None] * cumulative[:, -1:]
+    last = ((top > 0).sum(-1) - 1).clamp(min=0)  # the logits of an empty row may be anything
+    at = torch.minimum(reached.sum(-1), last)
+    drawn = ids.gather(1, at[:, None])[:, 0]
+    return best.where(greedy, drawn), ids, top

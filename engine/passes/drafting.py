@@ -1,0 +1,63 @@
+"""Drafting by the model itself, before the pass that judges (PillarAttn of SparseSpec).
+
+The drafting passes run one token of each sequence and read lists, which stay the same for all of them: what earlier
+passes over everything have weighed most. The KV that they write is written again by the pass that judges.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.decoder import Decoder
+from engine.kv.cache import KVCache
+from engine.layer_attention import LayerAttention, Rows, plan_reads
+from engine.modules import ModulesDecoder
+from engine.next_tokens import draw_tokens, slots_in
+from engine.passes.grouping import DRAFTED_SUPPORT
+from engine.passes.reads import heads_of, listed_reads
+from engine.passes.shape import PassShape
+from kernels.backends import Backend, default_backend
+from kernels.top_few import top_few
+
+
+def draft_tokens(
+    decoder: Decoder | ModulesDecoder, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend
+) -> None:
+    """Draft all tokens of a pass but the first of each sequence, and put them where the pass takes them from.
+
+    given: the buffers of the pass, lists among them; what is drafted goes to token_ids, draft_tokens, support_ids and
+    support_probs. It launches only.
+    """
+    heads, tables, ends = heads_of(decoder, kv), given["block_tables"], given["lengths"]
+    drafted, present = shape.queries - 1, ends > 0
+    tokens = given["token_ids"].view(shape.sequences, shape.queries)
+    starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=ends.device)
+    listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention)
+    for index in range(drafted):
+        lengths = (ends - drafted + index).where(present, 0)
+        rows = Rows(starts, lengths, tables, 1)
+        attend = LayerAttention(heads, rows, kv.layer_pages, attention, listed)
+        if shape.dense_layers:
+            attend.dense_work = plan_reads(heads, rows, attention)
+        positions = (lengths.long() - 1).clamp(min=0)
+        slots = slots_in(tables, positions).where(present, -1)
+        run = tokens[:, index].contiguous(), positions, slots, kv.k_pages, kv.v_pages, attend
+        drawn = _draw(decoder.run(*run), given, index)
+        tokens[:, index + 1] = drawn
+        given["draft_tokens"][:, index] = drawn
+
+
+def _draw(logits: Tensor, given: dict[str, Tensor], index: int) -> Tensor:
+    """Draw the drafted token of number `index`, int64 [sequences], and leave what it was drawn from."""
+    best = top_few(logits, 1, default_backend(logits.device))[:, 0].long()
+    if "draft_uniforms" not in given:
+        return best
+    temperature, top_p = given["temperature"], given["top_p"]
+    least = temperature.new_zeros(1, 1)
+    if "top_k" in given:
+        beyond = torch.arange(min(DRAFTED_SUPPORT, logits.shape[1]), device=logits.device) >= given["top_k"][:, None]
+        least = given["min_p"][:, None].where(~beyond | (given["top_k"] == 0)[:, None], 2.0)  # which no token has
+    chosen_by = temperature, top_p, least, given["draft_uniforms"][:, index]
+    drawn, ids, probs = draw_tokens(logits, best, *chosen_by, DRAFTED_SUPPORT)
+    given["support_ids"][:, index, : ids.shape[1]] = ids
+    given["support_probs"][:, index, : ids.shape[1]] = probs
+    return drawn

@@ -1,0 +1,43 @@
+"""What the layers of a pass read: all, or lists made before the pass or in it."""
+
+from torch import Tensor
+
+from engine.decoder import Decoder
+from engine.kv.cache import KVCache
+from engine.kv.fetch import FetchPlan
+from engine.layer_attention import Heads, ListedReads, Rows, plan_reads
+from engine.modules import ModulesDecoder
+from engine.passes.shape import PassShape
+from kernels.backends import Backend
+from kernels.paged_attention import BlockLists, GroupMeans, Tuning
+
+
+def heads_of(decoder: Decoder | ModulesDecoder, kv: KVCache) -> Heads:
+    """Return what attention needs to know of a model's heads."""
+    return Heads(kv.kv_heads, decoder.heads // kv.kv_heads, kv.k_pages[0].shape[3], decoder.attention_scale)
+
+
+def listed_layers(shape: PassShape, kv: KVCache) -> dict[int, int]:
+    """Return the number of each layer that has lists, among these."""
+    return {layer: i for i, layer in enumerate(shape.sparse_layers(kv.num_layers))}
+
+
+def listed_reads(
+    heads: Heads,
+    rows: Rows,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None = None,
+    tuning: Tuning | None = None,
+) -> ListedReads:
+    """Return what the lists and counts of a pass say, in `given`, with the means that stand in for the rest."""
+    means: list[GroupMeans] | None = None
+    if shape.groups:
+        assert kv.means is not None
+        means = kv.means.over(given["group_tables"], given["group_counts"])
+    lines, wait = (None, None) if fetched is None else (fetched.lines, fetched.wait)
+    blocks = BlockLists(given["lists"], given["counts"], shape.block_size, lines)
+    work = plan_reads(heads, rows, attention, tuning, blocks, means)
+    return ListedReads(blocks, listed_layers(shape, kv), work, means, wait)

@@ -1,0 +1,60 @@
+"""What callers use of a target, so that each orchestrator knows what a key uses through the others."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from target_service.admission import Admission
+from wire.messages import CallerUsage, ServedEvent
+
+_WINDOW = 60  # seconds
+
+
+class CallerTokens:
+    """Counts the tokens of callers, of prompts and of answers. total: since the start."""
+
+    def __init__(self) -> None:
+        self.total: Counter[str] = Counter()
+        self._recent: deque[tuple[int, Counter[str]]] = deque()  # by second
+
+    def add(self, caller: str, tokens: int) -> None:
+        """Count tokens of a caller; those of requests without a key are nobody's."""
+        if not caller:
+            return
+        second = int(time.monotonic())
+        if not self._recent or self._recent[-1][0] != second:
+            self._recent.append((second, Counter()))
+        self._recent[-1][1][caller] += tokens
+        self.total[caller] += tokens
+
+    def of_last_minute(self) -> Counter[str]:
+        """Return the tokens of the last minute, by caller."""
+        oldest = int(time.monotonic()) - _WINDOW
+        while self._recent and self._recent[0][0] < oldest:
+            self._recent.popleft()
+        return sum((each for _, each in self._recent), Counter())
+
+
+class StreamUsage:
+    """What the callers of all other orchestrators use, as one orchestrator is told of it, who owns the sessions of
+    `emit`."""
+
+    def __init__(self, admission: Admission, tokens: CallerTokens, emit: Callable[[ServedEvent], None]) -> None:
+        self._admission, self._tokens, self._emit = admission, tokens, emit
+        self._own: Counter[str] = Counter()
+        self._told = tokens.total - tokens.of_last_minute()  # it comes new, and knows of nothing
+
+    def add(self, caller: str, tokens: int) -> None:
+        """Count tokens of this orchestrator's own."""
+        self._own[caller] += tokens
+        self._tokens.add(caller, tokens)
+
+    def report(self) -> list[CallerUsage]:
+        """Return what is used through the others, tokens since the last report."""
+        if not self._tokens.total:
+            return []
+        everyone = self._admission.everyone()
+        requests = Counter(each.caller for each in everyone if each.emit != self._emit and not each.choice)
+        others = self._tokens.total - self._own
+        fresh, self._told = others - self._told, others
+        return [CallerUsage(caller, requests[caller], fresh[caller]) for caller in sorted({*requests, *fresh} - {""})]

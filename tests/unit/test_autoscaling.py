@@ -1,0 +1,181 @@
+"""What the load asks for is placed and found; what is too much is drained first, and ended without sessions."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from orchestrator.autoscaling import Autoscaler
+from orchestrator.directory import Directory, side_of
+from orchestrator.routing import TargetView
+from orchestrator.scaling import Scaler, Scaling
+from wire.messages import Report
+
+
+@dataclass
+class Stream:
+    """A target that serves, as the router knows it. drained: what it was told."""
+
+    view: TargetView
+    connected: bool = True
+    drained: list[bool] = field(default_factory=list)
+
+    async def drain(self, draining: bool) -> None:
+        self.drained.append(draining)
+        self.say(draining=draining)
+
+    def say(self, **values: Any) -> None:
+        self.view.report = replace(self.view.report, **values)
+
+
+class Fleet:
+    """Places a target and a draft at a time. failing: services that cannot start. slow: those that take for ever."""
+
+    def __init__(self) -> None:
+        self.names = ["target-1", "draft-1"]
+        self.slow: set[str] = set()
+        self.failing: set[str] = set()
+        self.replaced: list[str] = []
+        self.streams = {"target-1": self.stream("target-1")}
+
+    def stream(self, name: str) -> Stream:
+        return Stream(TargetView(name, Report(number=1, kv_pages=100, free_kv_pages=100)))
+
+    @property
+    def latest(self) -> list[str]:
+        return self.names[-2:]
+
+    def add_target(self) -> None:
+        number = len(self.names) // 2 + 1
+        self.names += [f"target-{number}", f"draft-{number}"]
+
+    def remove_target(self) -> None:
+        del self.names[-2:]
+
+    def locate(self, name: str) -> str:
+        if name in self.failing:
+            raise RuntimeError("no such model")
+        if name in self.slow:
+            return ""
+        if side_of(name) == "target":
+            self.streams.setdefault(name, self.stream(name))
+        return f"{name}:7"
+
+    def replace(self, name: str) -> None:
+        self.replaced.append(name)
+        self.failing.discard(name)
+
+
+class Run:
+    """An autoscaler at work: one to three targets, whose KV is to be half in use."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        self.directories = {side: Directory({f"{side}-1": f"{side}-1:7"}) for side in ("target", "draft")}
+        scaler, lines = Scaler(Scaling(1, 3, 0.5, 5, 0, 0)), self.fleet.streams
+        fleet: Any = self.fleet
+        turn = asyncio.Lock()
+        self.autoscaler = Autoscaler(scaler, lines, lines, self.directories, fleet, turn)  # type: ignore[arg-type]
+
+    @property
+    def found(self) -> list[str]:
+        return [name for directory in self.directories.values() for name in directory.addresses]
+
+    def load(self, use: int, sessions: int = 1) -> None:
+        for stream in self.fleet.streams.values():
+            stream.say(free_kv_pages=100 - use, sessions=sessions)
+
+
+@pytest.fixture
+async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
+    monkeypatch.setattr("orchestrator.autoscaling.BEAT_SECONDS", 0.01)
+    run = Run()
+    task = asyncio.create_task(run.autoscaler.run())
+    yield run
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_what_the_load_asks_for_is_placed_with_its_drafts_and_found(run: Run) -> None:
+    run.load(80)
+    await until(lambda: run.found == ["target-1", "target-2", "draft-1", "draft-2"])
+    assert run.fleet.names == ["target-1", "draft-1", "target-2", "draft-2"]
+    assert not any(stream.drained for stream in run.fleet.streams.values())
+
+
+async def test_a_target_that_is_too_many_is_ended_when_its_sessions_are(run: Run) -> None:
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    run.load(10)
+    added = run.fleet.streams["target-2"]
+    await until(lambda: added.drained == [True])
+    await asyncio.sleep(0.2)
+    assert "target-2" in run.fleet.names, "a session runs on it"
+    added.say(sessions=0)
+    await until(lambda: run.fleet.names == ["target-1", "draft-1"])
+    assert run.found == ["target-1", "draft-1"]
+
+
+async def test_a_target_that_drains_stays_if_the_load_comes_back(run: Run) -> None:
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    run.load(10)
+    added = run.fleet.streams["target-2"]
+    await until(lambda: added.drained == [True])
+    run.load(90)
+    await until(lambda: added.drained == [True, False])
+    assert run.fleet.names[:4] == ["target-1", "draft-1", "target-2", "draft-2"]
+
+
+async def test_a_target_that_only_starts_is_given_up_at_once(run: Run) -> None:
+    run.fleet.slow = {"target-2"}
+    run.load(80)
+    await until(lambda: "draft-2" in run.found)
+    run.load(10)
+    await until(lambda: run.fleet.names == ["target-1", "draft-1"])
+    assert run.found == ["target-1", "draft-1"]
+
+
+async def test_a_target_that_is_lost_while_it_drains_is_ended(run: Run) -> None:
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    run.load(10)
+    await until(lambda: run.fleet.streams["target-2"].drained == [True])
+    run.fleet.streams["target-2"].connected = False
+    await until(lambda: run.fleet.names == ["target-1", "draft-1"])
+
+
+async def test_a_service_that_could_not_start_is_tried_again(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.fleet.failing = {"target-2"}
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    assert run.fleet.replaced == ["target-2"] and "no such model" in caplog.text
+
+
+async def test_what_a_new_ray_does_not_have_is_forgotten(run: Run) -> None:
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    run.load(10)
+    run.fleet.names = ["target-1", "draft-1"]
+    await until(lambda: run.found == ["target-1", "draft-1"])
+
+
+async def test_an_error_of_ray_is_no_end(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    def away() -> None:
+        run.fleet.add_target = add  # type: ignore[method-assign]
+        raise ConnectionError("no Ray")
+
+    add, run.fleet.add_target = run.fleet.add_target, away  # type: ignore[method-assign]
+    run.load(80)
+    await until(lambda: "target-2" in run.found)
+    assert "that is tried again" in caplog.text

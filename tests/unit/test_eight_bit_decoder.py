@@ -1,0 +1,86 @@
+"""A decoder whose passes of few rows read weights in 8 bits, against one whose weights are rounded so."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.decoder import Decoder
+from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
+from engine.loading.eight_bit import with_eight_bit_weights
+from engine.loading.model import load_model
+from engine.loading.runner import make_decoder, make_runner, modules_decoder
+from kernels.eight_bit_linear import MAX_ROWS, quantize
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def round_weights(decoder: Decoder) -> None:
+    """Round, in place, what passes of few rows read in 8 bits."""
+    for layer in decoder.layers:
+        for weight in (layer.out, layer.gate_up, layer.down):
+            rounded = quantize(weight)
+            weight.copy_(rounded.values.float() * rounded.scales[:, None])
+    rounded = quantize(decoder.lm_head)
+    decoder.lm_head.copy_(rounded.values.float() * rounded.scales[:, None])
+
+
+def logits(folder: str, rounded: str, tokens: int) -> Tensor:
+    """Return the logits of a prompt of so many tokens. rounded: how weights are: not, in 8 bits, or rounded as these"""
+    loaded = load_model(folder, DTYPE, DEVICE)
+    decoder = make_decoder(loaded)
+    assert isinstance(decoder, Decoder)
+    with torch.inference_mode():
+        if rounded == "8 bits":
+            decoder = with_eight_bit_weights(decoder)
+        elif rounded:
+            round_weights(decoder)
+    runner = make_runner(loaded, 1024, max_context=400, decoder=decoder)
+    prompt = torch.randint(0, 97, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+    (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "all")])
+    assert output.logits is not None
+    return output.logits.float()
+
+
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_passes_of_few_rows_read_weights_in_8_bits(folder: str, tokens: int) -> None:
+    torch.testing.assert_close(
+        logits(folder, "8 bits", tokens),
+        logits(folder, "rounded", tokens),
+        atol=0.03 if DEVICE == "cuda" else 1e-4,
+        rtol=1e-3,
+    )
+    assert not torch.allclose(logits(folder, "8 bits", tokens), logits(folder, "", tokens), atol=1e-4)
+
+
+def test_prompts_read_the_weights_as_they_are(folder: str) -> None:
+    assert torch.equal(logits(folder, "8 bits", MAX_ROWS + 40), logits(folder, "", MAX_ROWS + 40))
+
+
+def test_what_is_not_built_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="built for the fused decoder"):
+        with_eight_bit_weights(modules_decoder(load_model(folder, DTYPE, DEVICE)))
+    transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).save_pretrained(tmp_path / "olmo2")
+    with pytest.raises(NotImplementedError, match="norm what attention and MLP read, alone"):
+        with_eight_bit_weights(make_decoder(load_model(str(tmp_path / "olmo2"), DTYPE, DEVICE)))

@@ -1,0 +1,162 @@
+"""What a lost orchestrator leaves at a target, a client takes up by the same request through another one."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.sampling import Sampling
+from orchestrator.directory import Directory
+from orchestrator.ledger import Record
+from orchestrator.router import Router
+from target_service.left_sessions import MOST_LEFT, Account, LeftSessions, Written
+from tests.unit.clock import Clock
+from tests.unit.test_target_streams import PROMPT, target_at
+from wire.access import PeerAccess
+from wire.errors import Unavailable
+from wire.messages import At, Commit, Exactness, FinishReason, Open
+
+SAMPLED = Sampling(temperature=1.0, seed=5)
+
+
+def record(name: str = "a", **values: Any) -> Record:
+    given = {"max_tokens": 300, "sampling": SAMPLED, "caller": "alice"} | values
+    return Record(name, list(PROMPT), len(PROMPT), stop_token_ids=[], exactness=Exactness.EXACT, **given)
+
+
+class Gateway:
+    """A router that can be lost by itself, before the end of what it is used for."""
+
+    def __init__(self, address: str) -> None:
+        self.router = Router(Directory({"target": address}), PeerAccess(), 30)
+        self._connected = self.router.connected_to_targets()
+
+    async def start(self) -> "Gateway":
+        await self._connected.__aenter__()
+        await until(lambda: self.router.connected)
+        return self
+
+    async def stop(self) -> None:
+        await self._connected.__aexit__(None, None, None)
+
+    @property
+    def left(self) -> set[str]:
+        """The sessions that it knows to be left."""
+        return self.router.targets["target"].view.left
+
+
+@contextlib.asynccontextmanager
+async def two_gateways(**settings: Any) -> AsyncIterator[tuple[Gateway, Gateway]]:
+    """Gateways over one target, the first of which the test stops."""
+    async with target_at(**settings) as (address, _):
+        first, second = [await Gateway(address).start() for _ in range(2)]
+        yield first, second
+        await second.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def some_of(gateway: Gateway, wanted: Record, tokens: int) -> list[int]:
+    """Return what comes of a session until there are so many tokens; its gateway is stopped then."""
+    got: list[int] = []
+    with contextlib.suppress(Unavailable):
+        async for commit in gateway.router.stream(wanted):
+            got += commit.tokens
+            if len(got) >= tokens and gateway.router.targets:
+                await gateway.stop()
+    return got
+
+
+async def all_of(gateway: Gateway, wanted: Record) -> list[int]:
+    return [token async for commit in gateway.router.stream(wanted) for token in commit.tokens]
+
+
+async def test_a_client_goes_on_through_another_gateway_with_the_tokens_that_it_has() -> None:
+    """Though its request has another seed there: what was committed is told again, and counted as it was."""
+    async with two_gateways() as (first, second):
+        got = await some_of(first, record(), 50)
+        await until(lambda: second.left == {"a"})
+        again = record(sampling=replace(SAMPLED, seed=77))
+        tokens = await all_of(second, again)
+        assert len(tokens) == 300 and tokens[: len(got)] == got and 50 <= len(got) < 300
+        assert again.totals.rounds + again.totals.plain_rounds == 300, "each round once"
+        await until(lambda: not second.left)
+        alone = await all_of(second, record("b", sampling=SAMPLED))
+        assert alone == tokens, "with the seed of the first"
+
+
+async def test_an_answer_whose_end_nobody_got_is_told_again() -> None:
+    async with two_gateways() as (first, second):
+        got = await all_of(first, record(max_tokens=20))
+        await first.stop()
+        await until(lambda: second.left == {"a"})
+        again = record(max_tokens=20, sampling=replace(SAMPLED, seed=77))
+        assert await all_of(second, again) == got and again.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("other", [{"caller": "bob"}, {"max_tokens": 299}, {"sampling": Sampling(0.5, seed=5)}])
+async def test_another_request_of_that_name_gets_nothing_of_it(other: dict[str, Any]) -> None:
+    async with two_gateways() as (first, second):
+        got = await some_of(first, record(), 50)
+        await until(lambda: second.left == {"a"})
+        fresh = record(**{"sampling": replace(SAMPLED, seed=78)} | other)
+        assert (await all_of(second, fresh))[:50] != got[:50]
+
+
+async def test_what_is_left_is_kept_for_resume_timeout() -> None:
+    async with two_gateways(resume_timeout=0.3) as (first, second):
+        await some_of(first, record(), 10)
+        await until(lambda: second.left == {"a"})
+        await until(lambda: not second.left)
+        assert len(await all_of(second, record(max_tokens=5))) == 5
+
+
+def opened(name: str, tokens: int = 3, **values: Any) -> Open:
+    return Open(f"{name}@x.1", [1] * tokens, 3, 9, [], SAMPLED, Exactness.EXACT, **values)
+
+
+def commit(name: str, base: int, *tokens: int, reason: FinishReason = FinishReason.NONE) -> Commit:
+    return Commit(At(f"{name}@x.1", 0, 0, base), list(tokens), finish_reason=reason)
+
+
+def test_a_session_that_was_resumed_before_is_told_from_its_prompt_on() -> None:
+    written = Written(opened("a", 5), [commit("a", 5, 7), commit("a", 6, 8, 9)])
+    assert [(each.at.session, each.at.base, each.tokens) for each in written.retold("a@y.2")] == [
+        ("a@y.2", 3, [1, 1]),
+        ("a@y.2", 5, [7]),
+        ("a@y.2", 6, [8, 9]),
+    ]
+    assert written.going_on(opened("a")).tokens == [1, 1, 1, 1, 1, 7, 8, 9]
+
+
+def test_only_so_many_are_kept_and_those_without_all_log_probabilities_not() -> None:
+    left = LeftSessions(60)
+    changed = left.watch()
+    for number in range(MOST_LEFT + 1):
+        left.leave(Written(opened(f"{number}")))
+    assert left.find(opened("0")) is None and left.find(opened("1")) is not None
+    assert len(left.names) == MOST_LEFT and len(changed) == MOST_LEFT + 1
+    left.leave(Written(opened("p", 5, wants_logprobs=True)))
+    assert "p" not in left.names
+    left.forget(opened("1"))
+    assert left.find(opened("1")) is None
+
+
+def test_an_account_forgets_what_ended_before_its_orchestrator_could_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("target_service.left_sessions.time", clock)
+    account = Account(8)
+    for name in "ab":
+        account.open(opened(name))
+    account.write(commit("a", 3, 7, reason=FinishReason.STOP))
+    assert "a@x.1" not in account and "b@x.1" in account and len(list(account)) == 2
+    clock.now = 9
+    account.write(commit("b", 3, 7))  # which goes on for long
+    assert [each.request.session for each in account] == ["b@x.1"]

@@ -1,0 +1,153 @@
+"""A target that drafts for itself: what it reads, when it pays, and sessions that it drafts for."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config import TargetSettings
+from engine.sampling import Sampling
+from sparsity.plan import uniform_plan
+from target_service.self_drafting import SelfDrafting, self_drafting
+from tests.unit.clock import Clock
+from tests.unit.fake_models import GREEDY, FakeModel
+from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
+from tests.unit.world import World, changed_logits, prompts, target_probs, totals
+from wire import messages as m
+
+LLAMA_8B = uniform_plan(32, 8, 1, 1, budget=0.06)
+WEIGHT_TOKENS = 16.1e9 / 131072
+
+# Whether it pays, and what is read
+
+
+def test_drafting_pays_at_length_and_not_before() -> None:
+    drafting = SelfDrafting(LLAMA_8B, 8, WEIGHT_TOKENS, -1)
+    assert drafting.cost(0) == 8, "without KV each drafting pass is a whole step"
+    assert drafting.cost(8 * 102_400) == pytest.approx(1.46, abs=0.01)
+    assert not drafting.pays(8 * 4_096) and drafting.pays(8 * 16_384) and drafting.pays(102_400)
+    forced = replace(drafting, least_tokens=100)
+    assert not forced.pays(99) and forced.pays(100)
+
+
+def test_a_round_drafts_only_behind_one_that_weighed_the_kv() -> None:
+    drafting = SelfDrafting(LLAMA_8B, 4, 0.0, 0)
+    assert [drafting.drafted(0, 100), drafting.drafted(95, 100), drafting.drafted(94, 100)] == [0, 4, 0]
+
+
+def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
+    drafting = SelfDrafting(replace(LLAMA_8B, budget=0.06), 8, 0.0, 0)
+    read = drafting.read(drafting.new_memory(), 4096, 8)
+    assert read.drafts and read.group_means and read.budget is not None
+    blocks, always = 257, 1 + 1 + 1  # the sink, the newest committed block, one of drafted tokens
+    assert (read.budget.first, read.budget.last) == (1, 255)
+    each = 0.06 * blocks - 1.5 * 7 / 16 - always
+    assert read.budget.room == pytest.approx(256 * each, abs=1)
+    assert not read.budget.bitmap.any()
+
+
+def test_only_a_target_that_says_so_drafts_for_itself() -> None:
+    assert self_drafting(TargetSettings(), LLAMA_8B, 0.0) is None
+    drafting = self_drafting(TargetSettings(draft="self", self_read_share=0.1), LLAMA_8B, 5.0)
+    assert drafting is not None and (drafting.plan.budget, drafting.weight_tokens) == (0.1, 5.0)
+
+
+# Sessions
+
+
+def self_drafted(clock: Clock, seed: int, model: FakeModel, **how: object) -> World:
+    return World(clock, seed, model, proposer="self", **how)  # type: ignore[arg-type]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@given(
+    seed=st.integers(0, 999),
+    gamma=st.integers(1, 8),
+    pages=st.integers(24, 60),
+    agreement=st.integers(2, 4),
+    aborted=st.sets(st.integers(0, 4)),
+    exactness=st.sampled_from(m.Exactness),
+)
+def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
+    clock: Clock, seed: int, gamma: int, pages: int, agreement: int, aborted: set[int], exactness: m.Exactness
+) -> None:
+    """Some give way for room, some are aborted, and drafts are right in half to all of the places."""
+    world = self_drafted(clock, seed, FakeModel(agreement=agreement), gamma=gamma, pages=pages)
+    texts = prompts(random.Random(seed), 5, 100)
+    names = [world.open(prompt, 60, exactness=exactness, sparsity="ahead") for prompt in texts]
+    for number in aborted:
+        world.script += [lambda: None] * 20 + [lambda name=names[number]: world.abort(name)]
+    world.run()
+    for number, name in enumerate(names):
+        if number not in aborted:
+            world.check_greedy(name)
+    drafted, accepted = totals(world)
+    counted = world.verifier.counters
+    assert (drafted, accepted) == (counted["self_draft_tokens"], counted["self_accepted_tokens"])
+    assert counted["rounds"] == counted["self_rounds"] > 0
+    assert accepted > drafted / 4
+    world.check_nothing_left()
+
+
+def test_a_session_first_weighs_and_then_drafts_in_every_round(clock: Clock) -> None:
+    world = self_drafted(clock, 1, FakeModel(), gamma=4)
+    name = world.open([*range(20)], 41)
+    world.run()
+    world.check_greedy(name)
+    assert [(commit.drafted, len(commit.tokens)) for commit in world.commits[name]] == [(0, 1)] + [(4, 5)] * 8
+    assert len(world.target.lists_drafted_by) == 8
+
+
+def test_what_does_not_pay_is_decoded_plainly(clock: Clock) -> None:
+    world = self_drafted(clock, 1, FakeModel(), gamma=4, self_from=60)
+    short = world.open([*range(20)], 20)
+    world.run()
+    assert {commit.drafted for commit in world.commits[short]} == {0}
+    names = [world.open([*range(20)], 20), world.open([*range(31)] * 2, 20)]
+    world.run()
+    for name in (short, *names):
+        world.check_greedy(name)
+    assert all(4 in {commit.drafted for commit in world.commits[name]} for name in names), "sessions draft together"
+
+
+def test_drafts_that_are_never_right_are_left_out_and_tried_again(clock: Clock) -> None:
+    world = self_drafted(clock, 1, FakeModel(agreement=0), gamma=4)
+    name = world.open([7, 7, 7, 1], 90)
+    world.run()
+    world.check_greedy(name)
+    drafted = [commit.drafted for commit in world.commits[name]]
+    assert drafted == [0, *[4] * 15, *[0] * 17, *[4] * 4, *[0] * 33, *[4] * 4, *[0] * 17][: len(drafted)]
+    assert world.verifier.counters["drafting_pauses"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
+def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:
+    """The first token weighs, the second is drafted and judged, given the first."""
+    model = FakeModel(agreement=2)
+    world = self_drafted(clock, 5, model, gamma=2, prefill_chunk=512)
+    names = [world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(900)]
+    world.run()
+    drafted, accepted = totals(world)
+    assert drafted > 1000 and 0.1 < accepted / drafted < 0.9
+    outcomes = [world.ledger.records[name].generated for name in names]
+    (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
+    for start in ((), (first,)):
+        counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
+        tokens = [*PROMPT, *start]
+        logits = changed_logits(model.target(tokens), tokens, len(PROMPT), sampling, STOPS)
+        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+
+
+def test_a_grammar_is_followed(clock: Clock) -> None:
+    model = FakeModel()
+    world = self_drafted(clock, 3, model, grammars=GRAMMARS)
+    texts = [[*start, *plain(model, SCHEMA, start, 40), *start] for start in ([1, 2, 3], [9, 8, 7], [30, 0, 30])]
+    names = [world.open(prompt, 40, GREEDY, [END], grammar=SCHEMA) for prompt in texts]
+    world.run()
+    for name, prompt in zip(names, texts, strict=True):
+        assert world.ledger.records[name].generated == plain(model, SCHEMA, prompt, 40)

@@ -1,0 +1,234 @@
+"""Rounds that a runner drafts by itself, on a small random model: on a GPU captured steps, elsewhere without graphs."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import models
+from config import TargetSettings
+from engine.inputs import SequenceInput, SequenceOutput
+from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.logit_rules import rules_of
+from engine.model_runner import ModelRunner
+from engine.sampling import Sampling
+from evaluation.forks import fork
+from sparsity.plan import Plan, load_plan, uniform_plan
+from target_service.self_drafting import DECAY, SelfDrafting
+from target_service.verifier import Verifier
+from tests.unit.fake_models import GREEDY
+from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
+from tests.unit.test_sessions import p_value
+from tests.unit.world import target_probs
+from wire import messages as m
+
+GAMMA = 4
+PLAN = uniform_plan(3, 2, 1, 1, group_size=64, budget=1.0)
+SAMPLED = Sampling(1.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    folder: Path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
+    with torch.no_grad():  # as it comes it looks at all tokens alike, and at its own embedding most of all
+        for layer in model.model.layers:
+            for part in (
+                layer.self_attn.q_proj,
+                layer.self_attn.k_proj,
+                layer.self_attn.v_proj,
+                layer.self_attn.o_proj,
+            ):
+                part.weight *= 4
+    model.save_pretrained(folder)
+    made = make_runner(load_model(str(folder), torch.float32, DEVICE), 16000, max_context=400, step_queries=GAMMA + 1)
+    made.kv.keep_group_means(PLAN.group_size, 1000)
+    made.keep_memories(600)
+    return made
+
+
+class Session:
+    """One sequence that is drafted for by itself."""
+
+    def __init__(self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY) -> None:
+        self.runner, self.tokens, self.sampling, self.kv = runner, list(prompt), sampling, SequenceKV()
+        self.drafting = SelfDrafting(replace(PLAN, budget=share), GAMMA, 0.0, 0)
+        self.memory = self.drafting.new_memory()
+        runner.forward([SequenceInput(self.kv, prompt[:-1])])
+
+    def plan(self, drafted: int, **how: object) -> SequenceInput:
+        base = len(self.tokens)
+        judged = Drafted([0] * drafted, [], self.sampling, base, committed=self.tokens, **how)  # type: ignore[arg-type]
+        read = self.drafting.read(self.memory, base, drafted)
+        return SequenceInput(self.kv, [self.tokens[-1], *judged.tokens], "all", read, judged)
+
+    def commit(self, item: SequenceInput, output: SequenceOutput) -> list[int]:
+        assert output.verdict is not None
+        accepted, following = output.verdict
+        committed = [*item.tokens[1 : accepted + 1], following]
+        self.tokens += committed
+        self.runner.kv.truncate(self.kv, len(self.tokens) - 1)
+        return committed
+
+    def round(self, drafted: int = GAMMA, **how: object) -> list[int]:
+        item = self.plan(drafted, **how)
+        return self.commit(item, self.runner.forward([item])[0])
+
+
+def decoded(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens, one after the other."""
+    kv, found = SequenceKV(), list(prompt)
+    runner.forward([SequenceInput(kv, prompt[:-1])])
+    for _ in range(count):
+        (output,) = runner.forward([SequenceInput(kv, [found[-1]], "last")])
+        assert output.logits is not None
+        found.append(int(output.logits.argmax()))
+    runner.kv.release(kv)
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_all_is_accepted_where_drafting_passes_read_everything(runner: ModelRunner, sampling: Sampling) -> None:
+    session = Session(runner, tokens(150, 1), 1.0, sampling)
+    assert [len(session.round(drafted)) for drafted in (0, GAMMA, GAMMA, GAMMA)] == [1, 5, 5, 5]
+    runner.kv.release(session.kv)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_read(runner: ModelRunner, share: float) -> None:
+    """Sessions that weigh, sessions that draft and a plain one run in the same call."""
+    prompts = [tokens(n, n) for n in (300, 131, 17)]
+    sessions = [Session(runner, prompt, share) for prompt in prompts]
+    lengths = Counter[int]()
+    for step in range(8):
+        items = [session.plan(GAMMA if step > number else 0) for number, session in enumerate(sessions[:2])]
+        plain = sessions[2]
+        one = Drafted([], [], GREEDY, len(plain.tokens))
+        items.append(SequenceInput(plain.kv, [plain.tokens[-1]], "all", drafted=one))
+        for session, item, output in zip(sessions, items, runner.forward(items), strict=True):
+            lengths[len(session.commit(item, output))] += 1
+    assert len(lengths) > 2, "some are accepted and some are not"
+    for session, prompt in zip(sessions, prompts, strict=True):
+        assert session.tokens == decoded(runner, prompt, len(session.tokens) - len(prompt))
+        runner.kv.release(session.kv)
+
+
+def test_what_the_last_dense_pass_weighed_is_remembered(runner: ModelRunner) -> None:
+    session = Session(runner, tokens(200, 5), 0.2)
+    for drafted in (0, GAMMA):
+        session.round(drafted)
+        weights = runner._passes.memories.weights(6, 34, runner.device)[session.memory.index]
+        sums = weights.sum(1).tolist()
+        least, most = (2, 2) if not drafted else (2, 2 + 2 * DECAY)
+        assert all(least - 1e-4 <= total <= most for total in sums), (
+            "both heads of a group weigh 1, the older ones less"
+        )
+        assert not weights[:, -(-(200 + drafted + 1) // 16) :].any()
+    runner.kv.release(session.kv)
+
+
+def test_means_stand_in_for_what_is_not_read(runner: ModelRunner) -> None:
+    session = Session(runner, tokens(300, 7), 0.1)
+    session.round(0)
+    kept = []
+    for means in (True, False):
+        item = session.plan(GAMMA)
+        assert item.read is not None
+        item.read.group_means = means
+        twin = fork(runner.kv, session.kv)
+        item.kv = twin
+        runner.forward([item])
+        kept.append([keys[twin.pages].clone() for keys in runner.kv.k_pages])
+        runner.kv.release(twin)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*kept, strict=True)), "the dense pass writes the KV anew"
+    runner.kv.release(session.kv)
+
+
+def test_sampled_tokens_have_the_targets_distribution(runner: ModelRunner) -> None:
+    """The first two tokens of a round, the second given the first, beside the dense distribution."""
+    prompt, count = tokens(180, 3), 500
+    session = Session(runner, prompt, 0.1)
+    session.round(0)
+    del session.tokens[len(prompt) :]
+    runner.kv.truncate(session.kv, len(prompt) - 1)
+    outcomes, accepted = [], 0
+    for seed in range(count):
+        twin = fork(runner.kv, session.kv)
+        sampling = Sampling(0.3, seed=seed, top_k=60)
+        judged = Drafted([0] * GAMMA, [], sampling, len(prompt))
+        item = SequenceInput(twin, [prompt[-1], *judged.tokens], "all", session.plan(GAMMA).read, judged)
+        (output,) = runner.forward([item])
+        assert output.verdict is not None
+        outcomes.append([*item.tokens[1 : output.verdict[0] + 1], output.verdict[1]])
+        accepted += output.verdict[0]
+        runner.kv.release(twin)
+        session.memory.decay = 1.0  # what this round has weighed changes little
+    assert 0.3 < accepted / (count * GAMMA) < 0.95
+    (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
+    for start in ([], [first]):
+        counts = Counter(o[len(start)] for o in outcomes if o[: len(start)] == start and len(o) > len(start))
+        assert p_value(counts, dense_probs(runner, [*prompt, *start], Sampling(0.3, top_k=60))) > 1e-4
+    runner.kv.release(session.kv)
+
+
+def dense_probs(runner: ModelRunner, text: list[int], sampling: Sampling) -> dict[int, float]:
+    kv = SequenceKV()
+    (output,) = runner.forward([SequenceInput(kv, text, "last")])
+    runner.kv.release(kv)
+    assert output.logits is not None
+    return target_probs(output.logits[0].cpu().numpy().astype(np.float64), sampling)
+
+
+def test_rules_and_log_probabilities_are_of_what_was_drafted(runner: ModelRunner) -> None:
+    """A token that is ruled out never comes, drafted or not; each token is told with its log probability."""
+    prompt = tokens(90, 9)
+    likeliest = decoded(runner, prompt, 3)[len(prompt) :]
+    for sampling in (
+        Sampling(0.0, logit_bias={likeliest[1]: -1e9}),
+        Sampling(0.8, seed=3, logit_bias={likeliest[1]: -1e9}),
+    ):
+        session = Session(runner, prompt, 0.3, sampling)
+        for drafted in (0, GAMMA, GAMMA):
+            item = session.plan(drafted, rules=rules_of(sampling, len(prompt), []), logprobs=1)
+            (output,) = runner.forward([item])
+            committed = session.commit(item, output)
+            assert len(output.logprobs) == len(committed)
+        assert likeliest[1] not in session.tokens[len(prompt) :]
+        runner.kv.release(session.kv)
+
+
+@pytest.mark.parametrize("backing_tokens", [0, 8000])
+def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_tokens: int) -> None:
+    """Served sessions; with a backing store most of their KV leaves the device on the way."""
+    model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
+    texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
+    plan: Plan = load_plan(models.PLAN)
+    runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
+    settings = TargetSettings(
+        draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=2, prefill_chunk=128
+    )
+    verifier = Verifier(runner, plan, settings)
+    served: dict[str, list[int]] = {"0": [], "1": []}
+
+    def emit(event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit)
+        served[event.at.session] += event.tokens
+
+    for name, text in enumerate(texts):
+        verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)
+    while (step := verifier.plan_step()) is not None:
+        verifier.finish_step(step, verifier.execute(step))
+    assert verifier.counters["self_accepted_tokens"] > (0 if backing_tokens else 50)
+    for name, text in enumerate(texts):
+        expected = model.generate(  # type: ignore[operator]
+            torch.tensor([text]), do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0
+        )
+        assert served[str(name)] == expected[0, len(text) :].tolist()

@@ -1,0 +1,49 @@
+"""What the process of a service does when the service fails; Ray is played by the test."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from config import TargetSettings
+from orchestrator import service_actor
+from orchestrator.service_actor import ServiceActor
+
+
+class Ended(BaseException):
+    """Instead of the process's end."""
+
+
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> ServiceActor:
+    """An actor whose service fails as soon as it is run."""
+
+    async def fail(settings: Any, on_ready: Any) -> None:
+        raise ValueError("there is no such model")
+
+    def end(status: int) -> None:
+        assert status == 1
+        raise Ended
+
+    monkeypatch.setattr(service_actor, "run_target", fail)
+    monkeypatch.setattr(service_actor.os, "_exit", end)
+    made = ServiceActor.__new__(ServiceActor)
+    made._listening, made._served_before = Future(), False
+    return made
+
+
+def test_a_service_that_fails_before_it_ever_served_says_why(actor: ServiceActor) -> None:
+    actor._run(TargetSettings())
+    with pytest.raises(RuntimeError, match="there is no such model"):
+        actor.where()
+
+
+@pytest.mark.parametrize("served", ["before it was started again", "now"])
+def test_a_service_that_has_served_and_fails_ends_its_process(actor: ServiceActor, served: str) -> None:
+    """So that Ray starts it again, also where it was started again and fails before it serves."""
+    if served == "now":
+        actor._listening.set_result(("127.0.0.1:1", 1))
+    else:
+        actor._served_before = True
+    with pytest.raises(Ended):
+        actor._run(TargetSettings())

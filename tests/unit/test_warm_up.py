@@ -1,0 +1,122 @@
+"""What is captured before the first request is all that requests take: none of them waits for a capture.
+
+Without a GPU a stand-in for graphs runs the launches one by one, in the shapes that a GPU would capture.
+"""
+
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from config import DraftSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import DraftSession, TargetPeer
+from engine.graphs import Captured, Graphs
+from engine.inputs import SequenceInput
+from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.logit_rules import rules_of
+from engine.model_runner import ModelRunner
+from engine.sampling import Sampling
+from sparsity.plan import load_plan
+from wire.messages import At, Begin, DraftEvent, End, Proposals, Verdict
+
+SESSIONS, GAMMA = 2, 4
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "logit_bias": {7: 2.0}, "min_tokens": 3}
+SAMPLINGS = [
+    Sampling(0.0),
+    Sampling(0.8, 0.9, seed=1),
+    Sampling(0.8, 0.9, seed=2, top_k=20),
+    Sampling(0.8, seed=3, min_p=0.1),
+    Sampling(0.0, **PENALTIES),
+    Sampling(0.8, 0.9, seed=4, top_k=20, **PENALTIES),
+]
+
+
+@dataclass
+class Launches:
+    """In a graph's place: runs what it would have captured."""
+
+    captured: Captured
+
+    def replay(self) -> None:
+        self.captured.launch()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runners on a CPU capture."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(Graphs, "_capture", lambda self, captured: Launches(captured))
+
+
+def runner_of(folder: Any) -> ModelRunner:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    runner = make_runner(load_model(str(folder), torch.float32, device), 4096, max_context=400)
+    runner._captures = runner._passes.graphs.captures = True
+    return runner
+
+
+@pytest.mark.usefixtures("captures")
+def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    runner = runner_of(models.TARGET)
+    with caplog.at_level(logging.INFO):
+        runner.warm_up([None], SESSIONS)
+    shapes = set(runner._passes.graphs.by_shape)
+    told = next(record for record in caplog.records if record.message == "CUDA graphs are captured")
+    assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(shapes)) and vars(told)["seconds"] >= 0
+    for sampling, count, queries in itertools.product(SAMPLINGS, range(1, SESSIONS + 1), (1, 3, GAMMA + 1)):
+        kvs, rules = [SequenceKV() for _ in range(count)], rules_of(sampling, 9, [3])
+        runner.forward([SequenceInput(kv, list(range(20, 26))) for kv in kvs])  # the end of a prompt
+        drafted = Drafted([5] * (queries - 1), [], sampling, 7, rules, [1, 2, 3, 4, 5, 6, 7], 2)
+        outputs = runner.forward([SequenceInput(kv, [4] * queries, "all", drafted=drafted) for kv in kvs])
+        assert all(output.verdict is not None for output in outputs)
+        for kv in kvs:
+            runner.kv.release(kv)
+    assert set(runner._passes.graphs.by_shape) == shapes
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("settings", [{}, {"branches": 3}, {"read_share": 0.5, "refresh_every": 2}])
+def test_no_round_of_a_draft_is_captured_for_a_request(settings: dict[str, Any]) -> None:
+    plan, runner = load_plan(models.PLAN), runner_of(models.DRAFT)
+    drafter = Drafter(runner, plan, DraftSettings(gamma=GAMMA, max_sessions=SESSIONS, **settings))
+    runner.warm_up_rounds(SESSIONS, [plan.method])
+    assert runner._rounds is not None
+    graphs = runner._rounds._graphs, runner._passes.graphs
+    shapes = [set(each.by_shape) for each in graphs]
+    sent: list[DraftEvent] = []
+    peer = TargetPeer(sent.append)
+    drafter.attach(peer)
+
+    def run(*events: Any) -> None:
+        for event in events:
+            drafter.receive(peer, event)
+        while (step := drafter.plan_step()) is not None:
+            drafter.finish_step(step, drafter.execute(step))
+
+    for number, (one, other) in enumerate(itertools.pairwise(SAMPLINGS)):
+        for name, sampling, method in ((f"a{number}", one, plan.method), (f"b{number}", other, "")):
+            run(Begin(At(name, 0, 0, 30), list(range(40, 70)), sampling, 200, method, 30, [3]))
+        for accepted in (GAMMA, 0, GAMMA):
+            run(*(_verdict(session, accepted) for session in peer.sessions.values()))
+        run(*(End(name) for name in peer.sessions))
+    assert any(isinstance(event, Proposals) for event in sent)
+    assert [set(each.by_shape) for each in graphs] == shapes
+
+
+def _verdict(session: DraftSession, accepted: int) -> Verdict:
+    """Return the verdict that keeps so many of a round's tokens: all of them and what was foreseen, or not."""
+    assert session.drafted is not None
+    *proposed, guess = session.drafted.tokens
+    extra = guess if accepted == GAMMA else (proposed[accepted] + 1) % 4096
+    epoch = session.epoch + (accepted < GAMMA or session.ahead is None)
+    place = At(session.id, epoch, session.round + 1, session.committed)
+    return Verdict(place, accepted, [*proposed[:accepted], extra], plain=False)
