@@ -19,7 +19,7 @@ from engine.step_loop import share_prefill
 from sparsity.plan import Plan
 from sparsity.rounds import announced_selection, announcement_request
 from sparsity.selection import BlockSelection
-from wire.messages import Announcement, At, Proposals, Ready
+from wire.messages import At, Proposals, Ready
 from wire.selection_codec import NamedSelection, encode_selection, with_header
 
 _NO_IDS, _NO_PROBS = np.empty(0, np.uint32), np.empty(0, np.float32)
@@ -222,37 +222,33 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
 
 
 def send_ahead(session: DraftSession, ahead: RoundAhead, counters: Counter[str]) -> None:
-    """Send what the round ahead announces, if it does, and a proposal for each of its branches."""
-    at = session.at._replace(round=session.round + 1, base=ahead.base)
-    _announce(session, at, ahead.selection, ahead.coded, session.newest_known, counters)
-    _propose(session, at, ahead.selection is not None, ahead.branches, ahead.seconds, counters)
+    """Send a proposal for each branch of the round ahead, and what the round announces, if it does."""
+    announced = _announcement(ahead.selection, ahead.coded, session.newest_known, counters)
+    _propose(session, session.round + 1, ahead.base, ahead.branches, ahead.seconds, announced, counters)
 
 
 def send_round(session: DraftSession, counters: Counter[str]) -> None:
-    """Send what the session's round announces, if it does, and its proposal.
+    """Send the proposal of the session's round, and what it announces, if it does.
 
     Also a second time, for a round drafted ahead which still holds although the epoch has moved.
     """
     assert session.drafted is not None
-    at = session.at._replace(base=session.selection_base)
     # Of this round the target knows nothing yet.
-    _announce(session, at, session.selection, session.coded, session.reference, counters)
+    announced = _announcement(session.selection, session.coded, session.reference, counters)
     last, start = session.tokens[session.committed - 1], session.committed - 1
     branch = BranchAhead(session.committed, last, session.drafted, start)
-    _propose(session, session.at, session.selection is not None, [branch], session.seconds, counters)
+    _propose(session, session.round, session.selection_base, [branch], session.seconds, announced, counters)
 
 
-def _announce(
-    session: DraftSession,
-    at: At,
+def _announcement(
     selection: BlockSelection | None,
     coded: CodedSelection | None,
     reference: NamedSelection | None,
     counters: Counter[str],
-) -> None:
-    """Announce a selection of blocks before at.base, coded against the newest one that the target holds."""
+) -> bytes:
+    """Return a selection as bytes, coded against the newest one that the target holds; nothing for None."""
     if selection is None:
-        return
+        return b""
     name = None if reference is None else reference[0]
     if coded is not None and coded.reference == name:
         difference, shape = coded.difference, (selection.num_heads, selection.num_blocks)
@@ -261,21 +257,19 @@ def _announce(
         data = encode_selection(selection, reference)
     counters["announcements"] += 1
     counters["announced_bytes"] += len(data)
-    session.peer.send(Announcement(at, data))
+    return data
 
 
 def _propose(
     session: DraftSession,
-    at: At,
-    announces: bool,
+    round_: int,
+    base: int,
     branches: Sequence[BranchAhead],
     seconds: float,
+    announced: bytes,
     counters: Counter[str],
 ) -> None:
-    """Propose what was drafted behind each of the branches, for a round that announces blocks or not.
-
-    at.base: where the shortest of the branches begins.
-    """
+    """Propose what was drafted behind each of the branches. base: where the shortest begins that was drafted."""
     drafted = [(branch.drafted, branch.drafted.proposed) for branch in branches]
     counts = [count for _, count in drafted]
     supports: tuple[list[int], np.ndarray, np.ndarray] = [], _NO_IDS, _NO_PROBS
@@ -285,6 +279,7 @@ def _propose(
         held = probs > 0
         supports = held.sum(-1).tolist(), ids[held].astype(np.uint32), probs[held]
     counters["proposals"] += len(branches)
-    offsets, assumed = [branch.base - at.base for branch in branches], [branch.token for branch in branches]
+    at = At(session.id, session.epoch, round_, base)
+    offsets, assumed = [branch.base - base for branch in branches], [branch.token for branch in branches]
     tokens = [token for each, count in drafted for token in each.tokens[:count]]
-    session.peer.send(Proposals(at, announces, offsets, assumed, counts, tokens, *supports, seconds))
+    session.peer.send(Proposals(at, offsets, assumed, counts, tokens, *supports, seconds, announced))

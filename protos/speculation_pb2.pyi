@@ -59,35 +59,24 @@ class DraftEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
 
 class DraftEvent(_message.Message):
-    __slots__ = ("announcement", "proposals", "ready", "decline", "resync", "beat", "load")
-    ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proposals", "ready", "decline", "resync", "beat", "load")
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     RESYNC_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    announcement: Announcement
     proposals: Proposals
     ready: Ready
     decline: Decline
     resync: Resync
     beat: Beat
     load: Load
-    def __init__(self, announcement: _Optional[_Union[Announcement, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
-
-class Announcement(_message.Message):
-    __slots__ = ("at", "selection")
-    AT_FIELD_NUMBER: _ClassVar[int]
-    SELECTION_FIELD_NUMBER: _ClassVar[int]
-    at: At
-    selection: bytes
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., selection: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, proposals: _Optional[_Union[Proposals, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., resync: _Optional[_Union[Resync, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("at", "announces", "offsets", "assumed_tokens", "counts", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds")
+    __slots__ = ("at", "offsets", "assumed_tokens", "counts", "tokens", "support_counts", "support_ids", "support_probs", "draft_seconds", "selection")
     AT_FIELD_NUMBER: _ClassVar[int]
-    ANNOUNCES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -96,8 +85,8 @@ class Proposals(_message.Message):
     SUPPORT_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
     at: At
-    announces: bool
     offsets: _containers.RepeatedScalarFieldContainer[int]
     assumed_tokens: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
@@ -106,7 +95,8 @@ class Proposals(_message.Message):
     support_ids: bytes
     support_probs: bytes
     draft_seconds: float
-    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., announces: bool = ..., offsets: _Optional[_Iterable[int]] = ..., assumed_tokens: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., support_counts: _Optional[_Iterable[int]] = ..., support_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ..., draft_seconds: _Optional[float] = ...) -> None: ...
+    selection: bytes
+    def __init__(self, at: _Optional[_Union[At, _Mapping]] = ..., offsets: _Optional[_Iterable[int]] = ..., assumed_tokens: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., support_counts: _Optional[_Iterable[int]] = ..., support_ids: _Optional[bytes] = ..., support_probs: _Optional[bytes] = ..., draft_seconds: _Optional[float] = ..., selection: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("at",)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from config import TargetSettings
@@ -10,7 +10,7 @@ from config.sections import MAX_BRANCHES
 from sparsity.plan import Plan
 from target_service.session import DraftPeer, RoundKey, TargetSession
 from wire.errors import InvalidArgument
-from wire.messages import Announcement, At, Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
+from wire.messages import Decline, DraftEvent, End, Load, Proposals, Ready, Refusal, Resync, Verdict
 from wire.selection_codec import UnknownReference, decode_selection
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,6 @@ class DraftProtocol:
             peer.send(End(name))
             return
         match event:
-            case Announcement():
-                self._take_announcement(peer, session, event)
             case Proposals() if session.came_late(event.at):
                 self._take_late_proposals(session, event)
             case Proposals():
@@ -116,34 +114,15 @@ class DraftProtocol:
         self.end(session)
         session.pace = session.pace.paused(len(session.tokens))
 
-    def _take_announcement(self, peer: DraftPeer, session: TargetSession, event: Announcement) -> None:
-        if not session.announced_by:
-            raise InvalidArgument(f"session {session.id} takes no announcements")
-        late = session.came_late(event.at)
-        if late and event.at.base > len(session.tokens):  # the verdict accepted less than the shortest outcome
-            self._counters["stale_frames"] += 1
+    def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
+        if not self._is_current(peer, session, event):
             return
-        if not late and not self._is_current(peer, session, event, session.announced):
-            return
-        self._check_announced_base(session, event.at)
-        assert session.reader is not None
-        blocks = self._plan.num_blocks(event.at.base)
+        self._check_outcomes(session, event)
+        self._check_tokens(session, event)
         try:
-            selection = decode_selection(
-                event.selection, session.known_selections, session.reader.announced_rows, blocks
-            )
+            self._keep(session, event, (event.at.epoch, event.at.round))
         except UnknownReference as error:
-            if late:  # the round before was decoded plainly; the draft says this one again
-                self._counters["stale_frames"] += 1
-            else:
-                self._refuse(peer, session, str(error))
-            return
-        if late:
-            session.late = selection
-        else:
-            session.announced[event.at.epoch, event.at.round] = selection
-        session.stats.announced_bytes += len(event.selection)
-        self._counters["announced_bytes"] += len(event.selection)
+            self._refuse(peer, session, str(error))
 
     def _take_late_proposals(self, session: TargetSession, event: Proposals) -> None:
         """Take proposals that were made ahead for this round and crossed the verdict before it, if they foresaw it.
@@ -151,56 +130,54 @@ class DraftProtocol:
         The draft will say them again under the new epoch; they are not waited for.
         """
         self._check_tokens(session, event)
-        selection, session.late = session.late, None
-        foreseen = (len(session.tokens), session.tokens[-1]) in event.outcomes
-        if not foreseen or session.key in session.proposals or (event.announces and selection is None):
-            self._counters["stale_frames"] += 1
-            session.stats.stale_rounds += 1
-            return
-        self._counters["late_rounds"] += 1
-        if selection is not None:
-            session.announced[session.key] = selection
-        session.proposals[session.key] = replace(event, at=event.at._replace(epoch=session.epoch))
+        if (len(session.tokens), session.tokens[-1]) in event.outcomes and session.key not in session.proposals:
+            try:
+                self._keep(session, replace(event, at=event.at._replace(epoch=session.epoch)), session.key)
+                self._counters["late_rounds"] += 1
+                return
+            except UnknownReference:
+                pass  # the round before was decoded plainly; the draft says this one again
+        self._counters["stale_frames"] += 1
+        session.stats.stale_rounds += 1
 
-    def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
-        if self._is_current(peer, session, event, session.proposals):
-            self._check_outcomes(session, event)
-            self._check_tokens(session, event)
-            session.proposals[event.at.epoch, event.at.round] = event
-
-    def _is_current(
-        self, peer: DraftPeer, session: TargetSession, event: Announcement | Proposals, taken: Container[RoundKey]
-    ) -> bool:
-        """Return whether an event is of this round or the next, and the first of its kind.
-
-        Else it is a repeat, stale, or a gap that is refused. taken: the rounds whose event of this kind is here.
+    def _keep(self, session: TargetSession, event: Proposals, key: RoundKey) -> None:
+        """Keep the proposals for a round, and what it announces. Raises InvalidArgument, and UnknownReference for an
+        announcement against a selection that is not held.
         """
-        at, proposes = event.at, isinstance(event, Proposals)
+        if event.selection:
+            reader, base, committed = session.reader, event.at.base, len(session.tokens)
+            if reader is None or not session.announced_by:
+                raise InvalidArgument(f"session {session.id} takes no announcements")
+            if base < committed - self._gamma:  # below the shortest of the outcomes that may have been drafted for
+                raise InvalidArgument(f"session {session.id}: announced up to {base}, {committed} tokens are committed")
+            blocks = self._plan.num_blocks(base)
+            session.announced[key] = decode_selection(
+                event.selection, session.known_selections, reader.announced_rows, blocks
+            )
+            session.stats.announced_bytes += len(event.selection)
+            self._counters["announced_bytes"] += len(event.selection)
+        session.proposals[key] = event
+
+    def _is_current(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> bool:
+        """Return whether proposals are for this round or the next, and the first for it.
+
+        Else it is a repeat, stale, or a gap that is refused.
+        """
+        at = event.at
         key = (at.epoch, at.round)
         if session.last_judged is not None and key == session.last_judged[0]:
             self._counters["repeated_frames"] += 1
-            if proposes:
-                peer.send(session.last_judged[1])
+            peer.send(session.last_judged[1])
             return False
         if at.epoch < session.epoch or at.round < session.round:
             self._counters["stale_frames"] += 1
-            session.stats.stale_rounds += proposes
+            session.stats.stale_rounds += 1
             return False
         if at.epoch > session.epoch or at.round > session.round + 1:
             self._refuse(peer, session, f"epoch {at.epoch}, round {at.round} leaves a gap")
             return False
-        self._counters["repeated_frames"] += key in taken
-        return key not in taken
-
-    def _check_announced_base(self, session: TargetSession, at: At) -> None:
-        """Raise InvalidArgument for an announcement that ends where no outcome of a verdict can."""
-        committed, gamma = len(session.tokens), self._gamma
-        if at.round == session.round:  # made for the shortest of the outcomes that were drafted
-            fits = committed - gamma <= at.base <= committed
-        else:
-            fits = committed < at.base <= committed + gamma + 1
-        if not fits:
-            raise InvalidArgument(f"session {session.id}: announced up to {at.base}, {committed} tokens are committed")
+        self._counters["repeated_frames"] += key in session.proposals
+        return key not in session.proposals
 
     def _check_outcomes(self, session: TargetSession, event: Proposals) -> None:
         """Raise InvalidArgument for proposals behind outcomes that cannot be.

@@ -72,10 +72,9 @@ class TargetSession:
     pace: what is decided about its rounds. next_round: how that is made. committed_at: when its last round was
     finished, if it has run nothing else since. drafted: whether to wait for the draft's proposals. proposals: by round;
     those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
-    before the last verdict. held: what was announced for the round judged last, by its key. late: what was announced
-    ahead for this round by a message that crossed the verdict before it. last_judged: the round judged last, and its
-    verdict. reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last
-    round that was looked at read.
+    before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the round
+    judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round reads;
+    reads: what the last round that was looked at read.
     """
 
     id: str
@@ -110,7 +109,6 @@ class TargetSession:
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
     held: dict[RoundKey, BlockSelection] = field(default_factory=dict)
-    late: BlockSelection | None = None
     last_judged: tuple[RoundKey, Verdict] | None = None
     stats: RoundStats = field(default_factory=RoundStats)
     reads_wanted: bool = False
@@ -179,11 +177,9 @@ class TargetSession:
         return self.lookup.propose(self.tokens, min(gamma, self.max_length - len(self.tokens) - 1))
 
     def ready_proposal(self) -> Proposal | None:
-        """Return the proposal for the current round, if it and the announcement that it speaks of are here."""
+        """Return the proposal for the current round, if it is here."""
         proposals = self.proposals.get(self.key)
-        if proposals is None or (proposals.announces and self.key not in self.announced):
-            return None
-        return proposals.behind(len(self.tokens), self.tokens[-1])
+        return None if proposals is None else proposals.behind(len(self.tokens), self.tokens[-1])
 
     def came_late(self, at: At) -> bool:
         """Return whether a message for this round was made ahead of the verdict before it, which raised the epoch."""
@@ -206,7 +202,7 @@ class TargetSession:
         self.round += 1
         if not agreed:
             self.epoch += 1
-        self.foreseen, self.late = agreed, None
+        self.foreseen = agreed
         self.stats = RoundStats()
         self.announced = {k: v for k, v in self.announced.items() if self._is_ahead(k)}
         self.proposals = {k: v for k, v in self.proposals.items() if self._is_ahead(k)}
@@ -233,4 +229,4 @@ class TargetSession:
         self.proposals.clear()
         self.announced.clear()
         self.held.clear()
-        self.late = self.last_judged = None
+        self.last_judged = None

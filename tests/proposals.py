@@ -5,13 +5,15 @@ import numpy as np
 from wire.messages import Proposal, Proposals
 
 
-def together(*items: Proposal) -> Proposals:
-    """Return the message that has these proposals for one round. At least one, all but base and tokens alike."""
+def together(*items: Proposal, selection: bytes = b"") -> Proposals:
+    """Return the message that has these proposals for one round. At least one, all but base and tokens alike.
+
+    selection: what the round announces.
+    """
     base = min(item.at.base for item in items)
     supports = [support for item in items for support in item.supports]
     return Proposals(
         at=items[0].at._replace(base=base),
-        announces=items[0].announces,
         offsets=[item.at.base - base for item in items],
         assumed_tokens=[item.assumed_token for item in items],
         counts=[len(item.tokens) for item in items],
@@ -20,6 +22,7 @@ def together(*items: Proposal) -> Proposals:
         support_ids=np.concatenate([np.empty(0, np.uint32), *(s.ids.astype(np.uint32) for s in supports)]),
         support_probs=np.concatenate([np.empty(0, np.float32), *(s.probs for s in supports)]).astype(np.float32),
         draft_seconds=items[0].draft_seconds,
+        selection=selection,
     )
 
 

@@ -26,7 +26,7 @@ def _by_name(*kinds: type) -> dict[str, type]:
     return {kind.__name__.lower(): kind for kind in kinds}
 
 
-_DRAFT_EVENTS = _by_name(m.Announcement, m.Proposals, m.Ready, m.Decline, m.Resync, m.Load, m.Beat)
+_DRAFT_EVENTS = _by_name(m.Proposals, m.Ready, m.Decline, m.Resync, m.Load, m.Beat)
 _TARGET_EVENTS = _by_name(m.Begin, m.Verdict, m.End, m.Refusal, m.Beat)
 _SERVE_REQUESTS = _by_name(m.Open, m.Abort, m.Beat)
 _SERVED_EVENTS = _by_name(m.Commit, m.Closed, m.Report, m.Beat)
@@ -116,7 +116,7 @@ def reads_from_pb(pb: control.SessionReads) -> m.SessionReads:
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
-    unset = "draft event: none of announcement, proposals, ready, decline, resync, load, beat is set"
+    unset = "draft event: none of proposals, ready, decline, resync, load, beat is set"
     return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
 
 

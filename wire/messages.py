@@ -67,22 +67,13 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """The blocks that a round is to read, of those before at.base, where the first of its proposals begins."""
-
-    at: At
-    selection: bytes
-
-
-@dataclass(frozen=True)
 class Proposal:
     """Tokens for a round behind `assumed_token`, which is the last committed one, or will be if the verdict falls so.
 
-    `supports` has one entry a token, or none if the draft is greedy. `announces`: its round has an announcement.
+    `supports` has one entry a token, or none if the draft is greedy.
     """
 
     at: At
-    announces: bool
     assumed_token: int
     tokens: list[int]
     supports: list[Support] = field(default_factory=list)
@@ -95,12 +86,11 @@ class Proposals:
 
     Proposal i begins at position at.base + offsets[i], behind assumed_tokens[i]. It has counts[i] tokens; `tokens` has
     those of all proposals, one after another. support_counts: entries of the distribution of each token, empty if the
-    draft is greedy; support_ids (uint32) and support_probs (float32) have the entries of all tokens. announces: whether
-    the round has an announcement.
+    draft is greedy; support_ids (uint32) and support_probs (float32) have the entries of all tokens. selection: the
+    announcement, the blocks that the round is to read of those before at.base (wire/selection_codec.py); empty: none.
     """
 
     at: At
-    announces: bool
     offsets: list[int]
     assumed_tokens: list[int]
     counts: list[int]
@@ -109,6 +99,7 @@ class Proposals:
     support_ids: np.ndarray
     support_probs: np.ndarray
     draft_seconds: float = 0.0
+    selection: bytes = b""
 
     @property
     def outcomes(self) -> list[tuple[int, int]]:
@@ -131,7 +122,7 @@ class Proposals:
                 supports.append(Support(ids.astype(np.int64), probs))
                 first += count
         at = At(self.at.session, self.at.epoch, self.at.round, base)
-        return Proposal(at, self.announces, assumed_token, self.tokens[start:end], supports, self.draft_seconds)
+        return Proposal(at, assumed_token, self.tokens[start:end], supports, self.draft_seconds)
 
 
 @dataclass(frozen=True)
@@ -324,7 +315,7 @@ class SessionReads:
     fetched: list[int]
 
 
-DraftEvent = Announcement | Proposals | Ready | Decline | Resync | Load
+DraftEvent = Proposals | Ready | Decline | Resync | Load
 TargetEvent = Begin | Verdict | End | Refusal
 ServeRequest = Open | Abort
 ServedEvent = Commit | Closed | Report

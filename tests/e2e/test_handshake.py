@@ -21,7 +21,6 @@ from tests.proposals import together
 from tests.stack import Services, start_gateway, start_service, start_services
 from wire import convert
 from wire.messages import (
-    Announcement,
     At,
     Beat,
     Begin,
@@ -32,6 +31,7 @@ from wire.messages import (
     Hello,
     Open,
     Proposal,
+    Proposals,
     Ready,
     Report,
     Support,
@@ -112,6 +112,10 @@ def _selection(plan_heads: int, blocks: int = 4) -> bytes:
     return encode_selection(BlockSelection.from_lists([[1]] * plan_heads, blocks))
 
 
+def _announcing(at: At, selection: bytes) -> Proposals:
+    return together(Proposal(at, PROMPT[-1], [5]), selection=selection)
+
+
 def _support(token: int, probability: float) -> Support:
     import numpy as np
 
@@ -120,20 +124,20 @@ def _support(token: int, probability: float) -> Support:
 
 HEADS = BY_TARGET_HEAD.rows(load_plan(PLAN))  # of the bundled plan's default method
 BAD_EVENTS = {
-    "indices out of range": lambda at: Announcement(at, _selection(HEADS, 5)),
-    "heads the plan does not have": lambda at: Announcement(at, _selection(HEADS + 1)),
-    "garbage announcement": lambda at: Announcement(at, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
-    "2^31 blocks": lambda at: Announcement(at, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
-    "empty proposal": lambda at: together(Proposal(at, False, 0, [])),
-    "too many tokens": lambda at: together(Proposal(at, False, 0, [1] * 5)),
-    "token outside the vocabulary": lambda at: together(Proposal(at, False, 0, [4096])),
-    "token 2^32 - 1": lambda at: together(Proposal(at, False, 0, [2**32 - 1])),
-    "NaN probability": lambda at: together(Proposal(at, False, 0, [5], [_support(5, float("nan"))])),
-    "negative probability": lambda at: together(Proposal(at, False, 0, [5], [_support(5, -0.5)])),
-    "impossible token": lambda at: together(Proposal(at, False, 0, [5], [_support(9, 0.5)])),
-    "wrong base": lambda at: together(Proposal(at._replace(base=at.base - 1), False, 0, [5])),
-    "base 2^31": lambda at: together(Proposal(at._replace(base=2**31), False, 0, [5])),
-    "NaN time": lambda at: together(Proposal(at, False, 0, [5], [], float("nan"))),
+    "indices out of range": lambda at: _announcing(at, _selection(HEADS, 5)),
+    "heads the plan does not have": lambda at: _announcing(at, _selection(HEADS + 1)),
+    "garbage announcement": lambda at: _announcing(at, b"\x03\x00\xff\xff\xff\xff\xff\xff"),
+    "2^31 blocks": lambda at: _announcing(at, struct.pack("<6IQ", 3, 0, HEADS, 2**31, 0, 0, 0)),
+    "empty proposal": lambda at: together(Proposal(at, 0, [])),
+    "too many tokens": lambda at: together(Proposal(at, 0, [1] * 5)),
+    "token outside the vocabulary": lambda at: together(Proposal(at, 0, [4096])),
+    "token 2^32 - 1": lambda at: together(Proposal(at, 0, [2**32 - 1])),
+    "NaN probability": lambda at: together(Proposal(at, 0, [5], [_support(5, float("nan"))])),
+    "negative probability": lambda at: together(Proposal(at, 0, [5], [_support(5, -0.5)])),
+    "impossible token": lambda at: together(Proposal(at, 0, [5], [_support(9, 0.5)])),
+    "wrong base": lambda at: together(Proposal(at._replace(base=at.base - 1), 0, [5])),
+    "base 2^31": lambda at: together(Proposal(at._replace(base=2**31), 0, [5])),
+    "NaN time": lambda at: together(Proposal(at, 0, [5], [], float("nan"))),
     "no session": lambda at: Ready(At("", 0, 0, 0)),
 }  # fmt: skip
 

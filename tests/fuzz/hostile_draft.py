@@ -35,10 +35,9 @@ def seeds() -> list[bytes]:
         at = m.At(name, 0, 0, len(PROMPT))
         ahead = m.At(name, 0, 1, len(PROMPT) + 4)
         events += [
-            m.Announcement(at, selection),
-            together(m.Proposal(at, name == "approximate", PROMPT[-1], EXPECTED[:3])),
-            together(m.Proposal(at, False, PROMPT[-1], EXPECTED[:1], [support])),
-            together(*(m.Proposal(ahead, False, token, EXPECTED[4:]) for token in (EXPECTED[3], 3))),
+            together(m.Proposal(at, PROMPT[-1], EXPECTED[:3]), selection=selection if name == "approximate" else b""),
+            together(m.Proposal(at, PROMPT[-1], EXPECTED[:1], [support])),
+            together(*(m.Proposal(ahead, token, EXPECTED[4:]) for token in (EXPECTED[3], 3))),
             m.Ready(at),
             m.Decline(name, "full"),
             m.Resync(name),

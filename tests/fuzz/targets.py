@@ -108,9 +108,8 @@ def _read_served_frame(frame: control_pb2.ServedFrame) -> None:
 def messages() -> list[Target]:
     """Return a target for each message that a service, an orchestrator or a client receives."""
     hello = m.Hello("draft", "any", 4096, "hash", "plan", 4, 16)
-    items = [m.Proposal(AT, True, token, [5, 5], [SUPPORT, SUPPORT], 0.1) for token in (7, 8)]
-    proposal = together(*items)
-    drafted = [m.Announcement(AT, b"123"), proposal, m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Load(3)]
+    items = [m.Proposal(AT, token, [5, 5], [SUPPORT, SUPPORT], 0.1) for token in (7, 8)]
+    drafted = [together(*items, selection=b"123"), m.Ready(AT), m.Decline("a", "full"), m.Resync("a"), m.Load(3)]
     drafted.append(m.Beat())
     told = [m.Begin(AT, [1, 2], OPEN.sampling, 9, "ahead"), m.Verdict(AT, 1, [5, 6], False), m.End("a")]
     served = [m.Commit(AT, [5], 4, 1, m.FinishReason.STOP), m.Closed("a", 8, "full"), m.Beat()]

@@ -173,7 +173,7 @@ MUTANTS: list[Mutant] = [
         ("the draft placed beside a target is one of many", "_number(draft.name) != self._number", "False"),
         ("sessions of a lost draft wait for it", "            session.forget_draft()\n            self.assign(session)", "            self.assign(session)"),
         ("another's session can be drafted", "        if session is None or session.draft is not peer:\n            self._counters", "        if session is None:\n            self._counters"),
-        ("a draft that asks for a verdict again gets none", "                peer.send(session.last_judged[1])", "                pass"),
+        ("a draft that asks for a verdict again gets none", "            peer.send(session.last_judged[1])", "            pass"),
     ),
     *_of(
         "target_service/admission.py",

@@ -45,13 +45,13 @@ def proposals_for_a_round(draw: st.DrawFn) -> m.Proposals:
     """Return proposals behind several outcomes, of several lengths, greedy or each token with a distribution."""
     at = draw(st.builds(m.At, names, numbers, numbers, numbers))
     outcomes = draw(st.lists(st.tuples(st.integers(0, 9), numbers), min_size=1, max_size=8, unique=True))
-    announces, sampled, spent = draw(st.booleans()), draw(st.booleans()), draw(seconds)
+    sampled, spent, selection = draw(st.booleans()), draw(seconds), draw(st.binary(max_size=40))
     items = []
     for offset, assumed in outcomes:
         proposed = draw(st.lists(numbers, min_size=1, max_size=5))
         supports = [draw(distributions(token)) for token in proposed] if sampled else []
-        items.append(m.Proposal(at._replace(base=at.base + offset), announces, assumed, proposed, supports, spent))
-    return together(*items)
+        items.append(m.Proposal(at._replace(base=at.base + offset), assumed, proposed, supports, spent))
+    return together(*items, selection=selection)
 
 
 def distributions(token: int) -> st.SearchStrategy[Support]:
@@ -106,7 +106,7 @@ AT = m.At("a", 1, 2, 3)
 def proposal(offset: int, assumed: int, *ids: int) -> m.Proposal:
     """Return one of as many tokens as ids, each of which is as likely as token 100."""
     supports = [Support(np.array([100, token]), np.array([0.5, 0.5], np.float32)) for token in ids]
-    return m.Proposal(AT._replace(base=AT.base + offset), False, assumed, list(ids), supports)
+    return m.Proposal(AT._replace(base=AT.base + offset), assumed, list(ids), supports)
 
 
 def supported(ids: list[int], probs: list[float]) -> m.Proposals:
@@ -196,7 +196,7 @@ def test_sampling_that_cannot_be_is_refused(values: dict[str, float]) -> None:
 
 
 def test_what_is_no_event_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="none of announcement"):
+    with pytest.raises(InvalidArgument, match="none of proposals"):
         convert.draft_event_from_pb(speculation_pb2.DraftEvent())
     frame = convert.serve_request_to_pb(m.Open("a", [1], 1, 2, [], Sampling(), m.Exactness.EXACT))
     frame.open.exactness = 0  # type: ignore[assignment]

@@ -35,7 +35,7 @@ from tests.proposals import apart
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
 from tests.unit.world import changed_logits
-from wire.messages import Announcement, At, Begin, DraftEvent, Proposal, Proposals, Verdict
+from wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
 from wire.selection_codec import decode_selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +94,7 @@ class Side:
             self.drafter.finish_step(step, self.drafter.execute(step))
         return list(self.sent)
 
-    def decode(self, event: Announcement) -> BlockSelection:
+    def decode(self, event: Proposals) -> BlockSelection:
         name, epoch, round_, base = event.at
         method = self.peer.sessions[name].method
         assert method is not None and method.announcing is not None
@@ -140,7 +140,7 @@ def check_proposal(side: Side, event: Proposal, logits: Tensor) -> None:
         torch.testing.assert_close(torch.from_numpy(support.probs), row[support.ids.tolist()], rtol=1e-3, atol=1e-5)
 
 
-def check_announcement(side: Side, event: Announcement, weights: Tensor) -> None:
+def check_announcement(side: Side, event: Proposals, weights: Tensor) -> None:
     """weights: [layers, heads, blocks], the evidence of the round"""
     name, _, round_, base = event.at
     method = side.peer.sessions[name].method
@@ -173,7 +173,7 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
     for event in proposals_in(sent):
         check_proposal(side, event, passes[event.at][0])
     for announced in sent:
-        if isinstance(announced, Announcement):
+        if isinstance(announced, Proposals) and announced.selection:
             check_announcement(side, announced, passes[announced.at][1])
     return proposals
 
@@ -199,7 +199,7 @@ def test_rounds_are_what_teacher_forced_passes_give(runner: ModelRunner, referen
     for turn in range(4):
         sent = side.run(*events)
         proposals = check(side, reference, sent)
-        announced |= {event.at.session for event in sent if isinstance(event, Announcement)}
+        announced |= {event.at.session for event in sent if isinstance(event, Proposals) and event.selection}
         assert set(proposals) == set("abcdefgh")
         events = []
         for name, session in side.peer.sessions.items():
@@ -222,7 +222,7 @@ def test_the_last_round_of_a_session_is_short(runner: ModelRunner) -> None:
     side = Side(runner)
     sent = side.run(begin("a", 300, "ahead", GREEDY, 303))
     (proposal,) = [item for item in proposals_in(sent) if item.at.round == 0]
-    (announcement,) = [event for event in sent if isinstance(event, Announcement) and event.at.round == 0]
+    (announcement,) = [event for event in sent if isinstance(event, Proposals) and event.at.round == 0]
     assert len(proposal.tokens) == 2
     assert len(side.decode(announcement).keys) > 0
     side.close()
@@ -235,7 +235,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
         side = Side(runner, ahead=False, read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
         (proposal,) = proposals_in(sent)
-        (announcement,) = [event for event in sent if isinstance(event, Announcement)]
+        (announcement,) = [event for event in sent if isinstance(event, Proposals)]
         proposed.append(proposal.tokens)
         selections.append(set(side.decode(announcement).keys.tolist()))
         side.close()

@@ -67,8 +67,8 @@ def test_a_draft_proposes_one_round_ahead_and_no_more() -> None:
         stand = DraftStand(ahead)
         kinds = [type(event) for event in stand.sent]
         proposals = [item for event in stand.sent if isinstance(event, m.Proposals) for item in apart(event)]
-        assert kinds == [m.Ready, *[m.Announcement, m.Proposals] * (1 + ahead)]
-        assert all(p.announces for p in proposals)
+        assert kinds == [m.Ready, *[m.Proposals] * (1 + ahead)]
+        assert all(event.selection for event in stand.sent[1:])
         assert [p.at for p in proposals] == [m.At("a", 0, r, 40 + 5 * r) for r in range(1 + ahead)]
         if ahead:
             assert proposals[1].assumed_token == FakeModel().plain(stand.tokens, 5, [])[0][-1]
@@ -78,7 +78,7 @@ def test_repeated_verdicts_and_begins_change_nothing() -> None:
     stand = DraftStand()
     kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
     verdict = m.Verdict(m.At("a", 0, 1, 40), 4, kept, plain=False)
-    assert [type(e) for e in stand.receive(verdict)] == [m.Announcement, m.Proposals]
+    assert [type(e) for e in stand.receive(verdict)] == [m.Proposals]
     before = stand.state
     assert stand.receive(verdict, stand.begin, verdict) == []
     assert stand.state == before
@@ -145,8 +145,8 @@ def test_rejected_work_is_drafted_again_from_the_verdict_on() -> None:
     plain = FakeModel().plain(stand.tokens, 3, [])[0]
     other = (plain[42] + 1) % VOCAB
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 2, [*plain[40:42], other], plain=False))
-    assert [type(event) for event in sent] == [m.Announcement, m.Proposals] * 2
-    proposal = only_proposal(sent[1])
+    assert [type(event) for event in sent] == [m.Proposals] * 2
+    proposal = only_proposal(sent[0])
     committed = [*plain[:42], other]
     assert proposal.at == m.At("a", 1, 1, 43)
     assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][43:]
@@ -159,7 +159,7 @@ def test_work_ahead_is_dropped_if_the_target_adds_another_token() -> None:
     plain = FakeModel().plain(stand.tokens, 5, [])[0]
     committed = [*plain[:44], (plain[44] + 1) % VOCAB]
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, committed[40:], plain=False))
-    proposal = only_proposal(sent[1])
+    proposal = only_proposal(sent[0])
     assert proposal.tokens == FakeModel().plain(committed, 4, [])[0][45:]
 
 
@@ -169,10 +169,9 @@ def test_work_that_holds_in_a_new_epoch_is_said_again() -> None:
     before = [event for event in stand.sent if not isinstance(event, m.Ready)]
     kept = FakeModel().plain(stand.tokens, 5, [])[0][40:]
     sent = stand.receive(m.Verdict(m.At("a", 1, 1, 40), 4, kept, plain=False))
-    announcement, proposal = sent[0], only_proposal(sent[1])
-    assert isinstance(announcement, m.Announcement)
-    assert announcement.at == proposal.at == m.At("a", 1, 1, 45)
-    assert proposal.tokens == only_proposal(before[3]).tokens
+    proposal = only_proposal(sent[0])
+    assert proposal.at == m.At("a", 1, 1, 45)
+    assert proposal.tokens == only_proposal(before[1]).tokens
 
 
 def test_waiting_sessions_of_a_lost_target_do_not_block_others() -> None:
@@ -203,9 +202,8 @@ def test_a_round_announces_what_all_its_queries_weigh(method: str, ahead: bool) 
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, method))
     while (step := drafter.plan_step()) is not None:
         drafter.finish_step(step, drafter.execute(step))
-    (proposal, *_) = [only_proposal(event) for event in sent if isinstance(event, m.Proposals)]
-    assert proposal.announces
-    (said,) = [event for event in sent if isinstance(event, m.Announcement) and event.at.round == 0]
+    (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
+    proposal = only_proposal(said)
     runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + 1)]
     blocks = plan.num_blocks(200)
     weights = [runner.block_weights(run, 16, DRAFT_HEADS)[..., :blocks] for run in runs]
@@ -223,9 +221,9 @@ def test_the_last_round_before_the_limit_announces_too() -> None:
         stand.receive(m.End("a"))
         begin = m.Begin(m.At("b", 0, 0, 40), stand.tokens, GREEDY, 40 + room, method="sts")
         events = stand.receive(begin)
-        assert len([e for e in events if isinstance(e, m.Announcement) and e.at.round == 0]) == 1
-        (proposal,) = [only_proposal(e) for e in events if isinstance(e, m.Proposals) and e.at.round == 0]
-        assert len(proposal.tokens) == max(1, room - 1)
+        (said,) = [event for event in events if isinstance(event, m.Proposals) and event.at.round == 0]
+        assert said.selection
+        assert len(only_proposal(said).tokens) == max(1, room - 1)
 
 
 # Which sessions are drafted, and when

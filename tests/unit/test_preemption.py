@@ -336,7 +336,7 @@ def test_the_draft_is_told_and_its_late_frames_count_for_nothing(clock: Clock) -
     assert (session.id, session.draft, peer.sessions) == ("b", None, {"a"})
     begun = next(event for event in sent if isinstance(event, m.Begin) and event.at.session == "b")
     assert [event for event in sent if isinstance(event, m.End)] == [m.End("b")]
-    late = together(m.Proposal(begun.at, False, begun.tokens[-1], [1, 2]))
+    late = together(m.Proposal(begun.at, begun.tokens[-1], [1, 2]))
     target.verifier.protocol.receive(peer, late)
     assert sent[-1] == m.End("b")
     target.verifier.abort("a")

@@ -23,6 +23,7 @@ from target_service.commit import cut_at_end
 from target_service.controller import Controller, Pace, RoundSeen
 from target_service.round_costs import PLAIN, Choice, Load
 from target_service.session import DraftPeer
+from tests.proposals import together
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, PLAN, VOCAB, FakeModel, hashed
 from tests.unit.world import Faults, World, changed_logits, prompts, target_probs, totals
@@ -610,7 +611,7 @@ def test_a_refused_frame_leads_to_resync_and_on(clock: Clock) -> None:
         world = World(clock, moment, FakeModel(ends=True, agreement=3))
         link = world.attach()
         name = world.open([4] * 50, 20, exactness=m.Exactness.APPROXIMATE)
-        gap = m.Announcement(m.At(name, 0, 50, 300), b"")
+        gap = together(m.Proposal(m.At(name, 0, 50, 300), 4, [4]))
         world.script = [lambda: None] * moment + [lambda link=link, gap=gap: link.to_target.append(gap)]
         world.run()
         world.check_greedy(name)

@@ -72,16 +72,16 @@ class Stand:
             self.verifier.finish_step(step, self.verifier.execute(step))
         return step is not None
 
-    def announcement(self, **changes: Any) -> m.Announcement:
-        data = encode_selection(self.selection(self.session.at.base))
-        return replace(m.Announcement(self.session.at, data), **changes)
-
     def selection(self, base: int, block: int = 2) -> BlockSelection:
         return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
 
-    def proposal(self, tokens: list[int] | None = None, **changes: Any) -> m.Proposals:
-        made = m.Proposal(self.session.at, True, self.session.tokens[-1], tokens or [1, 2, 3, 4])
-        return together(replace(made, **changes))
+    def proposal(self, tokens: list[int] | None = None, selection: bytes | None = None, **changes: Any) -> m.Proposals:
+        """Return a proposal for the current round, with an announcement where the session takes one."""
+        if selection is None:
+            announces = self.session.announced_by
+            selection = encode_selection(self.selection(self.session.at.base)) if announces else b""
+        made = m.Proposal(self.session.at, self.session.tokens[-1], tokens or [1, 2, 3, 4])
+        return together(replace(made, **changes), selection=selection)
 
     def receive(self, event: m.DraftEvent) -> None:
         self.verifier.protocol.receive(self.peer, event)
@@ -99,7 +99,6 @@ def test_the_reads_of_a_round_are_shown_to_who_asks_before_it() -> None:
     stand = Stand()
 
     def judged_round() -> None:
-        stand.receive(stand.announcement())
         stand.receive(stand.proposal())
         assert stand.step()
 
@@ -166,25 +165,22 @@ def test_sessions_are_shared_among_drafts_and_the_one_placed_beside_the_target_c
 
 def test_a_repeated_frame_changes_nothing() -> None:
     stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
-        before, counted = stand.state(), stand.verifier.counters["repeated_frames"]
-        stand.receive(event)
-        assert stand.state() == before
-        assert stand.verifier.counters["repeated_frames"] == counted + 1
+    stand.receive(stand.proposal())
+    before = stand.state()
+    stand.receive(stand.proposal())
+    assert stand.state() == before
+    assert stand.verifier.counters["repeated_frames"] == 1
     assert stand.step()
     assert not stand.step()
 
 
-def test_an_announcement_is_waited_for_and_the_first_one_counts() -> None:
+def test_the_first_announcement_of_a_round_counts() -> None:
     stand = Stand()
-    stand.receive(stand.proposal())
-    assert not stand.step()
     other = encode_selection(stand.selection(stand.base, block=4))
-    stand.receive(stand.announcement(selection=other))
+    stand.receive(stand.proposal(selection=other))
     assert stand.session.announced[stand.session.key].lists() == [[4]] * stand.heads
     before = stand.state()
-    stand.receive(stand.announcement())
+    stand.receive(stand.proposal())
     assert stand.state() == before, "another one for the same round changes nothing"
     assert stand.step()
     assert stand.session.reader is not None
@@ -197,8 +193,8 @@ def test_a_method_without_announcements_is_sparse_without_a_draft() -> None:
     stand = Stand(sparsity="streaming")
     assert stand.session.announced_by == ""
     with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.announcement())
-    stand.receive(stand.proposal(announces=False))
+        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.base))))
+    stand.receive(stand.proposal())
     assert stand.step()
     commit = stand.served[-1]
     assert isinstance(commit, m.Commit)
@@ -220,35 +216,31 @@ def test_room_for_group_means_is_made_where_they_are_used() -> None:
 
 def test_frames_of_a_judged_round_change_nothing_and_are_answered_again() -> None:
     stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
-    for event in frames:
-        stand.receive(event)
+    frame = stand.proposal()
+    stand.receive(frame)
     assert stand.step()
     verdict = stand.sent[-1]
     assert isinstance(verdict, m.Verdict)
     before = stand.state()
-    for event in frames:
-        stand.receive(event)
+    stand.receive(frame)
     assert stand.state() == before
     assert stand.sent[-1] == verdict
     assert stand.sent.count(verdict) == 2
-    assert stand.verifier.counters["repeated_frames"] == 2
+    assert stand.verifier.counters["repeated_frames"] == 1
     assert not stand.step()
 
 
 def test_stale_frames_change_nothing() -> None:
     stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
+    frame = stand.proposal()
     for _ in range(2):
-        for event in (stand.announcement(), stand.proposal()):
-            stand.receive(event)
+        stand.receive(stand.proposal())
         assert stand.step()
     before, sent = stand.state(), list(stand.sent)
-    for event in frames:
-        stand.receive(event)
+    stand.receive(frame)
     assert stand.state() == before
     assert stand.sent == sent
-    assert stand.verifier.counters["stale_frames"] == 2
+    assert stand.verifier.counters["stale_frames"] == 1
     assert stand.session.stats.stale_rounds == 1
 
 
@@ -257,11 +249,10 @@ def test_a_gap_is_refused_with_what_is_expected() -> None:
     at = stand.session.at
     for ahead in (at._replace(epoch=1), at._replace(round=2), at._replace(epoch=3, round=9)):
         before = stand.state()
-        for event in (stand.announcement(at=ahead), stand.proposal(at=ahead)):
-            stand.receive(event)
-            refusal = stand.sent.pop()
-            assert isinstance(refusal, m.Refusal)
-            assert refusal.expected == at
+        stand.receive(stand.proposal(at=ahead))
+        refusal = stand.sent.pop()
+        assert isinstance(refusal, m.Refusal)
+        assert refusal.expected == at
         assert stand.state() == before
 
 
@@ -270,7 +261,7 @@ def test_a_difference_against_an_unknown_selection_is_refused() -> None:
     dense = BlockSelection.from_matrix(np.random.default_rng(0).random((stand.heads, PLAN.num_blocks(100))) < 0.7)
     data = encode_selection(dense, ((0, 7), dense))
     before = stand.state()
-    stand.receive(stand.announcement(selection=data))
+    stand.receive(stand.proposal(selection=data))
     assert isinstance(stand.sent[-1], m.Refusal)
     assert stand.state() == before
 
@@ -283,12 +274,12 @@ def test_frames_of_sessions_that_are_not_the_drafts_are_ignored() -> None:
     stranger = DraftPeer("stranger", sent.append)
     stand.verifier.protocol.attach(stranger)
     ready, decline = m.Ready(stand.session.at), m.Decline("a", "full")
-    for event in (stand.announcement(), stand.proposal(), ready, decline, m.Resync("a")):
+    for event in (stand.proposal(), ready, decline, m.Resync("a")):
         stand.verifier.protocol.receive(stranger, event)
     stand.verifier.protocol.receive(stranger, m.Resync("unheard-of"))
-    assert sent == [m.End("a")] * 5 + [m.End("unheard-of")]
+    assert sent == [m.End("a")] * 4 + [m.End("unheard-of")]
     assert stand.state() == before
-    assert stand.verifier.counters["unknown_session_frames"] == 6
+    assert stand.verifier.counters["unknown_session_frames"] == 5
 
 
 def test_frames_that_no_honest_draft_sends() -> None:
@@ -308,14 +299,13 @@ def test_frames_that_no_honest_draft_sends() -> None:
         (stand.proposal(at=at._replace(round=1, base=100)), "base 100"),
         (stand.proposal(at=at._replace(round=1, base=106)), "base 106"),
         (together(ahead(stand, 101, 1), ahead(stand, 106, 1)), "base 101"),
-        (together(*(m.Proposal(at, True, token, [1]) for token in (7, 8))), "\\(100, 8\\)"),
-        (together(m.Proposal(at, True, 7, [1]), m.Proposal(at._replace(base=103), True, 7, [1])), "\\(103, 7\\)"),
+        (together(*(m.Proposal(at, token, [1]) for token in (7, 8))), "\\(100, 8\\)"),
+        (together(m.Proposal(at, 7, [1]), m.Proposal(at._replace(base=103), 7, [1])), "\\(103, 7\\)"),
         (together(ahead(stand, 101, 1), replace(ahead(stand, 102, 1), tokens=[1] * 5)), "γ is 4"),
-        (stand.announcement(at=at._replace(base=101)), "up to 101"),
-        (stand.announcement(at=at._replace(base=95)), "up to 95"),
-        (stand.announcement(selection=b"nonsense"), "announcement"),
-        (stand.announcement(selection=shorter), "6 blocks"),
-        (stand.announcement(selection=heads), "heads"),
+        (replace(stand.proposal(), at=at._replace(base=95), offsets=[5]), "up to 95"),
+        (stand.proposal(selection=b"nonsense"), "announcement"),
+        (stand.proposal(selection=shorter), "6 blocks"),
+        (stand.proposal(selection=heads), "heads"),
     ]
     for event, reason in wrong:
         with pytest.raises(InvalidArgument, match=reason):
@@ -326,13 +316,13 @@ def test_frames_that_no_honest_draft_sends() -> None:
 def ahead(stand: Stand, base: int, token: int) -> m.Proposal:
     """Return a proposal for the next round, behind an outcome of this one."""
     at = stand.session.at
-    return m.Proposal(at._replace(round=at.round + 1, base=base), False, token, [1, 2, 3, 4])
+    return m.Proposal(at._replace(round=at.round + 1, base=base), token, [1, 2, 3, 4])
 
 
 def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None:
     stand = Stand(m.Exactness.EXACT)
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    stand.receive(stand.proposal([*right[:2], (right[2] + 1) % VOCAB], announces=False))
+    stand.receive(stand.proposal([*right[:2], (right[2] + 1) % VOCAB]))
     others = [ahead(stand, 101, 5), ahead(stand, 103, (right[2] + 2) % VOCAB), ahead(stand, 104, 9)]
     met = replace(ahead(stand, 103, right[2]), tokens=right[3:7])
     stand.receive(together(others[0], met, others[1]))
@@ -351,7 +341,7 @@ def test_a_verdict_meets_one_of_several_outcomes_that_were_drafted_for() -> None
 def test_a_verdict_that_meets_no_outcome_drops_what_was_drafted_ahead() -> None:
     stand = Stand(m.Exactness.EXACT)
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    for event in (stand.proposal(right[:2], announces=False), together(ahead(stand, 103, (right[2] + 1) % VOCAB))):
+    for event in (stand.proposal(right[:2]), together(ahead(stand, 103, (right[2] + 1) % VOCAB))):
         stand.receive(event)
     assert stand.step()
     assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
@@ -363,11 +353,11 @@ def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken
     stand = Stand(m.Exactness.EXACT)
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
     late = together(ahead(stand, 101, 5), replace(ahead(stand, 103, right[2]), tokens=right[3:7]))
-    stand.receive(stand.proposal(right[:2], announces=False))
+    stand.receive(stand.proposal(right[:2]))
     assert stand.step()
     assert (stand.session.at.epoch, stand.session.at.base) == (1, 103)
     stand.receive(late)
-    again = replace(stand.proposal([9, 9], announces=False), draft_seconds=1.0)
+    again = replace(stand.proposal([9, 9]), draft_seconds=1.0)
     before = stand.state()
     stand.receive(again)  # as a draft says it once it has the verdict
     assert stand.state() == before
@@ -382,22 +372,17 @@ def test_what_was_drafted_ahead_and_crossed_the_verdict_that_it_foresaw_is_taken
 def test_what_crossed_a_verdict_that_it_did_not_foresee_is_stale() -> None:
     stand = Stand()
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    wrong = replace(together(ahead(stand, 103, (right[2] + 1) % VOCAB)), announces=True)
-    at = wrong.at
-    for event in (stand.announcement(), stand.proposal(right[:2])):
-        stand.receive(event)
+    announced = encode_selection(stand.selection(103), ((0, 0), stand.selection(100)))
+    wrong = together(ahead(stand, 103, (right[2] + 1) % VOCAB), selection=announced)
+    stand.receive(stand.proposal(right[:2]))
     assert stand.step()
     before = stand.state()
-    selection = stand.selection(at.base)
-    late = m.Announcement(at, encode_selection(selection, ((0, 0), stand.selection(100))))
-    for event in (late, wrong):
-        stand.receive(event)
+    stand.receive(wrong)
     assert stand.state() == before
     assert stand.verifier.counters["stale_frames"] == 1
     assert not stand.step()
     # What it announced is not taken for what is announced now.
-    stand.receive(replace(stand.announcement(), selection=encode_selection(stand.selection(103, 3))))
-    stand.receive(stand.proposal())
+    stand.receive(stand.proposal(selection=encode_selection(stand.selection(103, 3))))
     assert stand.step()
     assert stand.verifier.counters["refused_frames"] == 0
 
@@ -405,13 +390,11 @@ def test_what_crossed_a_verdict_that_it_did_not_foresee_is_stale() -> None:
 def test_an_announcement_that_crossed_the_verdict_is_read_with_its_proposals() -> None:
     stand = Stand()
     right = FakeModel(ends=True).plain(stand.tokens, 10, [])[0][stand.base :]
-    right_ahead = replace(together(ahead(stand, 103, right[2])), announces=True)
-    reference = (0, 0), stand.selection(100)
-    for event in (stand.announcement(), stand.proposal(right[:2])):
-        stand.receive(event)
-    assert stand.step()
     selection = stand.selection(103, 3)
-    stand.receive(m.Announcement(right_ahead.at, encode_selection(selection, reference)))
+    announced = encode_selection(selection, ((0, 0), stand.selection(100)))
+    right_ahead = together(ahead(stand, 103, right[2]), selection=announced)
+    stand.receive(stand.proposal(right[:2]))
+    assert stand.step()
     stand.receive(right_ahead)
     assert stand.session.announced[stand.session.key].keys.tolist() == selection.keys.tolist()
     assert stand.step()
@@ -431,7 +414,7 @@ def test_no_round_has_more_proposals_than_there_may_be_branches() -> None:
 def test_an_exact_session_takes_no_announcements() -> None:
     stand = Stand(m.Exactness.EXACT)
     with pytest.raises(InvalidArgument, match="takes no announcements"):
-        stand.receive(stand.announcement())
+        stand.receive(stand.proposal(selection=encode_selection(stand.selection(stand.base))))
 
 
 @pytest.mark.parametrize("proposes_anew", [False, True])
@@ -441,8 +424,7 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: boo
     So it does if it has proposed for the same round before the step ends.
     """
     stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
+    stand.receive(stand.proposal())
     step = stand.verifier.plan_step()
     assert step is not None
     stand.receive(m.Resync("a"))
@@ -450,7 +432,6 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: boo
     assert isinstance(begin, m.Begin)
     assert (begin.at.epoch, begin.at.round, begin.tokens) == (1, 0, stand.tokens)
     if proposes_anew:
-        stand.receive(stand.announcement())
         stand.receive(stand.proposal([4, 3, 2, 1]))
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     verdict = stand.sent[-1]
@@ -462,8 +443,7 @@ def test_a_resync_during_a_step_makes_the_verdict_a_plain_one(proposes_anew: boo
 
 def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
     stand = Stand()
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
+    stand.receive(stand.proposal())
     step = stand.verifier.plan_step()
     assert step is not None
     stand.verifier.protocol.detach(stand.peer)
@@ -476,9 +456,8 @@ def test_a_draft_lost_during_a_step_has_no_say_in_what_follows() -> None:
 def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     """The step has no say any more; its pages are held until it is over, and the next session has later epochs."""
     stand = Stand()
-    frames = [stand.announcement(), stand.proposal()]
-    for event in frames:
-        stand.receive(event)
+    frame = stand.proposal()
+    stand.receive(frame)
     step = stand.verifier.plan_step()
     assert step is not None
     stand.verifier.abort("a")
@@ -492,9 +471,8 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
         pass
     begin = next(event for event in stand.sent if isinstance(event, m.Begin) and event.at.epoch > 0)
     assert begin.tokens == stand.tokens
-    for event in frames:
-        stand.receive(event)
-    assert stand.verifier.counters["stale_frames"] == 2
+    stand.receive(frame)
+    assert stand.verifier.counters["stale_frames"] == 1
     stand.receive(m.Decline("a", "no room"))
     assert stand.step()
     assert [event.finish_reason for event in later if isinstance(event, m.Commit)] == [m.FinishReason.LENGTH]
@@ -538,8 +516,7 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     while stand.step():
         pass
     other = stand.verifier.admission.running["b"]
-    for event in (stand.announcement(), stand.proposal()):
-        stand.receive(event)
+    stand.receive(stand.proposal())
     stand.runner.errors = [RuntimeError("no kernel\n image")]
     step = stand.verifier.plan_step()
     assert step is not None and list(step.sessions) == [stand.session]

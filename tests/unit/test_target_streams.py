@@ -190,7 +190,7 @@ async def test_a_wrong_event_ends_the_drafting_of_its_session_and_no_other() -> 
         await ours.send(opening("a"))
         await ours.send(opening("b"))
         begin = await draft.wait_for(m.Begin, "a")
-        await draft.send(together(m.Proposal(begin.at, False, PROMPT[-1], [VOCAB])))
+        await draft.send(together(m.Proposal(begin.at, PROMPT[-1], [VOCAB])))
         await draft.wait_for(m.End, "a")
         assert (await draft.wait_for(m.Begin, "a")).tokens[: len(PROMPT)] == PROMPT
         assert await draft.wait_for(m.Verdict, "b")
