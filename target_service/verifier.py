@@ -282,12 +282,12 @@ class Verifier:
         if session.reads_all and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
         self._count(item, commit)
+        if item.drafting_cost:
+            session.weighed = commit.at.base
         session.emit(commit)
         if commit.finish_reason is not FinishReason.NONE:
             self._close(session)
             return
-        if item.drafting_cost:
-            session.weighed = commit.at.base
         # Verdicts that are imposed say nothing about who proposed, but are what auto is measured by.
         if imposed < 0 or self.settings.adaptive:
             self._decide(item, commit, beside)

@@ -29,8 +29,8 @@ def draft_tokens(
     """
     heads, tables, ends = heads_of(decoder, kv), given["block_tables"], given["lengths"]
     drafted, present = shape.queries - 1, ends > 0
-    rows = shape.sequences, shape.queries
-    tokens, positions, slots = (given[name].view(rows) for name in ("token_ids", "positions", "slots"))
+    sizes = shape.sequences, shape.queries
+    tokens, positions, slots = (given[name].view(sizes) for name in ("token_ids", "positions", "slots"))
     starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=ends.device)
     listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention)
     for index in range(drafted):
@@ -39,8 +39,9 @@ def draft_tokens(
         attend = LayerAttention(heads, each, kv.layer_pages, attention, listed)
         if shape.dense_layers:
             attend.dense_work = plan_reads(heads, each, attention)
-        run = *(each[:, index].contiguous() for each in (tokens, positions, slots)), kv.k_pages, kv.v_pages, attend
-        drawn = _draw(decoder.run(*run), given, index)
+        token, position, slot = (rows[:, index].contiguous() for rows in (tokens, positions, slots))
+        logits = decoder.run(token, position, slot, kv.k_pages, kv.v_pages, attend)
+        drawn = _draw(logits, given, index)
         tokens[:, index + 1] = drawn
         given["draft_tokens"][:, index] = drawn
 

@@ -98,7 +98,7 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
         answer = pool.submit(ask, stack)
         lost = running_target(stack)
         cluster.remove_node(nodes[hosts[lost]], allow_graceful=False)
-        assert answer.result(60).tokens == expected.tokens
+        assert answer.result(120).tokens == expected.tokens
 
     add_node(cluster, "127.0.0.4")
     wait_for(lambda: metric(stack.http, "service_attached", service=lost) == 1, 60, "it starts, and has the draft")
@@ -115,7 +115,7 @@ def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
         answer = pool.submit(ask, stack)
         running_target(stack)
         cluster.remove_node(cluster.head_node, allow_graceful=False)
-        assert answer.result(60).tokens == expected.tokens
+        assert answer.result(120).tokens == expected.tokens
     assert ask(stack).tokens == expected.tokens, "requests are taken as well"
     wait_for(lambda: "Ray is lost: its head does not answer" in stack.output.read_text(), 30, "the launch says so")
     assert stack.process.wait(120) == 1

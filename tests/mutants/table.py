@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
         ("tokens of NaN logits are committed", "        if not output.finite:", "        if False:"),
         ("KV of NaN logits is left for others", "            self.runner.kv.scrub(session.kv)\n", ""),
         ("sessions of a failed step hang", "            session.fail(ServiceError(f", "            str((f"),
-        ("a finished session keeps its pages", "            self._close(session)\n            return\n        if item.drafting_cost", "            return\n        if item.drafting_cost"),
+        ("a finished session keeps its pages", "            self._close(session)\n            return\n        # Verdicts", "            return\n        # Verdicts"),
     ),
     *_of(
         "target_service/commit.py",

@@ -21,7 +21,7 @@ SITUATIONS = {
     *("target: foreseen_rounds", "target: plain_rounds", "target: draft_timeouts", "target: drafting_pauses"),
     *("target: drafting_probes", "target: rounds_gamma_1", "target: rounds_gamma_2", "target: rounds_gamma_4"),
     *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
-    *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps"),
+    *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps", "target: taken_up_sessions"),
     *("draft: declined_sessions", "draft: failed_steps", "draft: repeated_verdicts", "draft: stale_frames"),
     *("draft: verdicts_met", "draft: announcements", "full windows", "repeated frames"),
 }
