@@ -34,12 +34,7 @@ def hung_services_stay() -> AbstractContextManager[Any]:
 
 def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
     """A Serve stream breaks, and its sessions run on for nobody."""
-    real = ControlServicer._receive
-
-    def receive(self: Any, frame: Any, opened: set[str], outbox: Any) -> None:
-        real(self, frame, set(opened), outbox)
-
-    return patch.object(ControlServicer, "_receive", receive)
+    return patch.object(ControlServicer, "_leave", lambda self, account: None)
 
 
 def stopping_targets_fail_requests() -> AbstractContextManager[Any]:
