@@ -76,8 +76,9 @@ class SpeculationTotals:
         mine, theirs = asdict(self), asdict(other)
         lists = "accepted_per_position", "rounds_by_gamma"
         pairs = {name: zip_longest(mine.pop(name), theirs.pop(name), fillvalue=0) for name in lists}
-        sums = {name: value + theirs[name] for name, value in mine.items()}
-        return SpeculationTotals(**sums, **{name: [a + b for a, b in pair] for name, pair in pairs.items()})
+        sums: dict[str, Any] = {name: value + theirs[name] for name, value in mine.items()}
+        sums |= {name: [a + b for a, b in pair] for name, pair in pairs.items()}
+        return SpeculationTotals(**sums)
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
