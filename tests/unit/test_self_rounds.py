@@ -221,7 +221,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
         verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)
     while (step := verifier.plan_step()) is not None:
         verifier.finish_step(step, verifier.execute(step))
-    assert (verifier.counters["self_accepted_tokens"] > 50) == (not backing_tokens), "over tiers nothing is drafted"
+    assert (verifier.counters["self_accepted_tokens"] > 20) == (not backing_tokens), "over tiers nothing is drafted"
     for name, text in enumerate(texts):
         expected = model.generate(  # type: ignore[operator]
             torch.tensor([text]), do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0
