@@ -30,6 +30,7 @@ from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape,
 from benchmarks.serving.service import Controls
 
 _ALONE = ("none", "self")  # modes of a target without a draft
+_ADAPTED = 4
 _MARGIN = 64  # tokens of room beside prompt and output
 
 
@@ -69,11 +70,12 @@ def run(flags: argparse.Namespace) -> None:
     pair = Pair(
         flags.target_shape,
         flags.draft_shape,
-        flags.gamma,
+        _most_drafted(flags),
         flags.acceptance,
         flags.budget,
         flags.read_share,
         max(flags.branches),
+        adaptive=flags.gamma == "auto",
         target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
         gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
@@ -109,13 +111,19 @@ def _command(flags: argparse.Namespace) -> list[str]:
 def _check(flags: argparse.Namespace) -> None:
     if not 0 <= flags.hot < 1:
         raise ValueError(f"--hot {flags.hot}: expected a share of the KV, less than 1")
-    least = 8 * (flags.gamma + 1)
+    most = _most_drafted(flags)
+    least = 8 * (most + 1)
     if flags.tokens < least:
-        raise ValueError(f"--tokens {flags.tokens}: with gamma {flags.gamma} it takes {least} for rounds to be timed")
+        raise ValueError(f"--tokens {flags.tokens}: with gamma {most} it takes {least} for rounds to be timed")
     if "self" in flags.modes and ({*flags.modes} - {"self", "none"} or flags.hot):
         raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone, and without --hot")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
+
+
+def _most_drafted(flags: argparse.Namespace) -> int:
+    """Tokens drafted a round, at most. Raises ValueError for what is no number."""
+    return flags.max_gamma if flags.gamma == "auto" else int(flags.gamma)
 
 
 def _trace(flags: argparse.Namespace) -> ReadTrace | None:
@@ -211,7 +219,7 @@ def _write_replay(run: _Run, deployment: Deployment, shape: Shape) -> str:
 
 def _expected_tokens(flags: argparse.Namespace) -> float:
     """Of a round that is drafted."""
-    return sum(flags.acceptance**i for i in range(flags.gamma + 1))
+    return sum(flags.acceptance**i for i in range(_most_drafted(flags) + 1))
 
 
 def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, way: Way) -> None:
@@ -225,9 +233,9 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
 
         drafted_after = 0.0
         if way.mode in _ALONE:
-            measure(2 * (run.flags.gamma + 1), -1)
+            measure(2 * (run.pair.gamma + 1), -1)
         else:
-            drafted_after = _wait_until_drafted(run, lambda: measure(12 * (run.flags.gamma + 1), -1), f"{shape}, {way}")
+            drafted_after = _wait_until_drafted(run, lambda: measure(12 * (run.pair.gamma + 1), -1), f"{shape}, {way}")
         runs = [measure(run.flags.tokens, repeat) for repeat in range(run.flags.repeat)]
         rates = [figures.tokens_a_second for figures in runs]
         note(f"{shape}, {way}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
@@ -260,11 +268,13 @@ def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -
 def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str) -> float:
     """Run sessions until the draft has read the prompts and hardly a round is decoded plainly; return the seconds.
 
-    Raises ValueError if that takes longer than a part may.
+    Where the target decides whether to draft: _ADAPTED times, in which it has tried all ways. Raises ValueError if it
+    takes longer than a part may.
     """
     began = time.monotonic()
     limit = began + run.seconds()
-    while (share := try_rounds().plain_share) > 0.05:
+    tries = itertools.count(1)
+    while (share := try_rounds().plain_share) > 0.05 and not (run.pair.adaptive and next(tries) >= _ADAPTED):
         if time.monotonic() > limit:
             raise ValueError(f"after {time.monotonic() - began:.0f} s {share:.0%} of the rounds are still not drafted")
     seconds = time.monotonic() - began

@@ -121,4 +121,5 @@ def _cells(values: dict[str, Any], has_draft: bool) -> list[str]:
         return ["does not answer", *[""] * 5]
     held, pages = values["kv_pages_held"], values["kv_pages"]
     state = "connected" if values["attached"] else "without its peer" if has_draft else "serves"
+    state = "drains" if values.get("draining") else state
     return [state, *map(str, (values["pid"], values["sessions"], held, pages)), f"{held / pages:.1%}"]

@@ -239,6 +239,8 @@ def _convert(item: Setting, value: Any, source: str) -> Any:
             return tuple(value)
         if kind is bool:
             converted = value if isinstance(value, bool) else _SWITCHES[str(value).lower()]
+        elif value in item.words:
+            converted = item.words[value]
         elif isinstance(value, str | int | float):  # a file's may be anything
             converted = kind(str(value))
         else:

@@ -16,6 +16,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
+MOST_GAMMA = 64
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
@@ -73,7 +74,15 @@ class ModelSettings(Section):
         False, "the target's tokens do not depend on the batch nor on drafting, at some cost (GPU only)"
     )
     attention_backend: str = _running("auto", f"{', '.join(ATTENTION_BACKENDS)}: {ATTENTION_HELP}")
-    gamma: int = _rounds(4, "tokens drafted a round", least=1, most=64)
+    gamma: int = _rounds(
+        4,
+        "tokens drafted a round; auto (or 0): as many, up to max_gamma, as are the fastest by measured costs and "
+        "acceptance, none where that is, and approximate sessions read everything where that is",
+        least=0,
+        most=MOST_GAMMA,
+        words={"auto": 0},
+    )
+    max_gamma: int = _rounds(4, "tokens drafted a round at most, with --gamma auto", least=1, most=MOST_GAMMA)
     max_context: int = _limits(
         32768, "longest prompt and output together, in tokens; 0: what the models allow", least=0
     )
@@ -86,6 +95,16 @@ class ModelSettings(Section):
     host_kv_memory: float = 0.0
     dense_layers: tuple[int, ...] = ()
     group_size: int = 0
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the target decides how many tokens are drafted."""
+        return self.gamma == 0
+
+    @property
+    def most_drafted(self) -> int:
+        """Tokens drafted a round, at most."""
+        return self.gamma or self.max_gamma
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,8 +17,8 @@ class Setting:
 
     group: the heading of --help that lists it. name: what a launch, the environment and a file call it; "": only a
     service's own command line has it. flag: what a service's own command line calls it. least, most: the ends of its
-    range; above: less than all of it; choices: all its values. secret: it is never printed. by_model: each of several
-    models of a launch may have its own.
+    range; above: less than all of it; choices: all its values. words: values that have a name, by it. secret: it is
+    never printed. by_model: each of several models of a launch may have its own.
     field, kind: the name and type of its section's field.
     In a declaration "{side}" stands for target or draft and "{field}" for the field's name; `declared_in` fills them.
     """
@@ -30,6 +31,7 @@ class Setting:
     most: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
+    words: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     secret: bool = False
     by_model: bool = False
     field: str = ""
@@ -71,9 +73,13 @@ class Section:
             item.check(getattr(self, item.field), item.name or item.field)
 
 
-@functools.cache
-def declared_in(section: type[Any]) -> tuple[Setting, ...]:
+def declared_in(section: type[Section]) -> tuple[Setting, ...]:
     """The settings of a section in the order of their declarations; fields without a declaration are no settings."""
+    return _declared_in(section)  # type: ignore[arg-type]  # the hash of its instances is taken for the class's
+
+
+@functools.cache
+def _declared_in(section: type[Section]) -> tuple[Setting, ...]:
     found = []
     for item in dataclasses.fields(section):
         declared: Setting | None = item.metadata.get("setting")

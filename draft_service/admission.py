@@ -54,7 +54,7 @@ class Admission:
         grammar = None
         if begin.grammar and self._grammars is not None:
             grammar = self._grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
-        session = DraftSession.from_begin(peer, begin, self._settings.gamma, grammar)
+        session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session
         self.sessions.append(session)
@@ -125,4 +125,4 @@ class Admission:
 
     def _need(self, tokens: int) -> int:
         """Return the pages of so many tokens, a round, and the branches that are drafted behind it."""
-        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.gamma + 1))
+        return pages_for(tokens + (1 + self._settings.branches) * (self._settings.most_drafted + 1))

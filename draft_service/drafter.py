@@ -51,7 +51,9 @@ class Drafter:
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps = 0
-        rounds = round_settings(plan, settings.gamma, settings.support, settings.read_share, settings.refresh_every)
+        rounds = round_settings(
+            plan, settings.most_drafted, settings.support, settings.read_share, settings.refresh_every
+        )
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
         memories = settings.max_sessions + 1  # a session may end in the step that runs
         runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))

@@ -12,13 +12,14 @@ ALTERNATIVES = 4  # of the draft's likeliest tokens at a position, so many come 
 _RANKS = (0.5, 0.2, 0.1, 0.05)
 
 
-def likely_outcomes(drafted: DraftedTokens, proposed: int, acceptance: float, most: int) -> list[Outcome]:
-    """Return up to `most` outcomes of the verdict on the first `proposed` of the drafted tokens, the likeliest first.
+def likely_outcomes(drafted: DraftedTokens, acceptance: float, most: int) -> list[Outcome]:
+    """Return up to `most` outcomes of the verdict on the drafted tokens, the likeliest first.
 
     The first one is always that all are accepted and that the target adds the token that the draft would have added.
     acceptance: the chance of each token to be accepted. An outcome is the less likely the more tokens it needs to be
     accepted, so that most branches leave at the first positions (the idea is Saguaro's, arXiv 2603.03251).
     """
+    proposed = drafted.proposed
     first = (proposed, drafted.tokens[proposed])
     if most == 1 or drafted.alternatives is None:
         return [first]

@@ -81,6 +81,7 @@ class DraftSession:
     """One session. `tokens` are the committed ones, then drafted ones; KV exists for the first kv.length of them.
 
     round: the round that is drafted or under judgement. method: what it announces by, None if it announces nothing.
+    gamma: tokens that the target wants drafted a round, at most `most_gamma`. dense: whether it wants no announcements.
     ready_due: whether the target is still to be told that it may wait for this draft. rules: what changes its logits.
     grammar: what its text follows. traceparent: of its request, if that is traced.
 
@@ -105,6 +106,8 @@ class DraftSession:
     max_length: int
     method: Method | None
     gamma: int
+    most_gamma: int
+    dense: bool = False
     rules: SessionRules | None = None
     grammar: GrammarState | None = None
     traceparent: str = ""
@@ -127,7 +130,10 @@ class DraftSession:
 
     @staticmethod
     def from_begin(peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None) -> "DraftSession":
-        """Return a session that stands where `begin` says. Raises PlanError for an unknown method."""
+        """Return a session that stands where `begin` says, and drafts up to `gamma` tokens a round.
+
+        Raises PlanError for an unknown method.
+        """
         # What may come last is the grammar's affair, which the target's min_tokens gives way to.
         sampling = begin.sampling if grammar is None else replace(begin.sampling, min_tokens=0)
         return DraftSession(
@@ -140,7 +146,9 @@ class DraftSession:
             sampling=sampling,
             max_length=begin.max_length,
             method=method_named(begin.method) if begin.method else None,
-            gamma=gamma,
+            gamma=min(begin.gamma or gamma, gamma),
+            most_gamma=gamma,
+            dense=begin.dense,
             rules=session_rules(sampling, begin.prompt_tokens, begin.stop_token_ids),
             grammar=grammar,
             traceparent=begin.traceparent,
@@ -200,6 +208,7 @@ class DraftSession:
         base, tokens = verdict.at.base, verdict.tokens
         if base != self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
+        self.gamma, self.dense = min(verdict.gamma or self.gamma, self.most_gamma), verdict.dense
         met, proposed = self._branch_met(tokens), self.tokens[base:]
         self._take_statistics(verdict, met is not None)
         if self.selection is not None and not verdict.plain:
@@ -232,7 +241,7 @@ class DraftSession:
 
     def _go_on(self, ahead: RoundAhead, branch: BranchAhead) -> None:
         """Stand in the round that a branch has drafted; the committed tokens end with the branch's first token."""
-        count = self.tokens_to_propose(branch.base)
+        count = branch.drafted.proposed
         self.tokens[branch.base - 1 :] = [branch.token, *branch.drafted.tokens[:count]]
         self.drafted, self.seconds = branch.drafted, ahead.seconds
         self.selection, self.selection_base, self.coded = ahead.selection, ahead.base, ahead.coded
@@ -258,9 +267,9 @@ class DraftSession:
         """Count whether the verdict met an outcome that was drafted for, and the share of tokens accepted."""
         if verdict.plain or self.drafted is None:
             return
-        proposed = self.tokens_to_propose(verdict.at.base)
+        proposed = self.drafted.proposed
         judged = min(proposed, verdict.accepted + 1)
         self.acceptance += _NEWEST * (verdict.accepted / judged - self.acceptance)
         if self.ahead is None:  # had there been a branch, it would have been the likeliest outcome
-            met = verdict.tokens == [*self.drafted.tokens[: proposed + 1]]
+            met = verdict.tokens == self.drafted.tokens
         self.foresight += _NEWEST * (met - self.foresight)

@@ -51,7 +51,7 @@ class DraftStep:
     @property
     def work(self) -> list[tuple[SequenceKV, int]]:
         """How many tokens the step adds to each sequence."""
-        rounds = [(item.request.kv, item.request.tokens_written(item.session.gamma)) for item in self.rounds]
+        rounds = [(item.request.kv, item.request.tokens_written(item.request.gamma)) for item in self.rounds]
         return rounds + [(item.kv, len(item.tokens)) for item in self.inputs]
 
     @property
@@ -77,7 +77,7 @@ def plan_draft_step(
     session's verdicts must have met what was drafted ahead. Sessions that are drafted are told to be ready.
     """
     # A few tokens behind is catching up, not reading a prompt.
-    behind = 2 * (settings.gamma + 1)
+    behind = 2 * (settings.most_drafted + 1)
     near = [session for session in sessions if len(session.tokens) - session.kv.length <= behind]
     reading = [session for session in sessions if len(session.tokens) - session.kv.length > behind]
     near = [session for session in near if not session.waits_for_grammar]
@@ -92,6 +92,7 @@ def plan_draft_step(
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
+    gamma = max((session.gamma for session in due), default=0)  # rounds of one step have one shape
     unread = [len(session.pending) - 1 for session in reading]
     shares = share_prefill([session.kv.length for session in reading], unread, settings.prefill_chunk)
     parts = [(session, share) for session, share in zip(reading, shares, strict=True) if share]
@@ -100,7 +101,7 @@ def plan_draft_step(
             session.cut_kv(kv, session.moved.target)
     refresh = _refresh_together(due, settings)
     return DraftStep(
-        [_plan_round(session, plan, settings, refresh) for session in due],
+        [_plan_round(session, plan, settings, gamma, refresh) for session in due],
         [session for session, _ in parts],
         [SequenceInput(session.kv, session.pending[:share]) for session, share in parts],
     )
@@ -125,20 +126,22 @@ def _no_draws(count: int) -> np.ndarray:
     return np.zeros(count)
 
 
-def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, refresh: bool) -> PlannedRound:
-    """Return the request of a session's round, or of the one behind it if that is drafted already."""
+def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, gamma: int, refresh: bool) -> PlannedRound:
+    """Return the request of a session's round, or of the one behind it if that is drafted already.
+
+    gamma: tokens that are drafted, of which the session may propose fewer.
+    """
     sampling, announce, drafted = session.sampling, None, session.drafted
 
     def draws(position: int) -> np.ndarray:
         if sampling.greedy:
-            return _no_draws(settings.gamma + 1)
-        return uniforms(sampling.seed, position, settings.gamma + 1, USE_DRAFT)
+            return _no_draws(gamma + 1)
+        return uniforms(sampling.seed, position, gamma + 1, USE_DRAFT)
 
     tokens, base, branches = session.pending, session.committed, list[Branch]()
     rules = session.rules_behind(branches)
     if drafted is not None:
-        proposed = session.tokens_to_propose(session.committed)
-        for accepted, token in likely_outcomes(drafted, proposed, session.acceptance, settings.branches):
+        for accepted, token in likely_outcomes(drafted, session.acceptance, settings.branches):
             length = session.committed + accepted
             branches.append(Branch(length, token, draws(length + 1)))
         tokens, base = [], 1 + min(branch.length for branch in branches)
@@ -146,7 +149,7 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, refr
         if len(branches) == 1:  # it goes on behind all tokens
             tokens, branches = [branches[0].token], []
     last = session.newest_known
-    if session.method is not None:
+    if session.method is not None and not session.dense:
         announce = announcement_request(session.method, plan, base, None if last is None else last[1])
     starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
     if not branches:
@@ -162,6 +165,7 @@ def _plan_round(session: DraftSession, plan: Plan, settings: DraftSettings, refr
         refresh=refresh,
         branches=tuple(branches),
         moved=session.moved,
+        gamma=gamma,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         rules=rules,
@@ -196,16 +200,22 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
     if planned.ahead:
         starts = [(branch.length, branch.token) for branch in request.branches]
         starts = starts or [(request.kv.length, request.tokens[0])]
-        passes = session.gamma + 1
+        passes = request.gamma + 1
         branches = [
-            BranchAhead(length + 1, token, drafted, request.kv.length + index * passes)
+            BranchAhead(
+                length + 1,
+                token,
+                drafted.first(session.tokens_to_propose(length + 1)),
+                request.kv.length + index * passes,
+            )
             for index, ((length, token), drafted) in enumerate(zip(starts, output.branches, strict=True))
         ]
         session.ahead = RoundAhead(base, selection, coded, branches, seconds)
         return
-    (session.drafted,) = output.branches
+    (drafted,) = output.branches
     count = session.tokens_to_propose(base)
-    session.tokens += session.drafted.tokens[:count]
+    session.drafted = drafted.first(count)
+    session.tokens += drafted.tokens[:count]
     session.kv.length = base + count
     session.seconds = seconds
     session.selection, session.selection_base, session.coded = selection, base, coded
@@ -260,8 +270,8 @@ def _propose(
     counters: Counter[str],
 ) -> None:
     """Propose what was drafted behind each of the branches. base: where the shortest begins that was drafted."""
-    counts = [session.tokens_to_propose(branch.base) for branch in branches]
-    drafted = [(branch.drafted, count) for branch, count in zip(branches, counts, strict=True)]
+    drafted = [(branch.drafted, branch.drafted.proposed) for branch in branches]
+    counts = [count for _, count in drafted]
     supports: tuple[list[int], np.ndarray, np.ndarray] = [], _NO_IDS, _NO_PROBS
     if not session.sampling.greedy:
         ids = np.concatenate([each.ids[:count] for each, count in drafted if each.ids is not None])

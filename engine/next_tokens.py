@@ -1,15 +1,7 @@
-"""What passes of one token of each sequence need: where its KV goes, and which token comes next. Launches only."""
+"""Which token comes next, of rows that are drafted: launches only."""
 
 import torch
 from torch import Tensor
-
-from engine.kv.pages import PAGE_SIZE
-
-
-def slots_in(tables: Tensor, positions: Tensor) -> Tensor:
-    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
-    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
-    return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def draw_tokens(

@@ -67,24 +67,27 @@ class RoundRunner:
                     self._round_of(replace(shape, refreshes=False))
 
     def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
-        """Draft a round of each, those of one method that refresh, or do not, together. Raises OutOfPages.
+        """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.
 
         Those that do not allow all tokens are drafted apart.
         """
         outputs: dict[int, RoundOutput] = {}
         refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
         methods = [item.announce.method if item.announce else "" for item in requests]
-        kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), strict=True))
+        gammas = [0 if item.gamma == self._settings.gamma else item.gamma for item in requests]
+        kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), gammas, strict=True))
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
             drafted = self._draft([requests[i] for i in chosen], *kind)
             outputs.update(zip(chosen, drafted, strict=True))
         return [outputs[i] for i in range(len(requests))]
 
-    def _draft(self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool) -> list[RoundOutput]:
+    def _draft(
+        self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool, gamma: int
+    ) -> list[RoundOutput]:
         for item in requests:
             self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
-        shape = self._shape_of(requests, method, refreshes)
+        shape = replace(self._shape_of(requests, method, refreshes), gamma=gamma)
         round_ = self._round_of(shape, requests if asks else None)
         memories = [self._nobody if item.memory is None else item.memory for item in requests]
         places = []

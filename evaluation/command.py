@@ -8,7 +8,7 @@ from pathlib import Path
 
 import models
 from engine.loading.tokenizer import load_tokenizer
-from evaluation import cases, drafts, identity, plots, prompts, quality, report
+from evaluation import cases, drafts, identity, plots, prompts, quality, report, self_drafting
 from evaluation.run import Pair, evaluate, variants_of
 from sparsity.plan import Plan, load_plan
 
@@ -32,11 +32,17 @@ def run(flags: argparse.Namespace) -> None:
     if flags.task == "drafts":
         _evaluate_drafts(flags, plan, texts)
         return
-    for name, default in (("context", 4096), ("passages", 1), ("gamma", 3)):
+    for name, default in (("context", 4096), ("passages", 1), ("gamma", 8 if flags.task == "self" else 3)):
         if getattr(flags, name) is None:
             setattr(flags, name, default)
     if flags.task == "prompts":
         _evaluate_prompts(flags, plan, texts)
+        return
+    if flags.task == "self":
+        shares = [float(share) for share in flags.read_shares.split(",")]
+        of_texts = texts, flags.context, flags.passages, flags.generated
+        rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares)
+        print(self_drafting.to_json(rows_of_self) if flags.json else self_drafting.to_text(rows_of_self))
         return
     tokenizer = load_tokenizer(flags.target)
     if flags.task == "perplexity":

@@ -67,7 +67,8 @@ def generate(
                 result.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
                 summary = response.speculation
                 values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
-                result.speculation = values | {"accepted_per_position": list(summary.accepted_per_position)}
+                lists = "accepted_per_position", "rounds_by_gamma"
+                result.speculation = values | {name: list(values[name]) for name in lists}
     return result
 
 

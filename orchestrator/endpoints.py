@@ -55,7 +55,7 @@ def resolve_context(config: Config) -> Config:
         raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")
     room = allowed
     if target.kv_tokens:
-        room = min(allowed, target.kv_tokens - 2 * (target.gamma + 1) - 16)
+        room = min(allowed, target.kv_tokens - 2 * (target.most_drafted + 1) - 16)
     context = target.max_context or room
     return replace(config, target=replace(target, max_context=context), draft=replace(draft, max_context=context))
 
@@ -126,7 +126,7 @@ async def _connect(
     asks = {name: services[name] for name in read_addresses()}
     targets = await wait_until_connected(frontend.router, asks, read_addresses, config.cluster.connect_timeout)
     pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
-    room = pages * PAGE_SIZE - config.target.gamma - 1
+    room = pages * PAGE_SIZE - config.target.most_drafted - 1
     frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
 
 

@@ -33,13 +33,17 @@ _SUMMED = (
 
 @dataclass
 class SpeculationTotals:
-    """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without."""
+    """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
+
+    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens.
+    """
 
     rounds: int = 0
     plain_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    rounds_by_gamma: list[int] = field(default_factory=list)
     stale_rounds: int = 0
     announced_bytes: int = 0
     kv_tokens_read: int = 0
@@ -70,9 +74,10 @@ class SpeculationTotals:
     def plus(self, other: "SpeculationTotals") -> "SpeculationTotals":
         """Return the sums over the rounds of both."""
         mine, theirs = asdict(self), asdict(other)
-        at = zip_longest(mine.pop("accepted_per_position"), theirs.pop("accepted_per_position"), fillvalue=0)
+        lists = "accepted_per_position", "rounds_by_gamma"
+        pairs = {name: zip_longest(mine.pop(name), theirs.pop(name), fillvalue=0) for name in lists}
         sums = {name: value + theirs[name] for name, value in mine.items()}
-        return SpeculationTotals(**sums, accepted_per_position=[a + b for a, b in at])
+        return SpeculationTotals(**sums, **{name: [a + b for a, b in pair] for name, pair in pairs.items()})
 
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
@@ -80,6 +85,8 @@ class SpeculationTotals:
         self.drafted += commit.drafted
         self.accepted += commit.accepted
         self.accepted_per_position += [0] * (commit.drafted - len(self.accepted_per_position))
+        self.rounds_by_gamma += [0] * (commit.drafted + 1 - len(self.rounds_by_gamma))
+        self.rounds_by_gamma[commit.drafted] += 1
         for position in range(commit.accepted):
             self.accepted_per_position[position] += 1
         for name in _SUMMED:

@@ -172,7 +172,8 @@ class ReplyParser:
     ) -> None:
         self._parser: ResponseParser | None = parser
         self._short_ids, self._stream, self._only_calls, self._closing = short_ids, stream, only_calls, closing
-        self._call, self._told = "", 0  # the text of the call that is open, and how much of it is told
+        # The text of the call that is open, where its arguments begin, and how much of it is told.
+        self._call, self._begun, self._told = "", 0, 0
         self._tail = ""  # the last of the text
 
     def feed(self, text: str, last: bool, cut: bool = False) -> list[Delta]:
@@ -191,22 +192,22 @@ class ReplyParser:
             return [Delta(text)] if text else []
         if last:
             try:
-                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, cut)]
+                deltas += [delta for event in parser.finalize()[1] for delta in self._deltas(event, True, cut)]
             except ValueError:  # and so does a call that was cut off
                 deltas += self._unfinished(self._call)
         return deltas
 
-    def _deltas(self, event: dict[str, Any], cut: bool = False) -> list[Delta]:
+    def _deltas(self, event: dict[str, Any], last: bool = False, cut: bool = False) -> list[Delta]:
         field = event["field"]
         if field.startswith("tool_call"):
             if event["type"] == "region_open":
                 self._call, self._told = "", 0
             elif event["type"] == "region_chunk":
                 self._call += event["text"]
-                return self._tell_call() if self._stream and field == "tool_calls" else []
-            elif self._told:  # what is left, but for the brace that closes a complete call
-                end = -1 if isinstance(event["value"], dict) else None
-                left = self._call.rstrip()[self._told : end]
+                # What comes last may be the beginning of what closes the call.
+                return self._tell_call() if self._stream and field == "tool_calls" and not last else []
+            elif self._told:
+                left = self._call[self._told : _end_of_json(self._call, self._begun)]
                 return [Delta(arguments=left)] if left else []
             else:
                 calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
@@ -222,7 +223,7 @@ class ReplyParser:
             begun = _BEGUN.match(self._call)
             if begun is None:
                 return []
-            self._told = begun.end()
+            self._begun = self._told = begun.end()
             said = [Delta(call=CalledTool(self._new_id(), begun[1], ""))]
         end = max(self._told, len(self._call.rstrip("} \t\r\n")))
         self._told, more = end, self._call[self._told : end]
@@ -251,12 +252,17 @@ class ReplyParser:
         there is none."""
         at, deltas = len(text) - len(text.lstrip(" \t\r\n[")), list[Delta]()
         while (begun := _BEGUN.match(text, at)) is not None:
-            try:
-                _, end = json.JSONDecoder().raw_decode(text, begun.end())
-            except ValueError:
-                end = len(text)
+            end = _end_of_json(text, begun.end())
             deltas.append(Delta(call=CalledTool(self._new_id(), begun[1], text[begun.end() : end])))
             between = _BETWEEN.match(text, end)
             assert between is not None
             at = between.end()
         return deltas or ([Delta(text)] if text else [])
+
+
+def _end_of_json(text: str, start: int) -> int:
+    """Return where the JSON value ends that begins at `start`; the end of the text if it is not complete."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except ValueError:
+        return len(text)

@@ -229,7 +229,7 @@ class Admission:
 
     def _need(self, tokens: int) -> int:
         """Return the KV pages of so many tokens and one round beyond them."""
-        return pages_for(tokens + self._settings.gamma + 1)
+        return pages_for(tokens + self._settings.most_drafted + 1)
 
     def _free_pages(self) -> int:
         """Return how many pages nobody holds and none that runs needs for the tokens that it has and its next round."""

@@ -54,7 +54,7 @@ def commit_round(
     session.commit(tokens, agreed, judged)
     kv.truncate(session.kv, len(session.tokens) - 1)
     at = before._replace(epoch=session.epoch, round=session.round)
-    return commit, Verdict(at, commit.accepted, tokens, plain=judged is None)
+    return commit, Verdict(at, commit.accepted, tokens, judged is None)
 
 
 def cut_at_end(tokens: list[int], room: int, stop_token_ids: frozenset[int]) -> tuple[list[int], FinishReason]:

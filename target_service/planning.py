@@ -99,16 +99,16 @@ def plan_verify_step(
             reading.append(session)
         elif session.grammar is not None and not session.grammar.ready:
             continue
-        elif (proposal := session.ready_proposal()) is not None:
+        elif session.next_round.gamma and (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
-        elif _may_decode_plainly(session, settings.draft_timeout, counters, now):
+        elif not session.next_round.gamma or _may_decode_plainly(session, settings.draft_timeout, counters, now):
             alone.append(session)
     step.rounds += _plan_alone(alone, settings, drafting, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
     for session, share in zip(reading, shares, strict=True):
         if share:
-            step.prefills.append((session, _plan_reading(session, share, settings.gamma + 1, deterministic)))
+            step.prefills.append((session, _plan_reading(session, share, settings.most_drafted + 1, deterministic)))
     return step if step.rounds or step.prefills else None
 
 
@@ -119,7 +119,7 @@ def _plan_alone(
     able = [session for session in sessions if session.memory is not None and not session.is_paused]
     tokens = sum(len(session.tokens) for session in able)
     if drafting is None or not able or not drafting.pays(tokens):
-        return [plan_round(session, None, session.look_up(settings.gamma), now) for session in sessions]
+        return [plan_round(session, None, session.look_up(settings.most_drafted), now) for session in sessions]
     rounds = []
     for session in sessions:
         if session.memory is None or session.is_paused:
@@ -188,7 +188,8 @@ def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list
     """
     base, read = len(session.tokens), None
     if session.reader is not None:
-        selection = session.announced.get(session.key) if proposal is not None else None
+        announced = session.announced.get(session.key)
+        selection = announced if proposal is not None and session.next_round.sparse else None
         read = session.reader.read(selection, base, base + len(proposed))
         if read is not None and session.reads_wanted:
             read.report_blocks = True

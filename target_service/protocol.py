@@ -33,7 +33,7 @@ class DraftProtocol:
         self.drafts: list[DraftPeer] = []
         self._sessions, self._counters = sessions, counters
         self._number = _number(settings.name)
-        self._plan, self._gamma, self._vocab_size = plan, settings.gamma, vocab_size
+        self._plan, self._gamma, self._vocab_size = plan, settings.most_drafted, vocab_size
 
     # Which draft a session has.
 
@@ -112,7 +112,7 @@ class DraftProtocol:
         log.warning("draft %s, session %s: %s", peer.name, name, error)
         self._counters["rejected_events"] += 1
         self.end(session)
-        session.usefulness = session.usefulness.paused(len(session.tokens))
+        session.pace = session.pace.paused(len(session.tokens))
 
     def _take_proposals(self, peer: DraftPeer, session: TargetSession, event: Proposals) -> None:
         if not self._is_current(peer, session, event):

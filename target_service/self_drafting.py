@@ -74,4 +74,4 @@ def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) ->
     if settings.draft != "self" or not plan.sparse_layers:
         return None
     plan = replace(plan, budget=settings.self_read_share)
-    return SelfDrafting(plan, settings.gamma, weight_tokens, settings.self_from)
+    return SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from)

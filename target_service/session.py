@@ -12,8 +12,9 @@ from engine.logprobs import TokenLogprobs
 from engine.sampling import Sampling
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
+from target_service.controller import UNDECIDED, Pace
 from target_service.lookup import PromptLookup
-from target_service.usefulness import Usefulness
+from target_service.round_costs import PLAIN, Choice
 from wire.errors import ServiceError
 from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
 
@@ -68,7 +69,8 @@ class TargetSession:
     reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
     None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
     it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
-    usefulness: of the proposals that it gets. drafted: whether to wait for the draft's proposals. proposals: by round;
+    pace: what is decided about its rounds. next_round: how that is made. committed_at: when its last round was
+    finished, if it has run nothing else since. drafted: whether to wait for the draft's proposals. proposals: by round;
     those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
     before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the round
     judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round reads;
@@ -100,7 +102,9 @@ class TargetSession:
     round: int = 0
     draft: DraftPeer | None = None
     drafted: bool = False
-    usefulness: Usefulness = field(default_factory=Usefulness)
+    pace: Pace = UNDECIDED
+    next_round: Choice = PLAIN
+    committed_at: float | None = None
     proposals: dict[RoundKey, Proposals] = field(default_factory=dict)
     foreseen: bool = False
     announced: dict[RoundKey, BlockSelection] = field(default_factory=dict)
@@ -142,8 +146,8 @@ class TargetSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is proposed for now, because proposals were of no use."""
-        return self.usefulness.is_paused(len(self.tokens))
+        """Whether nothing is proposed for now, because proposals did not pay."""
+        return self.pace.is_paused(len(self.tokens))
 
     @property
     def known_selections(self) -> dict[RoundKey, BlockSelection]:
@@ -158,7 +162,13 @@ class TargetSession:
         """Return the message with which a draft begins to draft for this session, from where it stands."""
         text = self.prompt_tokens, sorted(self.stop_token_ids), self.grammar.source if self.grammar else ""
         place = self.at, list(self.tokens), self.sampling, self.max_length, self.announced_by
-        return Begin(*place, *text, self.traceparent)
+        return Begin(*place, *text, self.traceparent, *self.asked)
+
+    @property
+    def asked(self) -> tuple[int, bool]:
+        """What its draft is asked for: so many tokens a round, and whether without announcements."""
+        drafted = self.next_round if self.next_round.gamma else self.pace.choice
+        return drafted.gamma, bool(self.announced_by) and not drafted.sparse
 
     def look_up(self, gamma: int) -> list[int]:
         """Return up to `gamma` tokens that its own text proposes: those that followed its last tokens earlier."""
@@ -206,7 +216,7 @@ class TargetSession:
             self.reader = self.reader.anew()
         if self.memory is not None:
             self.memory, self.weighed = replace(self.memory, index=None), 0
-        self.stats.waiting_since = None
+        self.stats.waiting_since = self.committed_at = None
         self.stats.preemptions += 1
         self.queued_at = time.monotonic()
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,13 +26,14 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
+from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
+from target_service.round_costs import Choice, Load
 from target_service.self_drafting import self_drafting
 from target_service.session import TargetSession
-from target_service.usefulness import LEAST
 from wire.errors import InvalidArgument, NotFound, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 from wire.tracing import NO_SPANS, Spans
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = (
-    *("failed_steps", "failed_sessions", "drafting_pauses", "draft_timeouts", "plain_rounds"),
+    *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
 )
@@ -49,6 +51,17 @@ _COUNTED = (
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
 OnRound = Callable[[At, int, Tensor], None]
+
+
+class _Beside(NamedTuple):
+    """What is beside a round: the time, the load, how the sessions' last rounds were made, and whether its step read
+    prompts.
+    """
+
+    now: float
+    load: Load
+    kinds: Counter[Choice]
+    prefills: bool
 
 
 class Verifier:
@@ -69,12 +82,15 @@ class Verifier:
         spans: Spans = NO_SPANS,
     ) -> None:
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
-        a_session = pages_for(settings.gamma + 1) + 2
+        a_session = pages_for(settings.most_drafted + 1) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
-        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        by_gamma = [f"rounds_gamma_{gamma}" for gamma in gammas(settings.most_drafted)]
+        self.counters: Counter[str] = Counter(dict.fromkeys((*_COUNTED, *by_gamma), 0))
+        adaptive = settings.adaptive and settings.has_draft
+        self.controller = Controller(settings.most_drafted, adaptive, self.counters)
         self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
@@ -94,7 +110,7 @@ class Verifier:
         if "ahead" in methods_of(self.plan):
             reader = Reader(METHODS["ahead"], self.plan, self._on_round is not None)
             nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
-            read = reader.read(nothing, 1, 1 + self.settings.gamma)
+            read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
@@ -159,6 +175,10 @@ class Verifier:
         self.admission.release_closed()
         for session in self.admission.admit():
             self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
+            if session.pace is UNDECIDED:
+                tokens = len(session.tokens)
+                session.pace = self.controller.first_pace(self._load(), tokens, bool(session.announced_by))
+                session.next_round = self.controller.effective(session.pace, tokens)
             self.protocol.assign(session, wait=True)
         while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
             *_, youngest = self.admission.running.values()
@@ -208,9 +228,10 @@ class Verifier:
                 # A deterministic runner's KV is the same for all who read a prompt, not for those who generated it.
                 dense = session.prompt_tokens - 1 if self.runner.deterministic else None
                 self.runner.kv.index_prefix(session.kv, session.tokens, dense)
+        beside = self._beside(step)
         for item, output in zip(step.rounds, result.outputs, strict=True):
             if self.admission.is_open(item.session):
-                self._finish_round(item, output, result.seconds)
+                self._finish_round(item, output, result.seconds, beside)
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
@@ -225,7 +246,16 @@ class Verifier:
             self._close(session)
         return True
 
-    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float) -> None:
+    def _load(self) -> Load:
+        """How much the target has to do, by the sessions that generate, as the controller tells loads apart."""
+        generating = [session for session in self.admission.running.values() if session.unread <= 0]
+        return len(generating).bit_length(), sum(len(session.tokens) for session in generating).bit_length()
+
+    def _beside(self, step: VerifyStep) -> _Beside:
+        kinds = Counter(session.pace.kind for session in self.admission.running.values() if session.pace.kind)
+        return _Beside(time.monotonic(), self._load(), kinds, bool(step.prefills))
+
+    def _finish_round(self, item: VerifyRound, output: SequenceOutput, seconds: float, beside: _Beside) -> None:
         session, key, verdict = item.session, item.session.key, output.verdict
         assert verdict is not None
         if session.grammar is not None and session.grammar.error:
@@ -258,24 +288,41 @@ class Verifier:
             return
         if item.drafting_cost:
             session.weighed = commit.at.base
-        # Verdicts that are imposed say nothing about who proposed.
-        if item.proposed and imposed < 0:
-            accepted = verdict[0] * LEAST / item.drafting_cost if item.drafting_cost else verdict[0]
-            session.usefulness = session.usefulness.after_round(accepted, len(session.tokens))
-            has_proposals = session.draft is not None or session.proposes_itself
-            self.counters["drafting_pauses"] += session.is_paused and has_proposals
+        # Verdicts that are imposed say nothing about who proposed, but are what auto is measured by.
+        if imposed < 0 or self.settings.adaptive:
+            self._decide(item, commit, beside)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
         elif session.draft is not None:
-            self.protocol.judge(session, key, answer)
+            gamma, dense = session.asked
+            self.protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
         else:
             self.protocol.assign(session)
+
+    def _decide(self, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
+        """Have the controller say how a session's next round is made, by the one that was committed just now."""
+        session, before = item.session, item.session.committed_at
+        session.committed_at = None if beside.prefills else beside.now
+        announces = bool(session.announced_by)
+        seen = RoundSeen(
+            kind=Choice(len(item.proposed), announces and item.input.read is not None),
+            accepted=commit.accepted,
+            committed=len(session.tokens),
+            seconds=None if before is None or beside.prefills else beside.now - before,
+            drafting=commit.draft_seconds,
+            step=commit.verify_seconds,
+            announces=announces,
+            cost=item.drafting_cost,
+        )
+        session.pace = self.controller.after_round(session.pace, seen, beside.load, beside.kinds)
+        session.next_round = self.controller.effective(session.pace, seen.committed)
 
     def _count(self, item: VerifyRound, commit: Commit) -> None:
         """Count a round, with those who proposed in it."""
         self.counters["committed_tokens"] += len(commit.tokens)
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
         self.counters["foreseen_rounds"] += item.session.foreseen
+        self.counters[f"rounds_gamma_{len(item.proposed)}"] += 1
         if commit.drafted and item.proposal is None:
             proposer = self.settings.draft  # ngram or self
             self.counters[f"{proposer}_rounds"] += 1

@@ -13,6 +13,6 @@ def make_hello(settings: ServiceSettings, plan: Plan, vocab_size: int, tokenizer
         vocab_size=vocab_size,
         tokenizer_hash=tokenizer_hash,
         plan_hash=plan.hash,
-        gamma=settings.gamma,
+        gamma=settings.most_drafted,
         block_size=plan.block_size,
     )

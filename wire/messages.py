@@ -150,6 +150,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
+    """gamma: tokens to draft a round; 0: as many as the handshake says. dense: announce nothing for now."""
+
     at: At
     tokens: list[int]
     sampling: Sampling
@@ -159,16 +161,23 @@ class Begin:
     stop_token_ids: list[int] = field(default_factory=list)
     grammar: str = ""
     traceparent: str = ""  # W3C; empty: not traced
+    gamma: int = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's."""
+    """`at.base` is where `tokens` start; `at.epoch` and `at.round` are the next round's.
+
+    gamma, dense: as of Begin, for rounds that are not drafted yet.
+    """
 
     at: At
     accepted: int
     tokens: list[int]
     plain: bool
+    gamma: int = 0
+    dense: bool = False
 
 
 @dataclass(frozen=True)

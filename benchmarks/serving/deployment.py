@@ -29,8 +29,9 @@ _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its 
 @dataclass(frozen=True)
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
-    branches: the most that a row drafts. target_flags, draft_flags: further flags of the services. gpus: the device of
-    each service by name; empty: as torch finds."""
+    branches: the most that a row drafts. adaptive: whether the target decides how many tokens up to γ are drafted.
+    target_flags, draft_flags: further flags of the services. gpus: the device of each service by name; empty: as torch
+    finds."""
 
     target_shape: str
     draft_shape: str
@@ -39,6 +40,7 @@ class Pair:
     budget: float
     read_share: float
     branches: int = 1
+    adaptive: bool = False
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
     gpus: Mapping[str, int] = field(default_factory=dict)
@@ -169,7 +171,8 @@ class Deployment:
     def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), sessions or self._room.sessions
         command = ["benchmarks.serving.service", side, "--model", self._models[side], "--plan", self._plan]
-        command += ["--port", port_of(self._addresses[name]), "--gamma", str(self.pair.gamma)]
+        command += ["--port", port_of(self._addresses[name]), "--max-gamma", str(self.pair.gamma)]
+        command += ["--gamma", "auto" if self.pair.adaptive else str(self.pair.gamma)]
         command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]
         command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []

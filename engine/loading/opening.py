@@ -85,7 +85,7 @@ def _open_runner(
         settings.dense_layers,
         decoder,
         enforce_eager=settings.enforce_eager,
-        step_queries=settings.gamma + 1,
+        step_queries=settings.most_drafted + 1,
         deterministic=settings.deterministic,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
     )

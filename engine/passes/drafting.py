@@ -11,7 +11,7 @@ from engine.decoder import Decoder
 from engine.kv.cache import KVCache
 from engine.layer_attention import LayerAttention, Rows, plan_reads
 from engine.modules import ModulesDecoder
-from engine.next_tokens import draw_tokens, slots_in
+from engine.next_tokens import draw_tokens
 from engine.passes.grouping import DRAFTED_SUPPORT
 from engine.passes.reads import heads_of, listed_reads
 from engine.passes.shape import PassShape
@@ -29,18 +29,17 @@ def draft_tokens(
     """
     heads, tables, ends = heads_of(decoder, kv), given["block_tables"], given["lengths"]
     drafted, present = shape.queries - 1, ends > 0
-    tokens = given["token_ids"].view(shape.sequences, shape.queries)
+    rows = shape.sequences, shape.queries
+    tokens, positions, slots = (given[name].view(rows) for name in ("token_ids", "positions", "slots"))
     starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=ends.device)
     listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention)
     for index in range(drafted):
         lengths = (ends - drafted + index).where(present, 0)
-        rows = Rows(starts, lengths, tables, 1)
-        attend = LayerAttention(heads, rows, kv.layer_pages, attention, listed)
+        each = Rows(starts, lengths, tables, 1)
+        attend = LayerAttention(heads, each, kv.layer_pages, attention, listed)
         if shape.dense_layers:
-            attend.dense_work = plan_reads(heads, rows, attention)
-        positions = (lengths.long() - 1).clamp(min=0)
-        slots = slots_in(tables, positions).where(present, -1)
-        run = tokens[:, index].contiguous(), positions, slots, kv.k_pages, kv.v_pages, attend
+            attend.dense_work = plan_reads(heads, each, attention)
+        run = *(each[:, index].contiguous() for each in (tokens, positions, slots)), kv.k_pages, kv.v_pages, attend
         drawn = _draw(decoder.run(*run), given, index)
         tokens[:, index + 1] = drawn
         given["draft_tokens"][:, index] = drawn

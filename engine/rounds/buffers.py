@@ -20,7 +20,7 @@ class RoundShape:
     sequences: how many there is room for. queries: pending tokens of a sequence, at most. pages: of a sequence, at
     most. sampled: whether tokens may be drawn, not only greedy. method: the announcer of the round, empty: it
     announces nothing. branches: of a sequence; 1: it runs pending tokens. refreshes: whether the first pass is dense.
-    ruled: whether rules change logits.
+    ruled: whether rules change logits. gamma: tokens drafted; 0: as many as the settings say.
     """
 
     sequences: int
@@ -31,11 +31,16 @@ class RoundShape:
     branches: int = 1
     refreshes: bool = True
     ruled: bool = False
+    gamma: int = 0
 
     @property
     def rows(self) -> int:
         """How many tokens are drafted at once: the branches of all sequences."""
         return self.sequences * self.branches
+
+    def passes(self, settings: RoundSettings) -> int:
+        """Return how often the model runs, which is once more than tokens are proposed."""
+        return (self.gamma or settings.gamma) + 1
 
     def blocks(self, settings: RoundSettings) -> int:
         """Return how many blocks a sequence has, at most."""
@@ -60,7 +65,7 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
 
     least: the share of the likeliest token's probability that the others, in falling order, need to be drawn.
     """
-    count, rows, passes = shape.sequences, shape.rows, settings.gamma + 1
+    count, rows, passes = shape.sequences, shape.rows, shape.passes(settings)
     layout = rows_layout(count, max(rows, count * shape.queries), shape.pages) | {
         "temperature": ((rows,), torch.float32),
         "top_p": ((rows,), torch.float32),

@@ -10,9 +10,10 @@ from torch import Tensor
 from engine.announcing import choose_blocks, predict_weights
 from engine.decoder import Decoder
 from engine.kv.cache import KVCache
+from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import Evidence, Heads, LayerAttention, ListedReads, Rows, plan_reads
 from engine.modules import ModulesDecoder
-from engine.next_tokens import draw_tokens, slots_in
+from engine.next_tokens import draw_tokens
 from engine.passes.reads import heads_of
 from engine.rounds.buffers import RoundShape
 from engine.rounds.requests import RoundSettings
@@ -50,14 +51,14 @@ class _Round:
         """Return where a pass adds the weights of its last queries."""
         if self.evidence is None:
             return None
-        share = 1 / (self.settings.gamma + 1)
+        share = 1 / self.shape.passes(self.settings)
         return Evidence(self.evidence, share, self.settings.block_size, self.shape.branches)
 
     @property
     def ends(self) -> Tensor:
         """The tokens of each sequence once the round has run, int32 [sequences]."""
         given = self.given
-        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.settings.gamma
+        return given["totals"] if self.shape.branches > 1 else given["lengths"] + self.shape.passes(self.settings) - 1
 
 
 def run_round(
@@ -113,14 +114,14 @@ def _zero_evidence(
 def _draw_tokens(
     round_: _Round, logits: Tensor, later: ListedReads | None, forbid: Callable[[Tensor, list[Tensor]], None] | None
 ) -> dict[str, list[Tensor]]:
-    """Draw a token from the logits of the first pass and run one more pass for each of gamma tokens.
+    """Draw a token from the logits of the first pass and run one more pass for each of γ tokens.
 
-    Returns for each result what each of the gamma + 1 draws gives it.
+    Returns for each result what each of the γ + 1 draws gives it.
     """
     drawn: dict[str, list[Tensor]] = defaultdict(list)
-    settings = round_.settings
+    settings, passes = round_.settings, round_.shape.passes(round_.settings)
     rules = ChangedLogits(round_.given, round_.shape.branches) if round_.shape.ruled else None
-    for index in range(settings.gamma + 1):
+    for index in range(passes):
         logits = logits if rules is None else rules.change(logits)
         if forbid is not None:
             forbid(logits, drawn["tokens"])
@@ -134,7 +135,7 @@ def _draw_tokens(
         if support is not None:
             drawn["ids"].append(support[0])
             drawn["probs"].append(support[1])
-        if index < settings.gamma:
+        if index < passes - 1:
             logits = _run_later_pass(round_, token, index, later)
     return drawn
 
@@ -169,7 +170,7 @@ def _run_later_pass(round_: _Round, token: Tensor, index: int, lists: ListedRead
     before, tables, sequences = round_.given["lengths"], round_.given["block_tables"], round_.shape.sequences
     present = before > 0
     position = before.long() + index
-    slot = slots_in(tables, position).where(present, -1)
+    slot = _slots_of(tables, position).where(present, -1)
     lengths = (before + index + 1).where(present, 0)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=lengths.device)
     rows = Rows(starts, lengths, tables, 1)
@@ -183,11 +184,17 @@ def _run_branches(
     given, shape = round_.given, round_.shape
     before, own = given["before"], given["own"]
     tables = given["block_tables"].repeat_interleave(shape.branches, 0)
-    slots = slots_in(tables, own.long() + index).where(given["kept_own"] > 0, -1)
+    slots = _slots_of(tables, own.long() + index).where(given["kept_own"] > 0, -1)
     visible = torch.stack((before, own, (own + index + 1).where(before > 0, 0)), 1)
     starts = torch.arange(0, shape.rows + 1, shape.branches, dtype=torch.int32, device=own.device)
     rows = Rows(starts, given["totals"], given["block_tables"], shape.branches, visible)
     return _run_pass(round_, rows, (token, before.long() + index, slots), lists, evidence, None)
+
+
+def _slots_of(tables: Tensor, positions: Tensor) -> Tensor:
+    """Return where a position of each row lies in the pages, int64 [rows]. tables: [rows, pages] int32."""
+    page = tables.gather(1, (positions // PAGE_SIZE)[:, None]).long()[:, 0]
+    return page * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _run_pass(
@@ -239,7 +246,7 @@ def _count_blocks(round_: _Round, first: ListedReads | None, later: ListedReads)
         read = present * round_.decoder.num_layers * round_.kv.kv_heads
     else:
         read = first.blocks.counts.sum((0, 2))
-    return read + round_.settings.gamma * later.blocks.counts.sum((0, 2))
+    return read + (round_.shape.passes(round_.settings) - 1) * later.blocks.counts.sum((0, 2))
 
 
 def _own_lists(round_: _Round, evidence: Tensor, known: Tensor | None = None, max_queries: int = 1) -> ListedReads:

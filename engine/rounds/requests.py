@@ -129,8 +129,9 @@ class RoundRequest:
     most settings.branches. Their KV lies behind the first kv.length tokens, γ + 1 tokens for each branch in order. They
     share the evidence and the announcement. moved: KV that is put in its place before anything is read.
 
-    top_k, min_p: as of `engine.sampling.Sampling`. rules: what changes the logits. allowed: which tokens
-    may be drafted; the host is asked before each is drawn, and waits for each pass. None: all, at no cost.
+    gamma: tokens to draft; 0: as many as the settings say. top_k, min_p: as of `engine.sampling.Sampling`. rules: what
+    changes the logits. allowed: which tokens may be drafted; the host is asked before each is drawn, and waits for each
+    pass. None: all, at no cost.
     """
 
     kv: SequenceKV
@@ -143,6 +144,7 @@ class RoundRequest:
     refresh: bool = True
     branches: tuple[Branch, ...] = ()
     moved: MovedKV | None = None
+    gamma: int = 0
     top_k: int = 0
     min_p: float = 0.0
     rules: RoundRules | None = None
@@ -161,8 +163,12 @@ class RoundRequest:
         if not self.refresh and (self.memory is None or self.memory.index is None):
             raise ValueError("a round without refresh needs a memory with weights: refresh the session's first round")
 
-    def tokens_written(self, gamma: int) -> int:
-        """Return how many tokens of KV the round adds: the pending ones or the branches, and the drafted ones."""
+    def tokens_written(self, most: int) -> int:
+        """Return how many tokens of KV the round adds: the pending ones or the branches, and the drafted ones.
+
+        most: tokens that a round drafts unless it is to draft fewer.
+        """
+        gamma = self.gamma or most
         branches = max(1, len(self.branches)) * (gamma + 1)
         return max(branches, len(self.tokens) + gamma)
 
@@ -180,6 +186,16 @@ class DraftedTokens:
     ids: np.ndarray | None = None
     probs: np.ndarray | None = None
     alternatives: np.ndarray | None = None
+
+    @property
+    def proposed(self) -> int:
+        """How many of the tokens were run, which are proposed."""
+        return len(self.tokens) - 1
+
+    def first(self, count: int) -> "DraftedTokens":
+        """Return what is left if only so many tokens are proposed."""
+        arrays = (None if each is None else each[: count + 1] for each in (self.ids, self.probs, self.alternatives))
+        return DraftedTokens(self.tokens[: count + 1], *arrays)
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,12 @@ MUTANTS: list[Mutant] = [
         ("a name is opened twice", "if any(session.id == request.session for session in self.everyone()):", "if False:"),
     ),
     *_of(
-        "target_service/usefulness.py",
-        "test_usefulness",
-        ("a useless draft is never paused", "if average < LEAST:", "if False:"),
+        "target_service/controller.py",
+        "test_controller",
+        ("a slower way is chosen", "return max(faster,", "return min(faster,"),
+        ("a useless draft is never paused", "        if choice == PLAIN:\n", "        if False:\n"),
         ("a pause never ends", "return committed < self.paused_until", "return bool(self.paused_until)"),
+        ("nothing unknown is tried", "        for option in self._unknown(", "        for option in () and self._unknown("),
     ),
     *_of(
         "draft_service/verdicts.py",

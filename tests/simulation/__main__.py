@@ -1,6 +1,7 @@
 """`python -m tests.simulation`: run seeds and say what came up; run one again to see what led to its violation."""
 
 import argparse
+import signal
 import sys
 import time
 
@@ -21,6 +22,7 @@ def main() -> None:
     if flags.seed is not None:
         sys.exit(show(flags.seed, flags.crowd))
     result, started, told = Result(crowd=flags.crowd), time.monotonic(), time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended, as interrupted, it says what it has done
     seeds = range(flags.first, flags.first + flags.seeds)
     try:
         for part in run_in_processes(seeds, flags.jobs, flags.crowd):
@@ -31,7 +33,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted: this is what was run")
     print("\n".join(result.table()))
-    print(f"{time.monotonic() - started:.0f} s")
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
     sys.exit(bool(result.violations))
 
 

@@ -105,10 +105,8 @@ class ScriptedRunner(Runner):
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         self._fault()
         assert self._rounds is not None
-        gamma = self._rounds.gamma
         for item in requests:
-            own = len(item.branches) * (gamma + 1)
-            self.kv.grow(item.kv, item.kv.length + max(own, len(item.tokens) + gamma))
+            self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._rounds.gamma))
             if item.moved is not None:
                 for step in range(item.moved.count):
                     self._copy(item.kv, item.moved.source + step, item.moved.target + step)
@@ -124,9 +122,9 @@ class ScriptedRunner(Runner):
             self._write(item.kv, length, item.tokens[:-1])
             length += len(item.tokens) - 1
             branches = (Branch(length, item.tokens[-1], item.uniforms),)
-        sampled = item.temperature > 0
+        sampled, passes = item.temperature > 0, (item.gamma or settings.gamma) + 1
         drafted = [
-            self._draft_branch(item.kv, branch, length + index * (settings.gamma + 1), settings, sampled)
+            self._draft_branch(item.kv, branch, length + index * passes, passes, settings, sampled)
             for index, branch in enumerate(branches)
         ]
         base = min(branch.length for branch in branches) + 1
@@ -134,12 +132,12 @@ class ScriptedRunner(Runner):
         return RoundOutput(drafted, bitmap)
 
     def _draft_branch(
-        self, kv: SequenceKV, branch: Branch, own: int, settings: RoundSettings, sampled: bool
+        self, kv: SequenceKV, branch: Branch, own: int, passes: int, settings: RoundSettings, sampled: bool
     ) -> DraftedTokens:
         checksum, token = self._read(kv, branch.length), branch.token
         tokens: list[int] = []
         right: list[int] = []
-        for index in range(settings.gamma + 1):
+        for index in range(passes):
             self._write(kv, own + index, [token], at=branch.length + index)
             checksum = zlib.crc32(bytes([token]), checksum)
             right.append(next_token(checksum))

@@ -84,5 +84,8 @@ def _prepare() -> None:
 def run_in_processes(seeds: range, jobs: int, crowd: bool = False) -> Iterator[Result]:
     """Run seeds in several processes; yields what came of each chunk, in order."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
-    with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
+    pool = ProcessPoolExecutor(jobs, initializer=_prepare)
+    try:
         yield from pool.map(partial(run_seeds, crowd=crowd), chunks)
+    finally:  # whoever interrupts this does not wait for the chunks that run
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -89,6 +89,11 @@ class Scenario:
             fault_count=random.choice((2, 4, 8)) if len(faults) > 1 else 1,
         )
 
+    @property
+    def gamma_setting(self) -> int:
+        """What the services are told of γ: in a third of the seeds they choose it (auto), up to `gamma`."""
+        return 0 if self.seed % 3 == 0 else self.gamma
+
     def targets_of(self, gateway: int) -> list[str]:
         """Return the names of the targets that a gateway routes to."""
         return [f"target-{target}" for target in self.gateways[gateway]]

@@ -19,6 +19,7 @@ SITUATIONS = {
     *("client: DEADLINE_EXCEEDED", "client: RESOURCE_EXHAUSTED", "client: INVALID_ARGUMENT"),
     *("gateway: repeated_commits", "gateway: unknown_session_commits"),
     *("target: foreseen_rounds", "target: plain_rounds", "target: draft_timeouts", "target: drafting_pauses"),
+    *("target: drafting_probes", "target: rounds_gamma_1", "target: rounds_gamma_2", "target: rounds_gamma_4"),
     *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
     *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps"),
     *("draft: declined_sessions", "draft: failed_steps", "draft: repeated_verdicts", "draft: stale_frames"),

@@ -321,7 +321,7 @@ class FakeRunner(Runner):
         blocks = pages_for(min(branch.length for branch in branches) + 1)
         drafted, weights = [], []
         for index, branch in enumerate(branches):
-            own = length + index * (settings.gamma + 1)
+            own = length + index * ((item.gamma or settings.gamma) + 1)
             tokens, seen = self._draft_branch(item, settings, index, branch, own)
             drafted.append(tokens)
             weights += [each[..., :blocks] for each in seen]
@@ -337,7 +337,7 @@ class FakeRunner(Runner):
         token, drawn = branch.token, item.temperature > 0
         tokens: list[int] = []
         supports, alternatives, weights = [], [], []
-        for index in range(settings.gamma + 1):
+        for index in range((item.gamma or settings.gamma) + 1):
             self._write(item.kv, own + index, [token], at=len(history))
             history.append(token)
             weights.append(self.block_weights(history, settings.block_size, self.heads))

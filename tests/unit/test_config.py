@@ -182,7 +182,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--gamma", "0"),
+        ("--gamma", "-1"),
         ("--gamma", "65"),
         ("--budget", "-0.1"),
         ("--budget", "1.5"),
@@ -308,7 +308,7 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
     assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
 
 
-@pytest.mark.parametrize("choice", ["none", "ngram"])
+@pytest.mark.parametrize("choice", ["none", "ngram", "self"])
 def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
     from orchestrator.cluster import placed_settings  # imports Ray
 
@@ -440,7 +440,7 @@ def test_what_exists_holds_allowed_values(name: str) -> None:
 
 
 def test_one_message_names_source_setting_value_and_range() -> None:
-    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 1 and at most 64$"):
+    with pytest.raises(SettingsError, match=r"^flag: gamma is 65, expected at least 0 and at most 64$"):
         resolve("--gamma", "65")
     with pytest.raises(SettingsError, match=r"^environment: gpu_memory_utilization is 0.0, expected more than 0 and"):
         resolve(SPECAHEAD_GPU_MEMORY_UTILIZATION="0")

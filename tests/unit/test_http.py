@@ -345,6 +345,28 @@ async def test_tool_calls_are_streamed(client: AsyncOpenAI, router: ScriptedRout
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("kept", "told"), [(0.9, True), (0.3, False)])
+async def test_a_forced_call_that_is_cut_off_leaves_no_text(
+    client: AsyncOpenAI, router: ScriptedRouter, kept: float, told: bool, stream: bool
+) -> None:
+    """Of a call whose name has come its arguments so far are told, and the limit as the reason."""
+    router.answer = CALL
+    limit = int(kept * len(router.tokenizer.encode(CALL, add_special_tokens=False)))
+    fields: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": limit}
+    if stream:
+        chunks = [chunk async for chunk in await chat(client, **fields, stream=True)]
+        content, reason = "".join(c.choices[0].delta.content or "" for c in chunks), chunks[-1].choices[0].finish_reason
+        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    else:
+        (choice,) = (await chat(client, **fields)).choices
+        content, reason, calls = choice.message.content, choice.finish_reason, choice.message.tool_calls or []
+    assert not content and reason == "length"
+    assert [call.function.name for call in calls if call.id] == ["weather"] * told
+    arguments = "".join(call.function.arguments for call in calls)
+    assert '{"city": "Rome"}'.startswith(arguments) and bool(arguments) == told
+
+
 async def test_one_call_if_no_more_are_wanted(client: AsyncOpenAI, router: ScriptedRouter) -> None:
     router.answer = CALL + CALL
     fields: Any = {"tools": [WEATHER], "parallel_tool_calls": False}

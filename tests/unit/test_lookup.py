@@ -175,8 +175,8 @@ def test_proposals_that_are_never_right_are_left_out_and_tried_again(clock: Cloc
     world.check_greedy(name)
     assert totals(world)[1] == 0
     places = [commit.at.base for commit in world.commits[name] if commit.drafted]
-    assert places == [*range(7, 64, 4), 83, 87, 91]  # 15, and after a pause of 16 tokens
-    assert world.verifier.counters["drafting_pauses"] == 1
+    assert places == [*range(7, 40, 4), 59, 63, 67, 71]  # 9, and after a pause of 16 tokens
+    assert world.verifier.counters["drafting_pauses"] == 2
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     counted = world.verifier.counters
     assert (drafted, accepted) == (counted["self_draft_tokens"], counted["self_accepted_tokens"])
     assert counted["rounds"] == counted["self_rounds"] > 0
-    assert accepted > drafted / 4
+    assert accepted > drafted / 5
     world.check_nothing_left()
 
 

@@ -47,7 +47,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
                 layer.self_attn.v_proj,
                 layer.self_attn.o_proj,
             ):
-                part.weight *= 4
+                part.weight *= 10
     model.save_pretrained(folder)
     made = make_runner(load_model(str(folder), torch.float32, DEVICE), 16000, max_context=400, step_queries=GAMMA + 1)
     made.kv.keep_group_means(PLAN.group_size, 1000)
@@ -135,34 +135,29 @@ def test_what_the_last_dense_pass_weighed_is_remembered(runner: ModelRunner) -> 
     runner.kv.release(session.kv)
 
 
-def test_means_stand_in_for_what_is_not_read(runner: ModelRunner) -> None:
-    session = Session(runner, tokens(300, 7), 0.1)
-    session.round(0)
-    kept = []
-    for means in (True, False):
-        item = session.plan(GAMMA)
-        assert item.read is not None
-        item.read.group_means = means
-        twin = fork(runner.kv, session.kv)
-        item.kv = twin
-        runner.forward([item])
-        kept.append([keys[twin.pages].clone() for keys in runner.kv.k_pages])
-        runner.kv.release(twin)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*kept, strict=True)), "the dense pass writes the KV anew"
-    runner.kv.release(session.kv)
+def test_the_dense_pass_writes_the_kv_of_what_it_confirms(runner: ModelRunner) -> None:
+    session, fresh = Session(runner, tokens(300, 7), 0.1), SequenceKV()
+    for drafted in (0, *[GAMMA] * 6):
+        session.round(drafted)
+    runner.forward([SequenceInput(fresh, session.tokens[:-1])])
+    full = len(session.tokens) // 16 - 1
+    for pages in (*runner.kv.k_pages, *runner.kv.v_pages):
+        torch.testing.assert_close(pages[session.kv.pages[:full]], pages[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
+    for kv in (session.kv, fresh):
+        runner.kv.release(kv)
 
 
 def test_sampled_tokens_have_the_targets_distribution(runner: ModelRunner) -> None:
     """The first two tokens of a round, the second given the first, beside the dense distribution."""
     prompt, count = tokens(180, 3), 500
-    session = Session(runner, prompt, 0.1)
+    session = Session(runner, prompt, 0.5)
     session.round(0)
     del session.tokens[len(prompt) :]
     runner.kv.truncate(session.kv, len(prompt) - 1)
     outcomes, accepted = [], 0
     for seed in range(count):
         twin = fork(runner.kv, session.kv)
-        sampling = Sampling(0.3, seed=seed, top_k=60)
+        sampling = Sampling(0.06, seed=seed, top_k=60)
         judged = Drafted([0] * GAMMA, [], sampling, len(prompt))
         item = SequenceInput(twin, [prompt[-1], *judged.tokens], "all", session.plan(GAMMA).read, judged)
         (output,) = runner.forward([item])
@@ -171,11 +166,11 @@ def test_sampled_tokens_have_the_targets_distribution(runner: ModelRunner) -> No
         accepted += output.verdict[0]
         runner.kv.release(twin)
         session.memory.decay = 1.0  # what this round has weighed changes little
-    assert 0.3 < accepted / (count * GAMMA) < 0.95
+    assert 0.1 < accepted / (count * GAMMA) < 0.95
     (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
     for start in ([], [first]):
         counts = Counter(o[len(start)] for o in outcomes if o[: len(start)] == start and len(o) > len(start))
-        assert p_value(counts, dense_probs(runner, [*prompt, *start], Sampling(0.3, top_k=60))) > 1e-4
+        assert p_value(counts, dense_probs(runner, [*prompt, *start], Sampling(0.06, top_k=60))) > 1e-4
     runner.kv.release(session.kv)
 
 
@@ -226,7 +221,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_t
         verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)
     while (step := verifier.plan_step()) is not None:
         verifier.finish_step(step, verifier.execute(step))
-    assert verifier.counters["self_accepted_tokens"] > (0 if backing_tokens else 50)
+    assert (verifier.counters["self_accepted_tokens"] > 50) == (not backing_tokens), "over tiers nothing is drafted"
     for name, text in enumerate(texts):
         expected = model.generate(  # type: ignore[operator]
             torch.tensor([text]), do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0

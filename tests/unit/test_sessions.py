@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.recording import ReadRecording, load_reads
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
@@ -17,6 +20,8 @@ from engine.sampling import Sampling
 from sparsity.methods import METHODS
 from target_service import planning
 from target_service.commit import cut_at_end
+from target_service.controller import Controller, Pace, RoundSeen
+from target_service.round_costs import PLAIN, Choice, Load
 from target_service.session import DraftPeer
 from tests.proposals import together
 from tests.unit.clock import Clock
@@ -733,7 +738,7 @@ def test_a_draft_that_is_never_right_is_left_out_and_tried_again(clock: Clock) -
     assert idle > 0
     rounds = ["d" if commit.drafted else "p" for commit in world.commits[name]]
     drafted = [len(run) for run in "".join(rounds).split("p") if run]
-    assert drafted[:3] == [15, 4, 4]
+    assert drafted[:3] == [9, 4, 4]
     plain = [len(run) for run in "".join(rounds).split("d") if run]
     assert plain[0] >= 16 and plain[1] >= 32
     assert world.verifier.counters["drafting_pauses"] in (3, 4)  # how soon each begins is a matter of the schedule
@@ -753,6 +758,75 @@ def test_a_draft_that_is_often_right_is_never_left_out(clock: Clock, agreement: 
         world.check_greedy(name)
     assert world.verifier.counters["drafting_pauses"] == 0
     assert world.verifier.gauges["paused_sessions"] == 0
+    world.check_nothing_left()
+
+
+class Whimsical(Controller):
+    """Decides by chance: how many tokens are drafted, whether announcements are read, pauses, and what all try."""
+
+    def __init__(self, most: int, rng: random.Random) -> None:
+        super().__init__(most, True, Counter())
+        self.rng, self.kinds = rng, set[Choice]()
+
+    def after_round(self, pace: Pace, seen: RoundSeen, load: Load, others: Counter[Choice]) -> Pace:
+        self.kinds.add(seen.kind)
+        if self.rng.random() < 0.2:
+            self.probe = self.rng.choice([None, None, PLAIN, Choice(1, True), Choice(2, False)])
+        choice = Choice(self.rng.randint(1, self._most), self.rng.random() < 0.5)
+        pace = replace(pace, choice=self.rng.choice([pace.choice, choice]))
+        return pace.paused(seen.committed) if self.rng.random() < 0.03 else pace
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1, 2, 4, 7]),
+    st.sampled_from([1, 3, 8]),
+    st.booleans(),
+    st.sampled_from([0, 0, 6]),
+)
+def test_greedy_is_plain_decoding_whatever_is_chosen(
+    seed: int, gamma: int, branches: int, ahead: bool, faults: int
+) -> None:
+    """Rounds of any length, announced or not, with pauses and trials, by chance; also where the link misbehaves."""
+    clock = Clock()
+    with patch("target_service.verifier.time", clock):
+        model = FakeModel(ends=True, agreement=3)
+        wrong = Faults(faults, jumps=faults // 3)
+        world = World(clock, seed, model, gamma=gamma, branches=branches, ahead=ahead, faults=wrong)
+        whims = Whimsical(gamma, world.rng)
+        world.verifier.controller = whims
+        world.attach()
+        kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
+        names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]
+        world.run()
+        for name in names:
+            world.check_greedy(name)
+        world.check_nothing_left()
+    assert all(kind.gamma <= gamma for kind in whims.kinds) and len(whims.kinds) > 1
+
+
+def test_what_a_round_read_is_as_was_chosen(clock: Clock) -> None:
+    """A session that is to read everything announces nothing, and reads announcements again once that is chosen."""
+    world = World(clock, 1, FakeModel(ends=True, agreement=4))
+    world.attach()
+    name = world.open([1] * 200, 90, exactness=m.Exactness.APPROXIMATE)
+    while len(world.commits[name]) < 5:
+        world.happen()
+    session = world.sessions[name]
+    sparse = session.next_round
+    for choice in (Choice(2, False), sparse):
+        session.pace = replace(session.pace, choice=choice)
+        before = len(world.commits[name])
+        while len(world.commits[name]) < before + 8:
+            world.happen()
+    world.run()
+    world.check_greedy(name)
+    commits = world.commits[name]
+    read = [commit.kv_tokens_read < commit.kv_tokens_total for commit in commits]
+    assert all(read[:4]) and not any(read[8:13]) and all(read[-4:])
+    assert all(commit.drafted == 2 and not commit.announced_bytes for commit in commits[9:13])
+    assert all(commit.announced_bytes for commit in commits[-4:-1])
     world.check_nothing_left()
 
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from cli.status import _model, _nodes, _read_metrics, _show
+from cli.status import _cells, _model, _nodes, _read_metrics, _show
 from orchestrator.metrics import Metrics, exposition
 from orchestrator.router import TargetState
 from wire.messages import ServiceStatus
@@ -55,6 +55,8 @@ def test_the_table_has_a_row_for_each_service() -> None:
     assert rows[0] == ["target-1", "connected", "11", "2", "30", "100", "30.0%", "10.0.0.1:7", "1.2"]
     assert rows[1] == ["target-2", "does", "not", "answer", "10.0.0.2:7"]
     assert rows[2][:2] == ["draft", "connected"]
+    draining = {"up": 1, "attached": 1, "draining": 1, "pid": 9, "sessions": 2, "kv_pages_held": 1, "kv_pages": 4}
+    assert _cells(draining, True)[:3] == ["drains", "9", "2"]
 
 
 def test_what_a_router_does_with_each_target_is_told() -> None:

@@ -1,0 +1,128 @@
+"""How many tokens a target accepts of what it drafts for itself, in texts that it goes on with behind a passage."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from engine.inputs import SequenceInput
+from engine.judging import Drafted
+from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.loading.model import default_device, resolve_dtype
+from engine.loading.tokenizer import load_tokenizer
+from engine.model_runner import ModelRunner
+from engine.sampling import Sampling
+from evaluation.cases import perplexity_cases
+from evaluation.models import load_runner
+from evaluation.report import align
+from evaluation.rounds import prefill
+from sparsity.plan import Plan
+from target_service.self_drafting import SelfDrafting
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+@dataclass(frozen=True)
+class SelfRow:
+    """One way of drafting over all passages. share: of the KV, that drafting passes may read; read: of the blocks, that
+    they did. judged: drafted tokens up to the first that was rejected in each round.
+    """
+
+    context: int
+    share: float
+    temperature: float
+    gamma: int
+    rounds: int
+    judged: int
+    accepted: int
+    read: float
+
+    @property
+    def acceptance(self) -> float:
+        """The share of judged tokens that were accepted."""
+        return self.accepted / self.judged
+
+    def add(self, other: "SelfRow") -> "SelfRow":
+        """Return the row of both."""
+        rounds = self.rounds + other.rounds
+        read = (self.read * self.rounds + other.read * other.rounds) / max(1, rounds)
+        counts = self.judged + other.judged, self.accepted + other.accepted
+        return replace(self, rounds=rounds, judged=counts[0], accepted=counts[1], read=read)
+
+
+def run_study(
+    target: str,
+    plan: Plan,
+    texts: dict[str, str],
+    context: int,
+    passages: int,
+    generated: int,
+    gamma: int,
+    shares: Sequence[float],
+) -> list[SelfRow]:
+    """Return a row for each share and temperature. target: Hugging Face id or folder. generated: tokens behind each
+    passage of `context` tokens. Raises ValueError for texts that are too short.
+    """
+    device, total = default_device(), context + generated + 2 * (gamma + 1)
+    cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
+    runner = load_runner(target, resolve_dtype("auto", device), device, 2 * total + PAGE_SIZE)
+    if plan.group_size:
+        runner.kv.keep_group_means(plan.group_size)
+    rows: list[SelfRow] = []
+    for share in shares:
+        drafting = SelfDrafting(replace(plan, budget=share), gamma, 0.0, 0)
+        for temperature in TEMPERATURES:
+            row = SelfRow(context, share, temperature, gamma, 0, 0, 0, 0.0)
+            for seed, case in enumerate(cases):
+                row = row.add(_go_on(runner, drafting, case.tokens, generated, Sampling(temperature, seed=seed), row))
+            rows.append(row)
+    return rows
+
+
+def _go_on(
+    runner: ModelRunner, drafting: SelfDrafting, passage: list[int], count: int, sampling: Sampling, row: SelfRow
+) -> SelfRow:
+    """Generate `count` tokens behind a passage, and return what was accepted. A passage is read once."""
+    kv, tokens, memory, weighed = SequenceKV(), list(passage), drafting.new_memory(), 0
+    rounds = judged = accepted = blocks_read = blocks = 0
+    runner.kv.reuse_prefix(kv, tokens[:-1])
+    prefill(runner, kv, tokens[kv.length : -1])
+    runner.kv.index_prefix(kv, tokens)
+    while len(tokens) < len(passage) + count:
+        base, drafted = len(tokens), drafting.drafted(weighed, len(tokens))
+        round_ = Drafted([0] * drafted, [], sampling, base)
+        item = SequenceInput(kv, [tokens[-1], *round_.tokens], "all", drafting.read(memory, base, drafted), round_)
+        (output,) = runner.forward([item])
+        assert output.verdict is not None
+        kept, following = output.verdict
+        tokens += [*round_.tokens[:kept], following]
+        runner.kv.truncate(kv, len(tokens) - 1)
+        weighed = base
+        if drafted:
+            rounds, judged, accepted = rounds + 1, judged + min(kept + 1, drafted), accepted + kept
+            blocks_read += output.blocks_read or 0
+            blocks += drafting.plan.num_blocks(base + drafted) * len(memory.importance)
+    runner.kv.release(kv)
+    return replace(row, rounds=rounds, judged=judged, accepted=accepted, read=blocks_read / max(1, blocks))
+
+
+COLUMNS = ("tokens", "share", "temperature", "blocks read", "acceptance a token", "accepted a round", "of")
+
+
+def cells(row: SelfRow) -> list[str]:
+    return [
+        str(row.context),
+        f"{row.share:g}",
+        f"{row.temperature:g}",
+        f"{row.read:.1%}",
+        f"{row.acceptance:.3f}",
+        f"{row.accepted / row.rounds:.2f}",
+        str(row.gamma),
+    ]
+
+
+def to_text(rows: list[SelfRow]) -> str:
+    return align([list(COLUMNS), *map(cells, rows)], left=0)
+
+
+def to_json(rows: list[SelfRow]) -> str:
+    return json.dumps([asdict(row) for row in rows], indent=1)
