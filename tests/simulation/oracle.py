@@ -156,11 +156,17 @@ def wrong_counters(clients: list[Client], frontends: list[Frontend], verifiers: 
 def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: Scenario) -> Iterator[str]:
     """Yield that sessions went without their drafts, though these are mostly right and nothing keeps them from it.
 
-    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them.
+    Drafts that all targets share may be kept by reading prompts for longer than a target waits for them. Where the
+    services choose γ, plain rounds may be what takes the least time.
     """
     prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
     reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
-    is_fit = scenario.draft_pages >= 400 and scenario.draft_errs <= 4 and scenario.step_seconds < 0.4
+    is_fit = (
+        scenario.gamma_setting > 0
+        and scenario.draft_pages >= 400
+        and scenario.draft_errs <= 4
+        and scenario.step_seconds < 0.4
+    )
     if scenario.faults or scenario.repeated or not is_fit or reading_seconds > TargetSettings().draft_timeout:
         return
     drafted = sum(verifier.counters["rounds"] for verifier in verifiers)
