@@ -82,6 +82,7 @@ def configure_logs(settings: ProcessSettings) -> None:
         logging.getLogger(room).setLevel(level)
     if level != "DEBUG":  # meant for who writes the code that is called, not for who runs it
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to standard error itself
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # where it is imported later, and sets its own level
         warnings.simplefilter("ignore")
         for library in ("transformers", "huggingface_hub"):
             logging.getLogger(library).setLevel(logging.ERROR)

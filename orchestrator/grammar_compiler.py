@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+from orchestrator.child_process import ask_process
 from orchestrator.structured_outputs import Structure
 from wire.errors import InvalidArgument, ServiceError
 
@@ -49,23 +50,14 @@ async def _compile(key: tuple[str, ...]) -> dict[str, str]:
     """Return what the process answers: {source} or {error}. Raises ServiceError if it answers nothing."""
     names = "kind", "text", "spaces", "main"
     given = dict(zip(names, key, strict=True)) | {"seconds": SECONDS, "bytes": MOST_BYTES}
-    pipe = asyncio.subprocess.PIPE
     command = sys.executable, "-P", str(_PROGRAM)  # not as of its folder, whose modules' names are also those of others
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
-        async with asyncio.timeout(2 * SECONDS):
-            out, err = await process.communicate(json.dumps(given).encode())
+        status, out, errors = await ask_process(command, json.dumps(given).encode(), 2 * SECONDS)
     except TimeoutError:
         return {"error": f"it does not compile within {SECONDS} seconds"}
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if (
-        process.returncode is not None and process.returncode < 0
-    ):  # a signal: of the limit of CPU time, or of memory that there is not
+    if status < 0:  # a signal: of the limit of CPU time, or of memory that there is not
         return {"error": f"it does not compile within {SECONDS} seconds and {MOST_BYTES >> 30} GiB"}
-    if process.returncode:
-        raise ServiceError(f"grammars cannot be compiled here: {err.decode(errors='replace')[-500:]}")
+    if status:
+        raise ServiceError(f"grammars cannot be compiled here: {errors.decode(errors='replace')[-500:]}")
     answer: dict[str, str] = json.loads(out)
     return answer

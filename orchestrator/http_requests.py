@@ -1,6 +1,5 @@
 """What every HTTP request goes through: its body is JSON and says so, and it has an id."""
 
-import asyncio
 import marshal
 import secrets
 import sys
@@ -15,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator import parse_json
+from orchestrator.child_process import ask_process
 from orchestrator.requests import MAX_NAME
 from wire.errors import ServiceError
 
@@ -38,19 +38,10 @@ class _JSONRequest(Request):
 
 async def _parse_elsewhere(body: bytes) -> Any:
     """Return what JSON says, parsed by another process. Raises ValueError if it is none, ServiceError if that fails."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", parse_json.__file__, stdin=pipe, stdout=pipe, stderr=pipe
-    )
-    try:
-        out, said = await process.communicate(body)
-    finally:
-        if process.returncode is None:  # the client has left
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        reason = said.decode(errors="replace")
-        raise ValueError(reason) if process.returncode == parse_json.INVALID else ServiceError(reason[-500:])
+    status, out, errors = await ask_process((sys.executable, "-P", parse_json.__file__), body)
+    if status:
+        reason = errors.decode(errors="replace")
+        raise ValueError(reason) if status == parse_json.INVALID else ServiceError(reason[-500:])
     return marshal.loads(out)
 
 
