@@ -70,8 +70,8 @@ def add_node(cluster: Any, host: str) -> Any:
     return cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address=host, resources={"large": 1})
 
 
-def ask(stack: Stack) -> Any:
-    return generate(stack.stub(), PROMPT, max_tokens=TOKENS, ignore_eos=True)
+def ask(stack: Stack, tokens: int = TOKENS) -> Any:
+    return generate(stack.stub(), PROMPT, max_tokens=tokens, ignore_eos=True)
 
 
 def parent_of(pid: int) -> int:
@@ -110,13 +110,16 @@ def test_streams_go_on_when_a_node_is_lost_and_its_target_starts_on_one_that_joi
 def test_streams_go_on_when_the_head_is_lost_and_the_launch_ends_with_an_error(
     cluster: Any, stack: Stack, expected: Any
 ) -> None:
-    """The head takes the draft with it; targets and driver are on other nodes. No other head comes."""
+    """The head takes the draft with it; targets and driver are on other nodes. No other head comes.
+
+    The launch goes on for a minute: what is asked for is little enough for a busy machine.
+    """
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, stack)
+        answer = pool.submit(ask, stack, 300)
         running_target(stack)
         cluster.remove_node(cluster.head_node, allow_graceful=False)
-        assert answer.result(120).tokens == expected.tokens
-    assert ask(stack).tokens == expected.tokens, "requests are taken as well"
+        assert answer.result(120).tokens == expected.tokens[:300]
+    assert ask(stack, 50).tokens == expected.tokens[:50], "requests are taken as well"
     wait_for(lambda: "Ray is lost: its head does not answer" in stack.output.read_text(), 30, "the launch says so")
     assert stack.process.wait(120) == 1
     assert "attempt 3 of 3 to place the services anew failed: no Ray answers" in stack.output.read_text()
