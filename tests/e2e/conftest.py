@@ -3,7 +3,10 @@
 import pytest
 
 # What takes longest begins first, so that nobody waits for it at the end.
-LONGEST = ("test_exact_greedy.py", "test_sampling.py", "test_hung.py", "test_offload.py", "test_kv_room.py")
+LONGEST = (
+    *("test_exact_greedy.py", "test_sampling.py", "test_hung.py", "test_scaling.py", "test_offload.py"),
+    *("test_placement.py", "test_kv_room.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
