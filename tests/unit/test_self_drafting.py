@@ -63,7 +63,7 @@ def self_drafted(clock: Clock, seed: int, model: FakeModel, **how: object) -> Wo
     return World(clock, seed, model, proposer="self", **how)  # type: ignore[arg-type]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
 @given(
     seed=st.integers(0, 999),
     gamma=st.integers(1, 8),
@@ -89,7 +89,7 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     counted = world.verifier.counters
     assert (drafted, accepted) == (counted["self_draft_tokens"], counted["self_accepted_tokens"])
     assert counted["rounds"] == counted["self_rounds"] > 0
-    assert accepted > drafted / 5
+    assert 3 * gamma * accepted > drafted  # where half are right, the first ones of a round are worth one token
     world.check_nothing_left()
 
 
