@@ -270,7 +270,7 @@ class DraftSettings(ServiceSettings):
     )
     quantization: str = _rounds(
         "none",
-        "how draft rounds read the draft's weights; fp8: in 8 bits, held beside the others, which read prompts",
+        "how rounds of 5 to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
         name="draft_quantization",
         flag="quantization",
         choices=QUANTIZATIONS,

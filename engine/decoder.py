@@ -31,7 +31,7 @@ OUT_PARTS, DOWN_PARTS = 4, 8
 
 @dataclass(frozen=True)
 class EightBitLayer:
-    """Weights of a layer once more, in 8 bits, for passes of few rows."""
+    """Weights of a layer once more, in 8 bits, for passes of few rows, but more than skinny ones."""
 
     out: EightBitWeight
     gate_up: EightBitWeight

@@ -115,12 +115,7 @@ def test_greedy_is_plain_decoding_in_every_pool_and_whoever_leaves(
     """Texts that repeat and texts that do not, in the same steps; some give way for room, some are aborted."""
     world = World(clock, seed, Repeating(), gamma=gamma, pages=pages, proposer="ngram")
     names = [world.open(prompt, 60, exactness=exactness) for prompt in prompts(random.Random(seed), 5, 100)]
-    for number in aborted:
-        world.script += [lambda: None] * 20 + [lambda name=names[number]: world.abort(name)]
-    world.run()
-    for number, name in enumerate(names):
-        if number not in aborted:
-            world.check_greedy(name)
+    world.run_and_check_greedy(names, aborted)
     drafted, accepted = totals(world)
     counted = world.verifier.counters
     assert (drafted, accepted) == (counted["ngram_draft_tokens"], counted["ngram_accepted_tokens"])

@@ -1,7 +1,7 @@
 """Drafter and verifier in one process, over fake models with real paged KV and a link that may misbehave."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -298,6 +298,14 @@ class World:
         tokens, reason = self.model.plain(prompt, request.max_tokens, request.stop_token_ids)
         assert record.tokens == tokens
         assert record.finish_reason is reason
+
+    def run_and_check_greedy(self, names: list[str], aborted: Container[int]) -> None:
+        """Run to the end, with some sessions aborted on the way; the others must say what plain decoding says."""
+        for name in (name for number, name in enumerate(names) if number in aborted):
+            self.script += [lambda: None] * 20 + [lambda name=name: self.abort(name)]  # type: ignore[misc]
+        self.run()
+        for name in (name for number, name in enumerate(names) if number not in aborted):
+            self.check_greedy(name)
 
     def check_nothing_left(self) -> None:
         for runner in (self.target, self.draft):
