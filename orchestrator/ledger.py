@@ -4,7 +4,7 @@ Pure bookkeeping. The ledger outlives the target: what it holds is enough to ope
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -16,26 +16,11 @@ class LedgerError(Exception):
     """A commit that does not continue what the ledger holds."""
 
 
-# Fields of a commit that are added to those of the same name.
-_SUMMED = (
-    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *(
-        "sparse_prompt_tokens",
-        "queue_seconds",
-        "preemptions",
-        "prefill_seconds",
-        "wait_seconds",
-        "draft_seconds",
-        "verify_seconds",
-    ),
-)
-
-
 @dataclass
 class SpeculationTotals:
     """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
 
-    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens.
+    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. Fields that a commit has as well are sums of those.
     """
 
     rounds: int = 0
@@ -83,8 +68,6 @@ class SpeculationTotals:
     def add(self, commit: Commit) -> None:
         self.rounds += commit.drafted > 0
         self.plain_rounds += commit.drafted == 0
-        self.drafted += commit.drafted
-        self.accepted += commit.accepted
         self.accepted_per_position += [0] * (commit.drafted - len(self.accepted_per_position))
         self.rounds_by_gamma += [0] * (commit.drafted + 1 - len(self.rounds_by_gamma))
         self.rounds_by_gamma[commit.drafted] += 1
@@ -92,6 +75,9 @@ class SpeculationTotals:
             self.accepted_per_position[position] += 1
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(commit, name))
+
+
+_SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for each in fields(Commit)}
 
 
 @dataclass
@@ -130,24 +116,10 @@ class Record:
         return self.tokens[self.prompt_tokens :]
 
     def to_open(self) -> Open:
-        """The request that opens this session on a target, at its start or where it stands."""
-        return Open(
-            session=self.session,
-            tokens=list(self.tokens),
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            stop_token_ids=list(self.stop_token_ids),
-            sampling=self.sampling,
-            exactness=self.exactness,
-            sparsity=self.sparsity,
-            wants_logprobs=self.logprobs is not None,
-            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
-            alternatives=self.logprobs or 0,
-            grammar=self.grammar,
-            traceparent=self.traceparent,
-            caller=self.caller,
-            choice=self.choice,
-        )
+        """Return what opens this session on a target, at its start or where it stands; both have most fields."""
+        same = {each.name: getattr(self, each.name) for each in fields(Open) if hasattr(self, each.name)}
+        same |= {"tokens": list(self.tokens), "wants_prompt_logprobs": self.wants_prompt_logprobs and not self.commits}
+        return Open(**same, wants_logprobs=self.logprobs is not None, alternatives=self.logprobs or 0)
 
 
 class Ledger:
