@@ -30,9 +30,9 @@ class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
     answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. full:
-    every request would be refused, to come back after so many seconds; 0: it would not. opened: the records of all sessions,
-    in their order. asked: the sessions whose reads were asked for. gate: nothing comes while it is closed. The target
-    has the KV of the first three tokens of every prompt.
+    seconds after which refused requests may come back, and all are refused; 0: none is. opened: the records of all
+    sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes while it is closed.
+    The target has the KV of the first three tokens of every prompt.
     """
 
     connected = True
