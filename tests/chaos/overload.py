@@ -3,12 +3,13 @@
 What is taken is compared with requests of as many clients as there are places, one after the other: as many sessions
 run beside each other then, and none is refused. How soon a request is answered that is alone is printed, too.
 
-Clients share the machine with what they ask, so they are cheap: one event loop, and HTTP written by hand. Each request
-has a connection of its own, which is the dearest that clients can do to a gateway.
+Clients share the machine with what they ask, so they are cheap: one event loop, HTTP written by hand, and connections
+that are used again, as the pools of clients' libraries do it.
 """
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ REFUSAL_SECONDS, SLOWER, TIMES = 0.1, 1.2, 10
 FULL_SECONDS, PATIENCE = 10, 60
 BODY = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "temperature": 0, "ignore_eos": True})
 REQUEST = (
-    "POST /v1/completions HTTP/1.1\r\nHost: any\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    "POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\n"
     f"Content-Length: {len(BODY)}\r\n\r\n{BODY}"
 ).encode()
 
@@ -47,13 +48,15 @@ def run(seconds: float) -> list[str]:
 
 
 async def _measure(stack: Stack, seconds: float) -> list[str]:
+    clients = Clients(stack.http)
     for _ in range(3):
-        await _ask(stack)
-    alone = [(await _ask(stack)).first for _ in range(20)]
-    full = [answer.first for answer in await _fill(stack) if answer.status == 200]
+        await clients.ask()
+    alone = [(await clients.ask()).first for _ in range(20)]
+    full = [answer.first for answer in await _fill(clients) if answer.status == 200]
     rate = max(1.0, len(full) / FULL_SECONDS)
     before = Held.by(stack.process.pid)
-    answers = await _offer(stack, TIMES * rate, seconds)
+    answers = await _offer(clients, TIMES * rate, seconds)
+    await clients.leave()
     after = Held.by(stack.process.pid)
     taken = [answer.first for answer in answers if answer.status == 200]
     refused = [answer.first for answer in answers if answer.status == 429]
@@ -89,36 +92,51 @@ def _quantile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
 
 
-async def _ask(stack: Stack) -> Answer:
-    at = urlsplit(stack.http)
-    start = time.monotonic()
-    try:
-        async with asyncio.timeout(PATIENCE):
-            reader, writer = await asyncio.open_connection(at.hostname, at.port)
-            try:
+class Clients:
+    """Asks for the same again and again, over a connection that is idle or a new one."""
+
+    def __init__(self, http: str) -> None:
+        self._at = urlsplit(http)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self) -> Answer:
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                line = self._idle.pop() if self._idle else await asyncio.open_connection(*self._at.netloc.split(":"))
+                reader, writer = line
                 writer.write(REQUEST)
-                status = int((await reader.readline()).split()[1])
+                head = await reader.readuntil(b"\r\n\r\n")
+                status = int(head.split()[1])
                 if status == 200:
                     await reader.readuntil(b"data: {")  # before it there may be comments
                     first = time.monotonic() - start
-                    ended = (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-                    return Answer(status if ended else 0, first)
-                await reader.read()
-                return Answer(status, time.monotonic() - start)
-            finally:
-                writer.close()
-    except (OSError, EOFError, IndexError):
-        return Answer(0, time.monotonic() - start)
+                    await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                else:
+                    length = re.search(rb"content-length: (\d+)", head.lower())
+                    await reader.readexactly(int(length[1]) if length else 0)
+                    first = time.monotonic() - start
+        except (OSError, EOFError):
+            return Answer(0, time.monotonic() - start)
+        self._idle.append(line)
+        return Answer(status, first)
+
+    async def leave(self) -> None:
+        """Close the connections, which the gateway has noticed soon after."""
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+        await asyncio.sleep(0.5)
 
 
-async def _fill(stack: Stack) -> list[Answer]:
+async def _fill(clients: Clients) -> list[Answer]:
     """Return what as many clients as there are places get, each asking again as soon as it is answered."""
     answers: list[Answer] = []
     end = time.monotonic() + FULL_SECONDS
 
     async def work() -> None:
         while time.monotonic() < end:
-            answers.append(await _ask(stack))
+            answers.append(await clients.ask())
             if answers[-1].status == 429:  # its place is not known to be free yet
                 await asyncio.sleep(0.05)
 
@@ -126,10 +144,10 @@ async def _fill(stack: Stack) -> list[Answer]:
     return answers
 
 
-async def _offer(stack: Stack, rate: float, seconds: float) -> list[Answer]:
+async def _offer(clients: Clients, rate: float, seconds: float) -> list[Answer]:
     """Send so many requests a second, whatever becomes of those before."""
     asking, start = [], time.monotonic()
     for number in range(round(rate * seconds)):
         await asyncio.sleep(max(0.0, start + number / rate - time.monotonic()))
-        asking.append(asyncio.create_task(_ask(stack)))
+        asking.append(asyncio.create_task(clients.ask()))
     return await asyncio.gather(*asking)
