@@ -11,8 +11,6 @@ from pathlib import Path
 from orchestrator.client import Generation, generate
 from wire.tls import Tls, read_tls
 
-_ASKED = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", "exactness", "sparsity")
-
 
 def run(flags: argparse.Namespace) -> None:
     """Print the text as it comes, or one JSON object. Raises ValueError for flags, grpc.RpcError for the request."""
@@ -24,10 +22,17 @@ def run(flags: argparse.Namespace) -> None:
     result = generate(
         flags.address,
         prompt,
+        model=flags.model,
         api_key=flags.api_key or os.environ.get("SPECAHEAD_API_KEY", ""),
         tls=read_tls("", "", flags.tls_ca) if flags.tls_ca else Tls() if flags.tls else None,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        seed=flags.seed,
+        stop=flags.stop,
+        exactness=flags.exactness,
+        sparsity=flags.sparsity,
         on_text=None if flags.json else partial(print, end="", flush=True),
-        **{name: getattr(flags, name) for name in _ASKED},
     )
     print(json.dumps(_to_json(result)) if flags.json else "")
 

@@ -26,17 +26,30 @@ def generate(
     address: str,
     prompt: str,
     *,
+    model: str = "",
     api_key: str = "",
     tls: Tls | None = None,
-    on_text: Callable[[str], None] | None = None,
+    max_tokens: int,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: list[str] | None = None,
     exactness: str = "exact",
-    **asked: Any,
+    sparsity: str = "",
+    on_text: Callable[[str], None] | None = None,
 ) -> Generation:
-    """Run one request to its end; `on_text` gets each piece as it is committed. Raises grpc.RpcError.
-
-    asked: fields of GenerateRequest in the .proto; None stands for one that is left out.
-    """
-    request = inference_pb2.GenerateRequest(text=prompt, exactness=f"EXACTNESS_{exactness.upper()}", **asked)
+    """Run one request to its end; `on_text` gets each piece as it is committed. Raises grpc.RpcError."""
+    request = inference_pb2.GenerateRequest(
+        text=prompt,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop or [],
+        exactness=f"EXACTNESS_{exactness.upper()}",
+        sparsity=sparsity,
+    )
     result = Generation("", [], 0, "", {})
     with open_channel(address, tls) as channel:
         metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -116,10 +116,24 @@ class Record:
         return self.tokens[self.prompt_tokens :]
 
     def to_open(self) -> Open:
-        """Return what opens this session on a target, at its start or where it stands; both have most fields."""
-        same = {each.name: getattr(self, each.name) for each in fields(Open) if hasattr(self, each.name)}
-        same |= {"tokens": list(self.tokens), "wants_prompt_logprobs": self.wants_prompt_logprobs and not self.commits}
-        return Open(**same, wants_logprobs=self.logprobs is not None, alternatives=self.logprobs or 0)
+        """The request that opens this session on a target, at its start or where it stands."""
+        return Open(
+            session=self.session,
+            tokens=list(self.tokens),
+            prompt_tokens=self.prompt_tokens,
+            max_tokens=self.max_tokens,
+            stop_token_ids=list(self.stop_token_ids),
+            sampling=self.sampling,
+            exactness=self.exactness,
+            sparsity=self.sparsity,
+            wants_logprobs=self.logprobs is not None,
+            wants_prompt_logprobs=self.wants_prompt_logprobs and not self.commits,
+            alternatives=self.logprobs or 0,
+            grammar=self.grammar,
+            traceparent=self.traceparent,
+            caller=self.caller,
+            choice=self.choice,
+        )
 
 
 class Ledger:

@@ -28,7 +28,6 @@ def commit_round(
     judged = proposal if known else None
     agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
     tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
-    measured = {name: value for name, value in vars(stats).items() if name != "waiting_since"}
     commit = Commit(
         at=before,
         tokens=tokens,
@@ -38,7 +37,13 @@ def commit_round(
         kv_tokens_read=tokens_read,
         kv_tokens_total=tokens_total,
         kv_tokens_fetched=output.tokens_fetched,
-        **measured,
+        cached_tokens=stats.cached_tokens,
+        sparse_prompt_tokens=stats.sparse_prompt_tokens,
+        queue_seconds=stats.queue_seconds,
+        preemptions=stats.preemptions,
+        announced_bytes=stats.announced_bytes,
+        stale_rounds=stats.stale_rounds,
+        prefill_seconds=stats.prefill_seconds,
         wait_seconds=item.wait_seconds,
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,

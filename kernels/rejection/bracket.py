@@ -102,29 +102,24 @@ def _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS: tl.constexp
 
 
 @jit
-def narrow_kernel(
+def fine_kernel(
     logits_ptr,
     counts_ptr,
     temperature_ptr,
     top_p_ptr,
     floats_ptr,
+    coarse_ptr,
+    coarse_sums_ptr,
     edges_ptr,
     sums_ptr,
-    out_ptr,
-    out_sums_ptr,
     gamma,
-    LIST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a chunk, in the bracket that the last round's edges and sums leave, what comes next.
-
-    The second round: the mass above each of EDGES depths, ever closer to where the threshold should be (out: the edges,
-    and these sums). LIST: which entries lie in the second round's bracket, ascending (out: the lists, their counts).
-    """
+    """A chunk's mass above each of EDGES depths in the bracket, ever closer to where the threshold should be."""
     follow(PDL)
     split, at = tl.program_id(0), tl.program_id(1)
     row = at // (gamma + 1)
@@ -136,35 +131,66 @@ def narrow_kernel(
     floats_ptr += at * FLOATS
     peak = tl.load(floats_ptr + layout.PEAK)
     wanted = tl.load(floats_ptr + layout.WANTED)
-    if LIST:
-        lower = tl.load(floats_ptr + layout.LOWER)
-        below = tl.load(floats_ptr + layout.BELOW_LOWER)
-        lower, upper, below, _, _, _ = _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2)
-        if split == 0:
-            tl.store(floats_ptr + layout.FROM, lower)
-            tl.store(floats_ptr + layout.BELOW_FROM, below)
-        depth = depth_of(logits, peak, scale)
-        inside = (depth >= lower) & (depth < upper)
-        order = tl.cumsum(inside.to(tl.int32), 0)
-        place = (at.to(tl.int64) * SPLITS + split) * CHUNK + order - 1
-        tl.store(out_ptr + place, tl.arange(0, CHUNK).to(tl.int16), mask=inside)
-        tl.store(out_sums_ptr + at * SPLITS + split, tl.sum(inside.to(tl.int32), 0))
-    else:
-        lower, upper, below, inside, before, after = _crossing(
-            edges_ptr, sums_ptr, at, wanted, 0.0, 0.0, SPLITS, SPLITS_2
-        )
-        if split == 0:
-            tl.store(floats_ptr + layout.LOWER, lower)
-            tl.store(floats_ptr + layout.BELOW_LOWER, below)
-        # Mass per depth taken as a line between the means with the neighbours: where it has reached what is wanted.
-        share = tl.minimum(tl.maximum((wanted - below) / tl.maximum(inside, 1e-30), 0.0), 1.0)
-        here, there = before + inside, inside + after
-        both = share * (here + there)
-        guess = both / tl.maximum(here + tl.sqrt(tl.maximum(here * here + (there - here) * both, 0.0)), 1e-30)
-        edges = ()
-        for k in tl.static_range(EDGES - 1):
-            # -1/2, -1/8, … and …, 1/16, 1/4; the last edge is the bracket's own.
-            part = guess - 2.0 * 0.25 ** (k + 1) if k < EDGES // 2 else guess + 0.25 ** (EDGES - 1 - k)
-            edges = edges + (lower + (upper - lower) * tl.minimum(tl.maximum(part, 0.0), 1.0),)  # type: ignore[assignment]
-        depth = depth_of(logits, peak, scale)
-        _store_sums(out_ptr, out_sums_ptr, at, split, depth, edges + (upper,), CHUNK, SPLITS)
+    lower, upper, below, inside, before, after = _crossing(
+        coarse_ptr, coarse_sums_ptr, at, wanted, 0.0, 0.0, SPLITS, SPLITS_2
+    )
+    if split == 0:
+        tl.store(floats_ptr + layout.LOWER, lower)
+        tl.store(floats_ptr + layout.BELOW_LOWER, below)
+    # Mass per depth taken as a line between the means with the neighbours: where it has reached what is wanted.
+    share = tl.minimum(tl.maximum((wanted - below) / tl.maximum(inside, 1e-30), 0.0), 1.0)
+    here, there = before + inside, inside + after
+    both = share * (here + there)
+    guess = both / tl.maximum(here + tl.sqrt(tl.maximum(here * here + (there - here) * both, 0.0)), 1e-30)
+    edges = ()
+    for k in tl.static_range(EDGES - 1):
+        # -1/2, -1/8, … and …, 1/16, 1/4; the last edge is the bracket's own.
+        part = guess - 2.0 * 0.25 ** (k + 1) if k < EDGES // 2 else guess + 0.25 ** (EDGES - 1 - k)
+        edges = edges + (lower + (upper - lower) * tl.minimum(tl.maximum(part, 0.0), 1.0),)  # type: ignore[assignment]
+    depth = depth_of(logits, peak, scale)
+    _store_sums(edges_ptr, sums_ptr, at, split, depth, edges + (upper,), CHUNK, SPLITS)
+
+
+@jit
+def list_kernel(
+    logits_ptr,
+    counts_ptr,
+    temperature_ptr,
+    top_p_ptr,
+    floats_ptr,
+    edges_ptr,
+    sums_ptr,
+    listed_ptr,
+    listed_counts_ptr,
+    gamma,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Which entries of a chunk lie in the second round's bracket, ascending."""
+    follow(PDL)
+    split, at = tl.program_id(0), tl.program_id(1)
+    row = at // (gamma + 1)
+    scale = scale_of(temperature_ptr, row)
+    top_p = tl.load(top_p_ptr + row).to(tl.float32)
+    if (at % (gamma + 1) > tl.load(counts_ptr + row)) | (scale == 0) | (top_p >= 1):
+        return
+    logits = logits_at(logits_ptr, at, split * CHUNK + tl.arange(0, CHUNK), VOCAB)  # while other loads wait
+    floats_ptr += at * FLOATS
+    peak = tl.load(floats_ptr + layout.PEAK)
+    wanted = tl.load(floats_ptr + layout.WANTED)
+    lower = tl.load(floats_ptr + layout.LOWER)
+    below = tl.load(floats_ptr + layout.BELOW_LOWER)
+    lower, upper, below, _, _, _ = _crossing(edges_ptr, sums_ptr, at, wanted, lower, below, SPLITS, SPLITS_2)
+    if split == 0:
+        tl.store(floats_ptr + layout.FROM, lower)
+        tl.store(floats_ptr + layout.BELOW_FROM, below)
+    inner = tl.arange(0, CHUNK)
+    depth = depth_of(logits, peak, scale)
+    inside = (depth >= lower) & (depth < upper)
+    order = tl.cumsum(inside.to(tl.int32), 0)
+    place = (at.to(tl.int64) * SPLITS + split) * CHUNK + order - 1
+    tl.store(listed_ptr + place, inner.to(tl.int16), mask=inside)
+    tl.store(listed_counts_ptr + at * SPLITS + split, tl.sum(inside.to(tl.int32), 0))

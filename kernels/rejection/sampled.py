@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends import power_of_two
-from kernels.rejection.bracket import coarse_kernel, narrow_kernel
+from kernels.rejection.bracket import coarse_kernel, fine_kernel, list_kernel
 from kernels.rejection.drawing import draw_kernel, weights_kernel
 from kernels.rejection.greedy import best_kernel
 from kernels.rejection.layout import EDGES, FLOATS, INTS, split_vocabulary
@@ -72,6 +72,6 @@ def _list_candidates(
     grid = splits, every
     best_kernel[grid](*common, best, tokens, sums, gamma, **cut, SAMPLED=True)
     coarse_kernel[grid](*common, top_p, best, sums, floats, coarse, coarse_sums, gamma, **cut)
-    narrow_kernel[grid](*common, top_p, floats, coarse, coarse_sums, fine, fine_sums, gamma, LIST=False, **cut)
-    narrow_kernel[grid](*common, top_p, floats, fine, fine_sums, listed, counts, gamma, LIST=True, **cut)
+    fine_kernel[grid](*common, top_p, floats, coarse, coarse_sums, fine, fine_sums, gamma, **cut)
+    list_kernel[grid](*common, top_p, floats, fine, fine_sums, listed, counts, gamma, **cut)
     return floats, best, tokens, listed, counts

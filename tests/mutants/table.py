@@ -84,7 +84,7 @@ MUTANTS: list[Mutant] = [
         ("a gap is written down", "        if base > held:", "        if False:"),
         ("a repeat is written down again", "        if base < held or not commit.tokens:", "        if not commit.tokens:"),
         ("a repeat that differs goes unseen", "!= commit.tokens:", "== 0:"),
-        ("a resumed session lacks its new tokens", '"tokens": list(self.tokens)', '"tokens": self.tokens[: self.prompt_tokens]'),
+        ("a resumed session lacks its new tokens", "tokens=list(self.tokens),", "tokens=self.tokens[: self.prompt_tokens],"),
     ),
     *_of(
         "orchestrator/text.py",
