@@ -149,8 +149,8 @@ class ServiceSettings(ServiceAccess, ModelSettings):
 
     @property
     def draft_name(self) -> str:
-        """The draft model, or one of WITHOUT_DRAFT: a setting of the target's, the draft's own model."""
-        return str(getattr(self, "draft", self.model))
+        """The draft model, or one of WITHOUT_DRAFT."""
+        raise NotImplementedError
 
     @property
     def has_draft(self) -> bool:
@@ -217,6 +217,11 @@ class TargetSettings(ServiceSettings):
     )
 
     @property
+    def draft_name(self) -> str:
+        """The draft model, or one of WITHOUT_DRAFT."""
+        return self.draft
+
+    @property
     def most_unread_tokens(self) -> int:
         """How many tokens a peer of the target may leave unread: as many as all sessions have, twice, or 2^18."""
         return max(1 << 18, 2 * self.max_sessions * self.max_context)
@@ -273,6 +278,11 @@ class DraftSettings(ServiceSettings):
         choices=QUANTIZATIONS,
     )
     support: int = 64
+
+    @property
+    def draft_name(self) -> str:
+        """The draft model, or one of WITHOUT_DRAFT."""
+        return self.model
 
 
 @dataclass(frozen=True, kw_only=True)
