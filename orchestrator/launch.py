@@ -64,10 +64,12 @@ def _launch(config: Config) -> None:
     import uvloop
 
     from orchestrator import endpoints
-    from orchestrator.placement import check_addresses, placed_services
+    from orchestrator.placement import placed_services
+    from wire.server import check_free
 
     config = endpoints.resolve_context(config)
-    check_addresses(config)
+    for port in (config.clients.grpc_port, config.clients.http_port):
+        check_free(config.clients.host, port)
     with placed_services(config) as placed:
         uvloop.run(endpoints.run(config, access, *placed))
 
