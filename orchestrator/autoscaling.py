@@ -6,69 +6,41 @@ ends with it.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
 from orchestrator.directory import Directory, side_of
 from orchestrator.scaling import Scaler, TargetLoad
 from orchestrator.service_status import ControlLine
-from orchestrator.supervision import RAY_PATIENCE, Placement
+from orchestrator.supervision import RAY_PATIENCE
 from orchestrator.target_stream import TargetStream
 from wire.streams import BEAT_SECONDS
+
+if TYPE_CHECKING:
+    from orchestrator.cluster import RayFleet
 
 log = logging.getLogger(__name__)
 
 _QUIET_BEATS = 3  # that a target is without sessions before it is ended: gateways know by then that it drains
 
 
-class Fleet(Protocol):
-    """The placed services of a model, which can become more and fewer. All but the properties runs in a thread."""
-
-    def locate(self, name: str) -> str:
-        """Return where a service listens; "" as long as that is not known."""
-
-    def replace(self, name: str) -> None:
-        """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
-
-    @property
-    def names(self) -> list[str]:
-        """All services that are placed, those that start included; targets in the order in which they came."""
-
-    @property
-    def latest(self) -> list[str]:
-        """The target that was added last, and the drafts that came with it."""
-
-    def add_target(self) -> None:
-        """Have one more target started, as soon as there is room for it; returns at once."""
-
-    def remove_target(self) -> None:
-        """End the services that are the latest."""
-
-
-class Fleets(Placement, Protocol):
-    """A placement of several models."""
-
-    @property
-    def fleets(self) -> Sequence[Fleet]:
-        """The services of each model, in the models' order."""
-
-
 @dataclass(eq=False)
 class Autoscaler:
     """Owns how many of the placed targets are to stay; those that were added last go first.
 
-    targets: the streams to those that serve. lines: how to call services. directories: where they are, by side.
-    turn: held while what is placed changes.
+    fleet: what places them; all but its properties may take long, and runs in a thread. targets: the streams to those
+    that serve. lines: how to call services. directories: where they are, by side. turn: held while what is placed
+    changes.
     """
 
     scaler: Scaler
     targets: Mapping[str, TargetStream]
     lines: Mapping[str, ControlLine]
     directories: Mapping[str, Directory]
-    fleet: Fleet
+    fleet: "RayFleet"
     turn: asyncio.Lock
     _staying: int = field(default=0, init=False)
     _quiet: int = field(default=0, init=False)  # beats since the latest target has had sessions

@@ -74,7 +74,7 @@ class RayFleet:
 
     @property
     def names(self) -> list[str]:
-        """All services that are placed, those that start included."""
+        """All services that are placed, those that start included; targets in the order in which they came."""
         return list(self.actors)
 
     def add_target(self) -> None:

@@ -7,14 +7,14 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import Config, SettingsError
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
 from orchestrator.access import Access, open_paths, require_key
-from orchestrator.autoscaling import Autoscaler, Fleets
+from orchestrator.autoscaling import Autoscaler
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
 from orchestrator.dashboard.feed import Feed
@@ -40,6 +40,9 @@ from wire.access import Guard
 from wire.messages import ServiceStatus
 from wire.server import keep_loaded, start_server
 from wire.streams import run_together
+
+if TYPE_CHECKING:
+    from orchestrator.cluster import RayPlacement
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +158,7 @@ async def run(
     config: Config,
     access: Access,
     directories: Sequence[Directories],
-    placement: Fleets | None = None,
+    placement: "RayPlacement | None" = None,
     look: Look | None = None,
 ) -> None:
     """Serve clients over the services of each model's directories until SIGINT or SIGTERM; these end also a start that

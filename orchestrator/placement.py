@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from config import Config
-from orchestrator.autoscaling import Fleets
 from orchestrator.directory import SIDES, Directory, name_services, services_of, side_of
 from wire.streams import BEAT_SECONDS
+
+if TYPE_CHECKING:
+    from orchestrator.cluster import RayPlacement
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ Look = Callable[[], Mapping[str, str]]
 
 
 @contextlib.contextmanager
-def placed_services(config: Config) -> Iterator[tuple[list[Directories], Fleets | None, Look | None]]:
+def placed_services(config: Config) -> Iterator[tuple[list[Directories], "RayPlacement | None", Look | None]]:
     """Yield where the services of each model are, what keeps them (None: it is others' affair, else Ray), and for those
     of another launch what looks for them."""
     if config.cluster.target_address:
