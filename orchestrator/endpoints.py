@@ -165,8 +165,7 @@ async def run(
     waits.
 
     placement: what placed the services and keeps them; None if they are others' affair. look: what looks for services
-    that another launch has placed. Raises ClusterError if they are
-    lost for good, beside what `serve_clients` raises.
+    that another launch has placed. Raises ClusterError if they are lost for good, beside what `serve_clients` raises.
     """
     stop = asyncio.Event()
     stop_on_signals = partial(_call_on_signals, stop.set)

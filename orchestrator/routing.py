@@ -26,9 +26,8 @@ class TargetView:
     """What an orchestrator knows of a target.
 
     report: its last one. prefixes: hashes of those that it holds. left: clients' names of sessions that a lost
-    orchestrator has left there. opens: sessions that it was asked for on the present
-    stream; unreported: the tokens of the last of them, which the report does not count. turn: when it was chosen last,
-    as a number that grows.
+    orchestrator has left there. opens: sessions that it was asked for on the present stream; unreported: the tokens of
+    the last of them, which the report does not count. turn: when it was chosen last, as a number that grows.
     """
 
     name: str
