@@ -19,6 +19,12 @@ class Result:
     speculation: inference_pb2.SpeculationSummary
 
 
+def read_by_rounds(speculation: Any) -> float:
+    """Share of the KV that rounds with drafted tokens read. Others, as when a draft is late, read everything."""
+    rounds, plain = speculation.rounds, speculation.plain_rounds
+    return float((speculation.kv_read_fraction * (rounds + plain) - plain) / rounds)
+
+
 def make_request(prompt: str | Sequence[int], **fields: Any) -> inference_pb2.GenerateRequest:
     if isinstance(prompt, str):
         return inference_pb2.GenerateRequest(text=prompt, **fields)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import resource
 import subprocess
 import sys
@@ -153,6 +154,24 @@ def test_logic_knows_no_grpc() -> None:
     assert set(FILES) >= WITHOUT_GRPC
     for name in WITHOUT_GRPC:
         assert not FILES[name] & {"grpc", "protos", "ray"}, name
+
+
+@pytest.mark.parametrize("module", ["cli.main", "orchestrator.launch"])
+def test_grpc_is_told_before_it_is_loaded_that_it_is_not_to_handle_forks(module: str) -> None:
+    """Its handlers may kill what Ray forks when it is started again under a gateway that serves (wire/__init__.py)."""
+    program = (
+        "import os, sys\n"
+        "class Look:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'grpc': print(os.environ.get('GRPC_ENABLE_FORK_SUPPORT'))\n"
+        "sys.meta_path.insert(0, Look())\n"
+        f"import {module}"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "0\n"
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "completion bash"])
