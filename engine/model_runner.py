@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
 from engine.graphs import tell_captures
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted
+from engine.judging import WIDE_SUPPORT, Drafted
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
@@ -28,7 +29,7 @@ from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -36,6 +37,7 @@ PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
+_WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
 
 
 log = logging.getLogger(__name__)
@@ -188,7 +190,8 @@ class ModelRunner(Runner):
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
             plain = (*sizes, *self._widest) if read is None else sizes
             for queries in plain if read is None or read.drafts else sizes[1:]:
-                drafted = Drafted([0] * (queries - 1), [], sampling, 0)
+                supports = [_WIDE] if queries in self._widest and not sampling.greedy else []
+                drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
                 kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
 

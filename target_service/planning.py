@@ -226,12 +226,14 @@ def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list
 
 
 def _plan_read(session: TargetSession, proposal: Proposal | None, proposed: int) -> SparseRead | None:
-    """Return what a round reads; None is everything, as it is where a session holds as many tokens as it may."""
+    """Return what a round reads; None is everything. Of a session that is screened, its first round does, so that its
+    first tokens leave at once, and those with which it would hold too many tokens.
+    """
     if session.reader is None:
         return None
     base, announced, full = len(session.tokens), session.announced.get(session.key), False
     if session.screening is not None:
-        full = base + proposed >= session.screening.confirmed + session.screening.most
+        full = base == session.prompt_tokens or base + proposed >= session.screening.confirmed + session.screening.most
     selection = announced if proposal is not None and session.next_round.sparse and not full else None
     read = session.reader.read(selection, base, base + proposed)
     if read is not None and session.reads_wanted:

@@ -350,7 +350,7 @@ class Verifier:
         self.counters["confirmed_tokens"] += commit.confirmed
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
         self.counters["foreseen_rounds"] += item.session.foreseen
-        self.counters[f"rounds_gamma_{len(item.proposed)}"] += 1
+        self.counters[f"rounds_gamma_{commit.drafted}"] += 1
         if commit.drafted and item.proposal is None:
             proposer = self.settings.draft  # ngram or self
             self.counters[f"{proposer}_rounds"] += 1

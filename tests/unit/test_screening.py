@@ -17,7 +17,7 @@ from engine.kv.pages import SequenceKV
 from engine.sampling import Sampling
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
-from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.fake_models import LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_sessions import PROMPT, p_value
 from tests.unit.world import Faults, World, prompts, target_probs
 from wire import messages as m
@@ -165,7 +165,7 @@ def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
     world.check_nothing_left()
     counted = world.verifier.counters
     assert 0.3 < counted["confirmed_tokens"] / counted["screened_tokens"] < 0.95
-    assert counted["screened_tokens"] > 500
+    assert counted["screened_tokens"] > 200
     after: dict[tuple[int, ...], Counter[int]] = {}
     for name in names:
         outcome = world.ledger.records[name].generated
@@ -208,7 +208,7 @@ def test_sessions_with_rules_have_two_levels(clock: Clock, sampling: Sampling) -
     """Every round of theirs reads everything and tells its tokens, beside a session that is screened."""
     world = screened(clock, 2, Screens(screening=3))
     world.attach()
-    names = [world.open([7] * 40, 30, each, stop=[5]) for each in (sampling, GREEDY)]
+    names = [world.open([7] * 40, 30, sampling, stop=[5]), world.open([7] * 40, 30)]
     world.run()
     ruled, screened_ = (world.ledger.records[name].totals for name in names)
     assert (ruled.screening_rounds, ruled.screened, ruled.kv_read_fraction) == (0, 0, 1.0)
