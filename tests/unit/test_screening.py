@@ -11,13 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import SettingsError, TargetSettings
+import models
+from config import DraftSettings, SettingsError, TargetSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
 from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
 from engine.sampling import Sampling
+from sparsity.plan import load_plan
+from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
-from tests.unit.fake_models import LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_sessions import PROMPT, p_value
 from tests.unit.world import Faults, World, prompts, target_probs
 from wire import messages as m
@@ -216,6 +223,17 @@ def test_sessions_with_rules_have_two_levels(clock: Clock, sampling: Sampling) -
     assert screened_.screening_rounds > 0
 
 
+def test_imposed_verdicts_confirm_all_that_is_held(clock: Clock) -> None:
+    world = screened(clock, 2, Screens(screening=0), synthetic_acceptance=0.7)
+    world.attach()
+    name = world.open([7] * 40, 60)
+    world.run()
+    totals = world.ledger.records[name].totals
+    assert totals.confirmed == totals.screened > 30
+    assert 0.2 < totals.accepted / totals.drafted < 0.7
+    assert len(world.ledger.records[name].generated) == 60
+
+
 @pytest.mark.parametrize("exactness", m.Exactness)
 def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness: m.Exactness) -> None:
     """All KV of an exact session is dense once it ends, but for the tokens of its last round."""
@@ -250,3 +268,44 @@ def test_a_plan_whose_method_no_draft_announces_for_is_refused() -> None:
     runner = FakeRunner(FakeModel().target, True, LAYERS, 1, 40)
     with pytest.raises(ValueError, match="the plan's method is streaming"):
         Verifier(runner, replace(PLAN, method="streaming"), TargetSettings(confirm_every=8))
+
+
+def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
+    """By the real passes: two greedy sessions, and a sampled one of which only the number of its tokens is known."""
+    model, plan = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa"), load_plan(models.PLAN)
+    runner = make_runner(model, 2000, step_queries=5, most_queries=13)
+    settings = TargetSettings(confirm_every=8, max_context=1000, max_sessions=3, prefill_chunk=256)
+    verifier = Verifier(runner, replace(plan, budget=0.1), settings)
+    draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 2000)
+    drafter = Drafter(draft, plan, DraftSettings(max_context=1000, max_sessions=3, prefill_chunk=256))
+    to_draft: list[m.TargetEvent] = []
+    to_target: list[m.DraftEvent] = []
+    served: dict[str, list[int]] = {}
+
+    def emit(event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit)
+        served.setdefault(event.at.session, []).extend(event.tokens)
+
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer(to_target.append)
+    verifier.protocol.attach(target_end)
+    drafter.attach(draft_end)
+    texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 200), (90, 400), (9, 300))]
+    for name, text in enumerate(texts):
+        sampling = Sampling(0.8, 0.95) if name == 2 else GREEDY
+        verifier.admission.open(m.Open(str(name), text, len(text), 40, [], sampling, m.Exactness.EXACT), emit)
+    while verifier.gauges["sessions"] or verifier.gauges["queued_sessions"]:
+        for actor in (verifier, drafter):
+            step: Any = actor.plan_step()
+            if step is not None:
+                actor.finish_step(step, actor.execute(step))
+            while to_draft:
+                drafter.receive(draft_end, to_draft.pop(0))
+            while to_target:
+                verifier.protocol.receive(target_end, to_target.pop(0))
+    assert verifier.counters["confirmed_tokens"] > 40
+    assert len(served["2"]) == 40
+    for name, text in enumerate(texts[:2]):
+        expected = model.generate(  # type: ignore[operator]
+            torch.tensor([text]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
+        )
+        assert served[str(name)] == expected[0, len(text) :].tolist()
