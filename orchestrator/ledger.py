@@ -4,12 +4,12 @@ Pure bookkeeping. The ledger outlives the target: what it holds is enough to ope
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
 from engine.sampling import Sampling
-from wire.messages import SUMMED, Commit, Exactness, FinishReason, Open
+from wire.messages import Commit, Exactness, FinishReason, Open
 
 
 class LedgerError(Exception):
@@ -20,8 +20,8 @@ class LedgerError(Exception):
 class SpeculationTotals:
     """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
 
-    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. screening_rounds: those that sparse attention has screened;
-    screened, confirmed: their tokens that a dense pass was to confirm, and did.
+    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. screening_rounds: those that sparse attention has screened.
+    Fields that a commit has as well are sums of those, drafted and accepted with those of screening rounds.
     """
 
     rounds: int = 0
@@ -71,23 +71,21 @@ class SpeculationTotals:
 
     def add(self, commit: Commit) -> None:
         for drafted, accepted in commit.rounds:
-            self._add_round(drafted, accepted)
+            self.rounds += drafted > 0
+            self.plain_rounds += drafted == 0
+            self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
+            self.rounds_by_gamma += [0] * (drafted + 1 - len(self.rounds_by_gamma))
+            self.rounds_by_gamma[drafted] += 1
+            for position in range(accepted):
+                self.accepted_per_position[position] += 1
         self.screening_rounds += len(commit.screening_drafted)
-        self.screened += commit.screened
-        self.confirmed += commit.confirmed
-        for name in SUMMED:
+        self.drafted += sum(commit.screening_drafted)
+        self.accepted += sum(commit.screening_accepted)
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(commit, name))
 
-    def _add_round(self, drafted: int, accepted: int) -> None:
-        self.rounds += drafted > 0
-        self.plain_rounds += drafted == 0
-        self.drafted += drafted
-        self.accepted += accepted
-        self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
-        self.rounds_by_gamma += [0] * (drafted + 1 - len(self.rounds_by_gamma))
-        self.rounds_by_gamma[drafted] += 1
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
+
+_SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for each in fields(Commit)}
 
 
 @dataclass

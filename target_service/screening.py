@@ -9,7 +9,14 @@ what is confirmed has that of dense attention. Knows no sessions and no KV.
 from dataclasses import dataclass, field, replace
 
 from engine.sampling import Support
-from wire.messages import SUMMED, Commit, FinishReason
+from wire.messages import Commit, FinishReason
+
+# Fields of a commit whose sums are those of several rounds.
+_SUMMED = (
+    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
+    *("sparse_prompt_tokens", "queue_seconds", "preemptions"),
+    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
+)
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Screening:
             screening_accepted=[each.accepted for each in self.rounds],
             cached_tokens=max(each.cached_tokens for each in rounds),
             prompt_logprobs=[told for each in rounds for told in each.prompt_logprobs],
-            **{name: sum(getattr(each, name) for each in rounds) for name in SUMMED},
+            **{name: sum(getattr(each, name) for each in rounds) for name in _SUMMED},
         )
         self.confirmed = commit.at.base + len(commit.tokens)
         self.rounds, self.supports, self.ends = [], [], False

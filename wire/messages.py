@@ -260,14 +260,6 @@ class Commit:
         return [*zip(self.screening_drafted, self.screening_accepted, strict=True), (self.drafted, self.accepted)]
 
 
-# Fields of a commit whose sums are those of several rounds.
-SUMMED = (
-    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *("sparse_prompt_tokens", "queue_seconds", "preemptions"),
-    *("prefill_seconds", "wait_seconds", "draft_seconds", "verify_seconds"),
-)
-
-
 @dataclass(frozen=True)
 class Closed:
     session: str

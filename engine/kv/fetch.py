@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE
-from engine.kv.tier_memory import PROGRAMS, TierMemory
+from engine.kv.tier_memory import PROGRAMS, TierMemory, run_beside
 from kernels.backends import Backend
 from kernels.kv_gather import gather_layers, wait_for_layer
 from kernels.residency import Transfers, count_missing_blocks, find_block_lines, request_blocks
@@ -66,12 +66,5 @@ def start_copies(memory: TierMemory, plan: FetchPlan) -> FetchPlan:
     """Copy what is missing, layer by layer beside what the current stream does; returns the plan. Launches only."""
     transfers = plan.transfers
     copying = transfers.pages, transfers.lines, transfers.counts, plan.done, PROGRAMS, memory.backend
-    if memory.link is None:
-        gather_layers(memory.copies, *copying)
-        return plan
-    memory.link.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(memory.link):
-        gather_layers(memory.copies, *copying)
-        plan.ended = torch.cuda.Event()
-        plan.ended.record()
+    plan.ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))
     return plan
