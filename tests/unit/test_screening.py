@@ -125,7 +125,7 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     world.check_nothing_left()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
