@@ -27,8 +27,8 @@ class VerifyRound:
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
     target has waited for the proposal. held: tokens that it is to confirm, between the first one and those proposed.
-    drafting_cost: the tokens that have to be accepted to pay for drafting in the
-    step itself; 0 where nothing is drafted there.
+    drafting_cost: the tokens that have to be accepted to pay for drafting in the step itself; 0 where nothing is
+    drafted there.
     """
 
     session: TargetSession

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -137,6 +138,28 @@ def screened_rounds(count: int, sampling: Sampling) -> tuple[list[Drafted], list
         held.append(Drafted([*item.tokens[:accepted], following], screened.supports, item.sampling, base=1))
     logits = [behind(torch.tensor([0, *item.tokens]), 2) for item in held]
     return held, judge_rounds(logits, held)
+
+
+def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it was drawn from is told, of each token of the verdict."""
+    monkeypatch.setattr("engine.ruled_judging.WIDE_SUPPORT", 4)
+    logits = torch.randn(200, 3, VOCAB, generator=torch.Generator().manual_seed(0))
+    likely = logits.topk(5).indices
+    rounds = [
+        Drafted(row[:2, 2 * (i % 3)].tolist(), [], Sampling(1.5, 1.0, seed=i), base=i, screens=True)
+        for i, row in enumerate(likely)
+    ]
+    verdicts = judge_by_rules(logits, rounds)
+    assert {verdict.verdict[0] for verdict in verdicts} == {0, 1, 2}
+    for i, (item, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
+        accepted, following = verdict.verdict
+        assert len(verdict.supports) == accepted + 1
+        for place, (token, support) in enumerate(
+            zip([*item.tokens[:accepted], following], verdict.supports, strict=True)
+        ):
+            assert token in support.ids.tolist() == likely[i, place, :4].tolist()
+            wanted = (logits[i, place, likely[i, place, :4]] / 1.5).softmax(0)
+            np.testing.assert_allclose(support.probs, wanted.numpy(), rtol=1e-5)
 
 
 def test_what_two_levels_leave_has_the_distribution_of_the_second() -> None:

@@ -118,13 +118,14 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     world.check_greedy(name)
     totals = world.ledger.records[name].totals
     dense = len(world.commits[name])
+    assert not world.commits[name][0].screening_drafted, "the first tokens wait for no others"
     assert totals.screening_rounds > 2.5 * dense
     assert totals.confirmed == totals.screened > 90
     assert totals.kv_read_fraction < 0.95
     world.check_nothing_left()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**6),
     screening=st.integers(0, 4),
