@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from orchestrator.chat_request import (
-    MAX_TOOLS,
     CalledFunction,
     ChatRequest,
     ContentPart,
@@ -15,7 +14,7 @@ from orchestrator.chat_request import (
     ToolCall,
     join_text,
 )
-from orchestrator.long_fields import Items
+from orchestrator.long_fields import Items, Models
 from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
 from orchestrator.structured_outputs import SchemaFormat, Strict
 
@@ -25,7 +24,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: str
-    content: str | Items[ContentPart]
+    content: str | Models[ContentPart]
 
 
 class InputCall(Strict):
@@ -42,14 +41,14 @@ class InputCallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Items[ContentPart]
+    output: str | Models[ContentPart]
 
 
 class InputReasoning(Strict):
     """What an earlier response reasoned."""
 
     type: Literal["reasoning"]
-    content: Items[ContentPart] | None = None
+    content: Models[ContentPart] | None = None
 
 
 class ResponseTool(FunctionDefinition):
@@ -83,11 +82,11 @@ class TextOptions(Strict, extra="allow"):
 class ResponsesRequest(GenerationRequest):
     """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
 
-    input: str | Annotated[Items[InputItem], Field(min_length=1)]
+    input: str | Annotated[Models[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: dict[str, Any] | None = None
-    tools: Annotated[Items[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Models[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

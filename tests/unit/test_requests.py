@@ -276,6 +276,7 @@ USER = {"role": "user", "content": "a"}
         (CompletionRequest, {"prompt": "a", "guided_choice": [1] * MANY}),
         (CompletionRequest, {"prompt": "a", "structured_outputs": {f"{name}": 1 for name in range(MANY)}}),
         (ChatRequest, {"messages": [1] * MANY}),
+        (ChatRequest, {"messages": [USER] * 2 * MANY}),
         (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
         (ChatRequest, {"messages": [USER | {"tool_calls": [{}] * MANY}]}),
         (ChatRequest, {"messages": [USER], "tools": [{}] * MANY}),
