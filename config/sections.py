@@ -17,6 +17,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 MOST_GAMMA = 64
+MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (kernels.rejection)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
@@ -107,6 +108,11 @@ class ModelSettings(Section):
     def most_drafted(self) -> int:
         """Tokens drafted a round, at most."""
         return self.gamma or self.max_gamma
+
+    @property
+    def widest_round(self) -> int:
+        """Tokens that a session runs in a round, at most."""
+        return self.most_drafted + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +209,12 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    confirm_every: int = _rounds(
+        0,
+        "tokens of an exact session that the target's sparse attention screens, at most, before one dense pass "
+        "confirms them all, of sessions without penalties, biases, min_tokens and grammars; 0: every round is dense",
+        least=0,
+    )
     self_read_share: float = _rounds(
         0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
     )
@@ -215,6 +227,33 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.confirm_every:
+            self._check_confirm_every()
+
+    def _check_confirm_every(self) -> None:
+        """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
+        least, most = self.gamma + 1, MOST_JUDGED - self.gamma
+        refused = {
+            f"draft {self.draft}, which announces nothing": not self.has_draft,
+            "gamma auto": self.adaptive,
+            "deterministic": self.deterministic,
+            "host_kv_memory": self.host_kv_memory > 0,
+        }
+        for what in (what for what, given in refused.items() if given):
+            raise SettingsError(f"confirm_every is not built with {what}: leave one of them out")
+        if not least <= self.confirm_every <= most:
+            raise SettingsError(
+                f"confirm_every is {self.confirm_every}: with a gamma of {self.gamma} it must be 0, or from {least} (a "
+                f"round's tokens) to {most}"
+            )
+
+    @property
+    def widest_round(self) -> int:
+        """Tokens that a session runs in a round, at most: those that it confirms among them."""
+        return super().widest_round + self.confirm_every
 
     @property
     def draft_name(self) -> str:

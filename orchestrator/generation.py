@@ -250,7 +250,7 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     it was drafted. The last part has the finish reason."""
     if not marked:
         return [(commit, None)]
-    cut = commit.accepted
+    cut = commit.confirmed + commit.accepted
     drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
     own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
     if not (drafted.tokens and own.tokens):

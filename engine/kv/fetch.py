@@ -9,7 +9,7 @@ from engine.kv.pages import PAGE_SIZE
 from engine.kv.tier_memory import PROGRAMS, TierMemory, run_beside
 from kernels.backends import Backend
 from kernels.kv_gather import gather_layers, wait_for_layer
-from kernels.residency import Transfers, count_missing_blocks, find_block_lines, request_blocks
+from kernels.residency import ListedBlocks, Transfers, count_missing_blocks, find_block_lines, request_blocks
 
 
 @dataclass
@@ -52,11 +52,11 @@ def request_listed(
     round: [1] int32, the number of this step (KVCache.next_round)
     Launches only: works inside a CUDA graph.
     """
-    listed = lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE
-    missed = count_missing_blocks(memory.tables, *listed, memory.backend)
-    transfers = request_blocks(memory.tables, *listed, round, memory.backend)
+    listed = ListedBlocks(lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE)
+    missed = count_missing_blocks(memory.tables, listed, memory.backend)
+    transfers = request_blocks(memory.tables, listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
-    lines = find_block_lines(memory.tables, *listed, memory.backend, absent=0)
+    lines = find_block_lines(memory.tables, listed, memory.backend, absent=0)
     overflow = transfers.overflow.sum(dtype=torch.int32)
     done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
     return FetchPlan(lines, overflow, missed, transfers, done, memory.backend)
