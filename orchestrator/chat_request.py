@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from orchestrator.long_fields import Models
 from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
 from orchestrator.structured_outputs import Strict
 from wire.errors import InvalidArgument
@@ -40,9 +41,9 @@ class Message(Strict):
     """A message of a conversation. Fields that are not declared, such as `refusal`, say nothing to a template."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Models[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Models[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -77,9 +78,9 @@ class Tool(Strict, extra="allow"):
 class ChatRequest(GenerationRequest):
     """A request for the next message of a conversation."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Models[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[Tool] | None = None
+    tools: Models[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

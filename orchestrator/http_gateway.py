@@ -111,7 +111,11 @@ async def complete(body: CompletionRequest, request: Request, models: Served) ->
     frontend = _find(models, body.model, request)
     name = _name(body, request)
     special = body.add_special_tokens is not False
-    tokens = [await frontend.encode(prompt, special) for prompt in body.prompts]
+    tokens: list[list[int]] = []
+    for prompt in body.prompts:
+        if tokens:
+            await asyncio.sleep(0)  # between several prompts others have their turn
+        tokens.append(await frontend.encode(prompt, special))
     answer = CompletionAnswer(name, frontend.name, body, tokens, frontend.tokenizer.decode)
     return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
 

@@ -7,15 +7,13 @@ from typing import Any
 from engine.sampling import LEAST_TEMPERATURE, Sampling
 from orchestrator.callers import current_caller
 from orchestrator.ledger import Record
-from orchestrator.requests import GenerationRequest
+from orchestrator.requests import MAX_CHOICES, GenerationRequest
 from orchestrator.special_tokens import TextEncoder
 from wire.errors import InvalidArgument
 from wire.messages import Exactness
 from wire.server import MOST_BYTES
 
 MOST_CHARACTERS = 64  # of a token: no tokenizer packs more, on average
-
-MAX_CHOICES = 1024  # of one request
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from orchestrator.long_fields import Entries, Items
 from orchestrator.structured_outputs import Strict, StructuredRequest
 from wire.errors import InvalidArgument
 
@@ -32,9 +33,11 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
 }
 MAX_LOGPROBS = 20  # likely tokens that are told beside a token
 MAX_NAME = 120  # characters of a request's name; a session's, with a choice's number, has 128 at most
+MAX_CHOICES = 1024  # of one request
 _ignored: set[str] = set()  # fields that were logged already
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # which are checked where the vocabulary is known
+TokenIds = Items[int]  # which are checked where the vocabulary is known
+Several = Field(min_length=1, max_length=MAX_CHOICES)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BiasedToken = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # the keys of a JSON object are strings
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -66,8 +69,8 @@ class GenerationRequest(StructuredRequest):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[BiasedToken, float] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    logit_bias: Entries[BiasedToken, float] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     exactness: Literal["exact", "approximate"] | None = None
@@ -75,7 +78,7 @@ class GenerationRequest(StructuredRequest):
     request_id: str | None = Field(None, max_length=MAX_NAME)
     mark_accepted: bool | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -140,7 +143,7 @@ class CompletionRequest(GenerationRequest):
 
     default_max_tokens = 16  # OpenAI's
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: str | TokenIds | Annotated[Items[str], Several] | Annotated[Items[TokenIds], Several]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -182,7 +185,7 @@ class TokenizeRequest(Strict, extra="allow"):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -214,5 +217,12 @@ def invalid_argument(errors: Sequence[Mapping[str, Any]]) -> InvalidArgument:
     place = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
     reasons = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
-    given = "" if errors[0]["type"] == "missing" else f", got {str(errors[0]['input'])[:80]!r}"
+    given = "" if errors[0]["type"] == "missing" else f", got {_shown(errors[0]['input'])}"
     return InvalidArgument(f"{param or 'the body'}: {reasons}{given}", param or None)
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of what was given, or how long it is: the text of a long list would take long to make."""
+    if isinstance(value, list | dict) and len(value) > 80:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    return repr(str(value)[:80])

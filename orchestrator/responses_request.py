@@ -14,6 +14,7 @@ from orchestrator.chat_request import (
     ToolCall,
     join_text,
 )
+from orchestrator.long_fields import Items, Models
 from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
 from orchestrator.structured_outputs import SchemaFormat, Strict
 
@@ -23,7 +24,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: str
-    content: str | list[ContentPart]
+    content: str | Models[ContentPart]
 
 
 class InputCall(Strict):
@@ -40,14 +41,14 @@ class InputCallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ContentPart]
+    output: str | Models[ContentPart]
 
 
 class InputReasoning(Strict):
     """What an earlier response reasoned."""
 
     type: Literal["reasoning"]
-    content: list[ContentPart] | None = None
+    content: Models[ContentPart] | None = None
 
 
 class ResponseTool(FunctionDefinition):
@@ -81,16 +82,16 @@ class TextOptions(Strict, extra="allow"):
 class ResponsesRequest(GenerationRequest):
     """A request for a response to a text or to items, which are all of the conversation: nothing is stored."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[Models[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: dict[str, Any] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Models[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 

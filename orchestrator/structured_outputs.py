@@ -4,13 +4,14 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from orchestrator.long_fields import Items
 from wire.errors import InvalidArgument
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "lark"]
 Schema = dict[str, Any] | bool | str
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Choices = Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 # Between JSON's parts: as much as an indented object needs. Without a bound a weak model may write it for ever.
 SPACES = r"[\x20\x0A\x0D\x09]{1,32}"
@@ -63,6 +64,13 @@ class StructuredOutputs(Strict, extra="forbid"):
     disable_fallback: bool | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > len(cls.model_fields):  # each would have an error of its own
+            raise ValueError(f"at most {len(cls.model_fields)} fields are known, got {len(given)}")
+        return given
 
 
 class StructuredRequest(BaseModel):

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine.sampling import Sampling
 from evaluation.methods import RIVALS
 from orchestrator.chat_request import ChatRequest
 from orchestrator.records import Limits, check_tokens, default_sampling, encode_text, to_records
-from orchestrator.requests import CompletionRequest, read_request
+from orchestrator.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest, invalid_argument, read_request
+from orchestrator.responses_request import ResponsesRequest
 from orchestrator.special_tokens import TextEncoder
 from sparsity.methods import METHODS
 from wire.errors import InvalidArgument, ServiceError
@@ -253,3 +255,49 @@ def test_too_many_choices() -> None:
     assert len(to_records(request, [PROMPT] * 32, LIMITS)) == 1024
     with pytest.raises(InvalidArgument, match="33 prompts with n 32: at most 1024 choices"):
         to_records(request, [PROMPT] * 33, LIMITS)
+
+
+MANY = 5000
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": [1] * MANY + ["a"]}),
+        (CompletionRequest, {"prompt": ["a"] * MANY}),
+        (CompletionRequest, {"prompt": ["a"] * 10 + [1] * MANY}),
+        (CompletionRequest, {"prompt": [[1]] * 10 + [1] * MANY}),
+        (CompletionRequest, {"prompt": [{}] * MANY}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * MANY}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {f"{token}": "" for token in range(MANY)}}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {f"a{token}": 1 for token in range(MANY)}}),
+        (CompletionRequest, {"prompt": "a", "guided_choice": [1] * MANY}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {f"{name}": 1 for name in range(MANY)}}),
+        (ChatRequest, {"messages": [1] * MANY}),
+        (ChatRequest, {"messages": [USER] * 2 * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [USER | {"tool_calls": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [USER], "tools": [{}] * MANY}),
+        (ResponsesRequest, {"input": [{}] * MANY}),
+        (ResponsesRequest, {"input": [USER | {"content": [{}] * MANY}]}),
+        (ResponsesRequest, {"input": "a", "tools": [{}] * MANY}),
+        (ResponsesRequest, {"input": "a", "include": [1] * MANY}),
+        (TokenizeRequest, {"messages": [1] * MANY}),
+        (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    ],
+)
+def test_a_body_of_many_faults_is_not_looked_at_for_all_of_them(model: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        model.model_validate(fields)
+    assert error.value.error_count() <= 100
+    assert len(str(invalid_argument(error.value.errors()))) < 500
+
+
+def test_all_of_a_long_bias_is_taken() -> None:
+    given = {f"{token}": token / 100 for token in range(MANY)}
+    taken = read_request(CompletionRequest, {"prompt": "a", "logit_bias": given}).logit_bias
+    assert taken == {token: token / 100 for token in range(MANY)}
+    with pytest.raises(InvalidArgument, match="logit_bias: Input should be a valid dictionary"):
+        read_request(CompletionRequest, {"prompt": "a", "logit_bias": [1]})
