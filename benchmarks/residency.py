@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.read_trace import about_reads, load_reads
 from benchmarks.selection_trace import BUNDLED, ROWS, load_traces
-from kernels.residency import empty_tables, request_blocks
+from kernels.residency import ListedBlocks, empty_tables, request_blocks
 from sparsity.selection import BlockSelection
 
 KV_HEADS = 8  # rows of a layer
@@ -73,7 +73,7 @@ def replay(rounds: list[np.ndarray], pool: int, hot: float) -> tuple[int, int, i
         pooled = (rows // pool, 1, pool)
         wanted = torch.from_numpy(counts.astype(np.int32)).view(pooled)
         listed = torch.from_numpy(lists).view(*pooled, -1)
-        transfers = request_blocks(tables, listed, wanted, page_table, pool, 1, now)
+        transfers = request_blocks(tables, ListedBlocks(listed, wanted, page_table, pool, 1), now)
         if number >= SETTLED:
             fetched += int(transfers.counts.sum())
             unplaced += int(transfers.overflow.sum())

@@ -101,8 +101,9 @@ class ScriptedRunner(Runner):
         count = min(max(0, request.count), weights.size)
         highest = np.argpartition(weights, weights.size - count, axis=None)[weights.size - count :]
         rows, columns = np.divmod(highest, weights.shape[1])
-        blocks = -(-base // self._block_size)
-        return BlockSelection.from_keys(len(weights), blocks, rows * blocks + columns + request.first).words
+        chosen = np.zeros((len(weights), -(-base // self._block_size)), dtype=bool)
+        chosen[rows, columns + request.first] = True
+        return BlockSelection.from_matrix(chosen).words
 
 
 def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:

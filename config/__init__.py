@@ -4,7 +4,7 @@ A setting is a field of a frozen section. Flags, environment, file and --help fo
 knows neither torch nor gRPC nor Ray, so that command lines open at once.
 """
 
-from config.resolve import add_launch_flags, read_launch, resolve_launch, resolve_service
+from config.resolve import add_launch_flags, read_launch, resolve_service
 from config.sections import ClusterSettings, Config, DraftSettings, ModelSettings, ServiceSettings, TargetSettings
 from config.setting import SettingsError
 
@@ -18,6 +18,5 @@ __all__ = [
     "TargetSettings",
     "add_launch_flags",
     "read_launch",
-    "resolve_launch",
     "resolve_service",
 ]

@@ -32,15 +32,6 @@ NAMES = {
 _SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def resolve_launch(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
-    """The settings of `python -m orchestrator.launch`. Raises SettingsError; exits on --help and --dry-run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
-    )
-    add_launch_flags(parser)
-    return read_launch(parser.parse_args(arguments), environment)
-
-
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the settings of a launch."""
     _add_flags(parser, _sections_of(Config()))

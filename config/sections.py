@@ -17,6 +17,7 @@ REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 LARGEST_PORT = 65535
 MAX_BRANCHES = 16
 MOST_GAMMA = 64
+MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (kernels.rejection)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
 WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
 
@@ -28,6 +29,8 @@ _running = partial(setting, group="how the models run", by_model=True)
 _services = partial(setting, group="where the services listen")
 _port = partial(setting, least=0, most=LARGEST_PORT)
 _scaling = partial(setting, group="scaling", by_model=True)
+_placement = partial(setting, group="placement")
+_endpoints = partial(setting, group="client endpoints")
 
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
@@ -105,6 +108,11 @@ class ModelSettings(Section):
     def most_drafted(self) -> int:
         """Tokens drafted a round, at most."""
         return self.gamma or self.max_gamma
+
+    @property
+    def widest_round(self) -> int:
+        """Tokens that a session runs in a round, at most."""
+        return self.most_drafted + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +209,12 @@ class TargetSettings(ServiceSettings):
         most=1,
     )
     draft_timeout: float = _rounds(1.0, "seconds that the target waits for a proposal before decoding plainly", above=0)
+    confirm_every: int = _rounds(
+        0,
+        "tokens of an exact session that the target's sparse attention screens, at most, before one dense pass "
+        "confirms them all, of sessions without penalties, biases, min_tokens and grammars; 0: every round is dense",
+        least=0,
+    )
     self_read_share: float = _rounds(
         0.06, "share of the KV that a target reads when it drafts for itself (--draft self)", above=0, most=1
     )
@@ -213,6 +227,33 @@ class TargetSettings(ServiceSettings):
     synthetic_acceptance: float = _rounds(
         -1.0, "keep drafted tokens with this probability, for measurements; negative: the target decides"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.confirm_every:
+            self._check_confirm_every()
+
+    def _check_confirm_every(self) -> None:
+        """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
+        least, most = self.gamma + 1, MOST_JUDGED - self.gamma
+        refused = {
+            f"draft {self.draft}, which announces nothing": not self.has_draft,
+            "gamma auto": self.adaptive,
+            "deterministic": self.deterministic,
+            "host_kv_memory": self.host_kv_memory > 0,
+        }
+        for what in (what for what, given in refused.items() if given):
+            raise SettingsError(f"confirm_every is not built with {what}: leave one of them out")
+        if not least <= self.confirm_every <= most:
+            raise SettingsError(
+                f"confirm_every is {self.confirm_every}: with a gamma of {self.gamma} it must be 0, or from {least} (a "
+                f"round's tokens) to {most}"
+            )
+
+    @property
+    def widest_round(self) -> int:
+        """Tokens that a session runs in a round, at most: those that it confirms among them."""
+        return super().widest_round + self.confirm_every
 
     @property
     def draft_name(self) -> str:
@@ -287,71 +328,57 @@ class DraftSettings(ServiceSettings):
 class ClientSettings(ClientAccess):
     """The endpoints that clients call."""
 
-    served_model_name: str = setting(
-        "",
-        "model name that clients use; empty: the target's last path component",
-        by_model=True,
-        group="client endpoints",
+    served_model_name: str = _endpoints(
+        "", "model name that clients use; empty: the target's last path component", by_model=True
     )
-    host: str = setting("127.0.0.1", "address that the client endpoints bind", group="client endpoints")
+    host: str = _endpoints("127.0.0.1", "address that the client endpoints bind")
     grpc_port: int = _port(50051, "client gRPC port; 0: any free one", group="client endpoints")
     http_port: int = _port(8000, "client HTTP port; 0: any free one", group="client endpoints")
-    tool_call_parser: str = setting(
+    tool_call_parser: str = _endpoints(
         "auto",
         f"how the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; auto: as its chat template shows",
         by_model=True,
-        group="client endpoints",
         choices=TOOL_CALL_PARSERS,
     )
-    reasoning_parser: str = setting(
+    reasoning_parser: str = _endpoints(
         "auto",
         f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}; deepseek_r1 begins with it, unmarked",
         by_model=True,
-        group="client endpoints",
         choices=REASONING_PARSERS,
     )
-    generation_config: str = setting(
+    generation_config: str = _endpoints(
         "auto",
         "how tokens are chosen where a request does not say: auto (by the model's generation_config.json) or none",
         by_model=True,
-        group="client endpoints",
         choices=("auto", "none"),
     )
     resume_timeout: float = _resume_timeout()
-    max_connections: int = setting(
-        1000, "client HTTP connections at once, half of them from one address", group="client endpoints", least=2
+    max_connections: int = _endpoints(1000, "client HTTP connections at once, half of them from one address", least=2)
+    request_timeout: float = _endpoints(
+        3600.0, "seconds that a request may take in all; 0: as long as it takes", least=0
     )
-    request_timeout: float = setting(
-        3600.0, "seconds that a request may take in all; 0: as long as it takes", group="client endpoints", least=0
-    )
-    routing: str = setting(
+    routing: str = _endpoints(
         "prefix",
         "which of several targets takes a request: the one that has most of its prompt cached unless others are less "
         "busy, the least busy one, or one after the other",
         by_model=True,
-        group="client endpoints",
         choices=ROUTING,
     )
-    max_wait: float = setting(
+    max_wait: float = _endpoints(
         0.0,
         "seconds that a request may be expected to wait before its prompt is read, else it is refused; 0: any time",
         by_model=True,
-        group="client endpoints",
         least=0,
     )
-    shutdown_grace: float = setting(
-        10.0, "seconds that requests in flight get to finish at shutdown", group="client endpoints", least=0
-    )
+    shutdown_grace: float = _endpoints(10.0, "seconds that requests in flight get to finish at shutdown", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings(Section):
     """Where the services run."""
 
-    targets: int = setting(1, "target services that Ray is to run", by_model=True, group="placement", least=1)
-    drafts: int = setting(
-        1, "draft services that Ray is to run; each serves all targets", by_model=True, group="placement", least=1
-    )
+    targets: int = _placement(1, "target services that Ray is to run", by_model=True, least=1)
+    drafts: int = _placement(1, "draft services that Ray is to run; each serves all targets", by_model=True, least=1)
     max_targets: int = _scaling(
         0,
         "target services that Ray is to run at most, where the load asks for more than --targets, with drafts in "
@@ -370,35 +397,26 @@ class ClusterSettings(Section):
     scale_in_delay: float = _scaling(
         600.0, "seconds for which the load must ask for fewer targets until one is drained and ended", least=0
     )
-    target_address: str = setting(
+    target_address: str = _placement(
         "",
         "HOST:PORT of a target service that runs already, or several with commas; then Ray is not used",
         by_model=True,
-        group="placement",
     )
-    draft_address: str = setting(
-        "",
-        "HOST:PORT of a draft service of theirs, or several, for its status in /metrics",
-        by_model=True,
-        group="placement",
+    draft_address: str = _placement(
+        "", "HOST:PORT of a draft service of theirs, or several, for its status in /metrics", by_model=True
     )
-    connect_timeout: float = setting(
-        30.0, "seconds that target and draft may take to be found at the start; 0: any time", group="placement", least=0
+    connect_timeout: float = _placement(
+        30.0, "seconds that target and draft may take to be found at the start; 0: any time", least=0
     )
-    ray_address: str = setting("auto", "address of a running Ray; auto: find one, else start one", group="placement")
-    namespace: str = setting("specahead", "Ray namespace", group="placement")
-    join: bool = setting(
-        False,
-        "place no services, but serve clients over those that another launch has placed in this namespace of Ray",
-        group="placement",
+    ray_address: str = _placement("auto", "address of a running Ray; auto: find one, else start one")
+    namespace: str = _placement("specahead", "Ray namespace")
+    join: bool = _placement(
+        False, "place no services, but serve clients over those that another launch has placed in this namespace of Ray"
     )
-    target_resource: str = setting(
-        "",
-        "Ray's custom resource that a node must have to run the target; empty: any node will do",
-        by_model=True,
-        group="placement",
+    target_resource: str = _placement(
+        "", "Ray's custom resource that a node must have to run the target; empty: any node will do", by_model=True
     )
-    draft_resource: str = setting("", "the same for the draft", by_model=True, group="placement")
+    draft_resource: str = _placement("", "the same for the draft", by_model=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

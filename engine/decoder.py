@@ -146,8 +146,6 @@ class Decoder:
         )
         if kernels == "triton" and is_skinny(hidden) and not norms_outputs:
             return _run_skinny(self, hidden, attention, logits_rows)
-        if self.eight_bit_head is not None and len(hidden) <= MAX_ROWS:
-            return _run_eight_bit(self, hidden, attention, logits_rows, kernels)
         return _run_wide(self, hidden, attention, logits_rows, kernels)
 
 
@@ -163,23 +161,36 @@ def _norm_all_heads(qkv: Tensor, norms: tuple[Tensor, Tensor], epsilon: float, b
 def _run_wide(
     decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
 ) -> Tensor:
-    """Return the logits of any number of rows. hidden: [rows, hidden], the embeddings"""
+    """Return the logits of any number of rows. hidden: [rows, hidden], the embeddings
+
+    Up to MAX_ROWS rows read weights in 8 bits where these are held so, and some layers then give parts to be added up.
+    """
     residual: Tensor | None = None
+    few = len(hidden) <= MAX_ROWS
     for index, layer in enumerate(decoder.layers):
+        weights = layer.eight_bit if few else None
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
         attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
-        hidden = F.linear(attended, layer.out, layer.out_bias)
+        if weights is None:
+            hidden = F.linear(attended, layer.out, layer.out_bias)
+        else:
+            hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
         if layer.attention_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.attention_out_norm, decoder.epsilon, backend)
         normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
-        hidden = F.linear(silu_and_multiply(F.linear(normed, layer.gate_up), backend), layer.down)
+        if weights is None:
+            hidden = F.linear(silu_and_multiply(F.linear(normed, layer.gate_up), backend), layer.down)
+        else:
+            inner = eight_bit_linear(normed, weights.gate_up, gated=True, backend=backend)
+            hidden = eight_bit_linear(inner, weights.down, DOWN_PARTS, backend=backend)
         if layer.mlp_out_norm is not None:
             hidden, _ = add_rms_norm(hidden, None, layer.mlp_out_norm, decoder.epsilon, backend)
     if logits_rows is not None:
-        hidden = hidden[logits_rows]
+        hidden = hidden.index_select(-2, logits_rows)
         residual = None if residual is None else residual[logits_rows]
     normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
-    logits = F.linear(normed, decoder.lm_head)
+    head = decoder.eight_bit_head if few else None
+    logits = F.linear(normed, decoder.lm_head) if head is None else eight_bit_linear(normed, head, backend=backend)
     return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale
 
 
@@ -206,25 +217,3 @@ def _run_skinny(decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits
         hidden = hidden[logits_rows]
     head = decoder.lm_head, None, decoder.norm, epsilon
     return skinny_linear(hidden, *head, scale=decoder.logits_scale, backend="triton")
-
-
-def _run_eight_bit(
-    decoder: Decoder, hidden: Tensor, attention: AttendToQkv, logits_rows: Tensor | None, backend: Backend
-) -> Tensor:
-    """Return the logits of up to MAX_ROWS rows, reading weights in 8 bits where they are held so. hidden: as above"""
-    residual: Tensor | None = None
-    for index, layer in enumerate(decoder.layers):
-        weights = layer.eight_bit
-        assert weights is not None
-        normed, residual = _add_and_norm(decoder, hidden, residual, layer.input_norm, backend)
-        attended = attention(index, F.linear(normed, layer.qkv, layer.qkv_bias))
-        hidden = eight_bit_linear(attended, weights.out, OUT_PARTS, backend=backend)
-        normed, residual = _add_and_norm(decoder, hidden, residual, layer.mlp_norm, backend)
-        inner = eight_bit_linear(normed, weights.gate_up, gated=True, backend=backend)
-        hidden = eight_bit_linear(inner, weights.down, DOWN_PARTS, backend=backend)
-    normed, _ = _add_and_norm(decoder, hidden, residual, decoder.norm, backend)
-    assert decoder.eight_bit_head is not None
-    logits = eight_bit_linear(
-        normed if logits_rows is None else normed[logits_rows], decoder.eight_bit_head, backend=backend
-    )
-    return logits if decoder.logits_scale == 1.0 else logits * decoder.logits_scale

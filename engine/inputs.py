@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
+from engine.sampling import Support
 
 Logits = Literal["none", "last", "all"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
@@ -120,8 +121,8 @@ class SequenceOutput:
     budget was shared out. blocks: bool [layers, kv_heads, blocks] on the CPU, those that were read, if asked for.
     tokens_fetched: (layer, KV head, token) triples that came from the backing store. verdict: tokens accepted and the
     next token, where the input was drafted and the runner judges; then there are no logits. finite: whether
-    the logits of the verdict were numbers; if not, it means nothing. logprobs: of the tokens of the verdict, if asked
-    for.
+    the logits of the verdict were numbers; if not, it means nothing. logprobs, supports: of the tokens of the verdict,
+    if asked for.
     """
 
     logits: Tensor | None = None
@@ -132,3 +133,4 @@ class SequenceOutput:
     verdict: tuple[int, int] | None = None
     finite: bool = True
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)

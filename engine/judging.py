@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.logit_rules import LogitRule
-from engine.sampling import USE_ACCEPT, USE_TARGET, Sampling, Support, uniforms
+from engine.sampling import USE_ACCEPT, USE_SCREEN_ACCEPT, USE_SCREEN_DRAW, USE_TARGET, Sampling, Support, uniforms
 from engine.staging import Layout
 from kernels.backends import Backend
 from kernels.rejection import DraftedRows, accept_greedy, judge_greedy, judge_sampled
+
+WIDE_SUPPORT = 4096  # entries of a distribution of the model's own, so that next to nothing is cut off
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Drafted:
 
     base: the position of the first token. rules: what changes its logits, given `committed`, the tokens before base.
     logprobs: how many likely tokens to tell at each position with their log probabilities, beside the token's own;
-    None: none, nor its own.
+    None: none, nor its own. screens: whether a later pass judges what this one leaves. Then sampled tokens are drawn by
+    uniforms of their own, from the WIDE_SUPPORT likeliest, and the output tells what each was drawn from.
     """
 
     tokens: list[int]
@@ -30,11 +33,17 @@ class Drafted:
     rules: tuple[LogitRule, ...] = ()
     committed: Sequence[int] = ()
     logprobs: int | None = None
+    screens: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether `judge` alone knows how to judge it; else `engine.ruled_judging` does."""
-        return not self.rules and self.logprobs is None
+        return not self.rules and self.logprobs is None and not self.tells_supports
+
+    @property
+    def tells_supports(self) -> bool:
+        """Whether the output tells what the verdict's tokens were drawn from."""
+        return self.screens and not self.sampling.greedy
 
 
 def verdict_layout(rows: int, gamma: int, support: int, cuts: int = 0) -> Layout:
@@ -88,8 +97,9 @@ def lay_out_verdicts(arrays: Mapping[str, np.ndarray], rounds: list[Drafted]) ->
         arrays["temperature"][i], arrays["top_p"][i] = sampling.temperature, sampling.top_p
         if "top_k" in arrays:
             arrays["top_k"][i], arrays["min_p"][i] = sampling.top_k, sampling.min_p
-        arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, USE_ACCEPT)
-        arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, USE_TARGET)
+        accept, draw = (USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if item.screens else (USE_ACCEPT, USE_TARGET)
+        arrays["accept_uniforms"][i, :n] = uniforms(sampling.seed, item.base, n, accept)
+        arrays["draw_uniforms"][i, : n + 1] = uniforms(sampling.seed, item.base, n + 1, draw)
         if "support_ids" not in arrays:  # what was drafted on the device is there
             continue
         for j, support in enumerate(item.supports):

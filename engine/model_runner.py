@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
 from engine.graphs import tell_captures
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
-from engine.judging import Drafted
+from engine.judging import WIDE_SUPPORT, Drafted
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
@@ -28,7 +29,7 @@ from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
@@ -36,6 +37,7 @@ PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
+_WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
 
 
 log = logging.getLogger(__name__)
@@ -45,10 +47,11 @@ class ModelRunner(Runner):
     """Runs a decoder over KV.
 
     max_context: tokens of a sequence, at most. step_queries: tokens of a sequence that most steps have, γ + 1 in a
-    target. deterministic: what a sequence gives depends on its own tokens only, not on what runs beside it nor on how
-    its rounds fell: every step has one shape, prompts are read PINNED_ROWS tokens at a time, and splits of attention
-    are pinned. Some matrix products round otherwise in a step than in a prompt. attention_backend: None: the device's,
-    and in prompts cuDNN where it can; "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
+    target. most_queries: that the widest of its steps has, if that is more. deterministic: what a sequence gives
+    depends on its own tokens only, not on what runs beside it nor on how its rounds fell: every step has one shape,
+    prompts are read PINNED_ROWS tokens at a time, and splits of attention are pinned. Some matrix products round
+    otherwise in a step than in a prompt. attention_backend: None: the device's, and in prompts cuDNN where it can;
+    "torch" on a GPU needs enforce_eager. weight_bytes: of the decoder.
 
     Raises ValueError for an attention backend that cannot attend here.
     """
@@ -62,6 +65,7 @@ class ModelRunner(Runner):
         enforce_eager: bool = False,
         step_queries: int = 5,
         deterministic: bool = False,
+        most_queries: int = 0,
         attention_backend: Backend | None = None,
         weight_bytes: int = 0,
     ) -> None:
@@ -72,9 +76,10 @@ class ModelRunner(Runner):
         self._limits = StepLimits(
             pages=pages_for(max_context + MAX_OVERHANG),
             step_queries=step_queries,
-            queries=max(step_queries, STEP_QUERIES),
+            queries=max(step_queries, STEP_QUERIES, most_queries),
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
         )
+        self._widest = [self._limits.queries] if most_queries > step_queries else []
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
@@ -183,8 +188,10 @@ class ModelRunner(Runner):
         """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
         kinds, sizes = self._ends_of_prompts(), (1, self._limits.step_queries)
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
-            for queries in sizes if read is None or read.drafts else sizes[1:]:
-                drafted = Drafted([0] * (queries - 1), [], sampling, 0)
+            plain = (*sizes, *self._widest) if read is None else sizes
+            for queries in plain if read is None or read.drafts else sizes[1:]:
+                supports = [_WIDE] if queries in self._widest and not sampling.greedy else []
+                drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
                 kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
 

@@ -1,18 +1,31 @@
-"""Verdicts of rounds whose logits are changed first, or whose log probabilities are asked for. Runs outside of graphs.
+"""Verdicts of rounds whose logits are changed first, or whose distributions are told. Runs outside of graphs.
 
 A step's graph judges all of its rows as if they were plain; of those that are not, this puts the right verdict in
 place. So sessions without rules pay nothing for it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.judging import Drafted, are_finite, cuts_of, judge, lay_out_verdicts, support_of, verdict_layout
+from engine.judging import (
+    WIDE_SUPPORT,
+    Drafted,
+    are_finite,
+    cut_logits,
+    cuts_of,
+    judge,
+    lay_out_verdicts,
+    support_of,
+    verdict_layout,
+)
 from engine.logprobs import TokenLogprobs, token_logprobs
+from engine.sampling import Support
 from engine.staging import Staging
 from kernels.backends import default_backend
+from kernels.rejection import truncated_probs
 
 Verdict = tuple[int, int]  # tokens accepted, and the next token
 
@@ -24,6 +37,7 @@ class RuledVerdict:
     verdict: Verdict
     finite: bool
     logprobs: list[TokenLogprobs]
+    supports: list[Support] = field(default_factory=list)
 
 
 def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
@@ -40,11 +54,37 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
     for of_round, item in zip(ruled, rounds, strict=True):
         for rule in item.rules:
             rule.apply(of_round[: len(item.tokens) + 1], item.committed, item.tokens)
+        if item.tells_supports:
+            _keep_likeliest(of_round)
     finite = are_finite(ruled, staging.device["draft_counts"])
     accepted, following = judge(ruled, staging.device, default_backend(logits.device), whatever_is_drafted, cuts)
     found = torch.stack((accepted, following, finite), 1).tolist()  # one wait for the device
     told = _logprobs(logits, rounds, [(a, b) if is_finite else None for a, b, is_finite in found])
-    return [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]
+    verdicts = [RuledVerdict((a, b), bool(is_finite), of) for (a, b, is_finite), of in zip(found, told, strict=True)]
+    for i, (item, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
+        if item.tells_supports and verdict.finite:
+            of_row = {name: tensor[i : i + 1] for name, tensor in staging.device.items()}
+            verdict.supports.extend(_supports(ruled[i : i + 1, : verdict.verdict[0] + 1], of_row, cuts))
+    return verdicts
+
+
+def _keep_likeliest(logits: Tensor) -> None:
+    """Leave the WIDE_SUPPORT likeliest entries of each row, [rows, vocab], and -inf in place of all others."""
+    if logits.shape[1] > WIDE_SUPPORT:
+        best, ids = logits.topk(WIDE_SUPPORT)
+        logits.fill_(-torch.inf).scatter_(1, ids, best)
+
+
+def _supports(logits: Tensor, inputs: Mapping[str, Tensor], cuts: int) -> list[Support]:
+    """Return what tokens at these places are drawn from. logits: [1, places, vocab]; inputs, cuts: as of `judge`."""
+    temperature, top_p, places = inputs["temperature"], inputs["top_p"], logits.shape[1]
+    if cuts:
+        logits = cut_logits(logits, temperature, inputs["top_k"], inputs["min_p"], cuts)
+    drawn_from = truncated_probs(logits[0], temperature.expand(places), top_p.expand(places))
+    probs, ids = drawn_from.topk(min(WIDE_SUPPORT, drawn_from.shape[1]))
+    width = int((probs > 0).any(0).sum())
+    rows = zip(ids[:, :width].cpu().numpy(), probs[:, :width].cpu().numpy(), strict=True)
+    return [Support(*row) for row in rows]
 
 
 def _logprobs(logits: Tensor, rounds: list[Drafted], verdicts: list[Verdict | None]) -> list[list[TokenLogprobs]]:

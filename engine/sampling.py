@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 USE_DRAFT, USE_ACCEPT, USE_TARGET = 0, 1, 2
+USE_SCREEN_ACCEPT, USE_SCREEN_DRAW = 3, 4  # of a level whose tokens are judged once more
 LEAST_TEMPERATURE = 0.01  # of what is sampled; far below it the softmax overflows
 
 
@@ -54,6 +55,11 @@ class Support:
 
     ids: np.ndarray
     probs: np.ndarray
+
+
+def one_hot(token: int) -> Support:
+    """Return the distribution that has all its probability on one token."""
+    return Support(np.array([token]), np.ones(1, np.float32))
 
 
 def uniforms(seed: int, start: int, count: int, use: int) -> np.ndarray:

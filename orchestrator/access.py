@@ -13,7 +13,7 @@ from orchestrator.answers import error_body, error_headers
 from orchestrator.callers import Callers
 from orchestrator.keys import read_keys
 from orchestrator.observing import Observer
-from wire.access import Guard, PeerAccess, bearer_of, read_peer_access
+from wire.access import PeerAccess, bearer_of, read_peer_access
 from wire.errors import ServiceError
 from wire.tls import Tls, read_tls
 
@@ -29,10 +29,6 @@ class Access:
     peers: PeerAccess
     callers: Callers
     client_tls: Tls | None
-
-    def client_guard(self, refused: Callable[[ServiceError], None]) -> Guard:
-        """What the client gRPC port asks; `refused` is told of each call that is not let in."""
-        return Guard(self.callers.admit, self.client_tls, refused)
 
 
 def read_access(config: Config) -> Access:

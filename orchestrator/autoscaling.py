@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc
 
 from orchestrator.directory import Directory, side_of
-from orchestrator.scaling import Load, Scaler
+from orchestrator.scaling import Scaler, TargetLoad
 from orchestrator.service_status import ControlLine
 from orchestrator.supervision import RAY_PATIENCE, Placement
 from orchestrator.target_stream import TargetStream
@@ -156,7 +156,7 @@ class Autoscaler:
                 log.warning("%s serves at %s", name, address)
 
 
-def load_of(stream: TargetStream) -> Load:
+def load_of(stream: TargetStream) -> TargetLoad:
     """Return the load of a target as it reports it itself."""
     report = stream.view.report
-    return Load(1 - report.free_kv_pages / report.kv_pages, stream.view.expected_wait)
+    return TargetLoad(1 - report.free_kv_pages / report.kv_pages, stream.view.expected_wait)

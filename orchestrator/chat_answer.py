@@ -12,9 +12,9 @@ from orchestrator.replies import CalledTool, Delta, ReplyParser
 
 @dataclass
 class _Message:
-    """A chat's choice in the making. parser: None if all text is content. logprobs: None if they are not asked for."""
+    """A chat's choice in the making. logprobs: None if they are not asked for."""
 
-    parser: ReplyParser | None
+    parser: ReplyParser
     content: str = ""
     reasoning: str = ""
     calls: list[CalledTool] = field(default_factory=list)
@@ -27,13 +27,7 @@ class ChatAnswer(Answer):
     """The answer to a chat. prompt: its tokens. parsers: of each choice's text. decode: gives the text of tokens."""
 
     def __init__(
-        self,
-        name: str,
-        model: str,
-        request: ChatRequest,
-        prompt: list[int],
-        parsers: list[ReplyParser | None],
-        decode: Decode,
+        self, name: str, model: str, request: ChatRequest, prompt: list[int], parsers: list[ReplyParser], decode: Decode
     ) -> None:
         super().__init__(Totals(len(parsers)))
         self._request, self._decode = request, naming(request, decode)
@@ -52,9 +46,7 @@ class ChatAnswer(Answer):
         self._totals.add(chunk)
         message, reason = self._messages[chunk.choice], chunk.reason
         message.tokens += chunk.tokens
-        deltas = [Delta(chunk.text)] if chunk.text else []
-        if message.parser is not None:
-            deltas = message.parser.feed(chunk.text, reason is not None, reason == "length")
+        deltas = message.parser.feed(chunk.text, reason is not None, reason == "length")
         parts = [part for delta in deltas if (part := self._take(message, delta))]
         # What is told of tokens stands in the first piece, whatever part of the text each token is of.
         told, ids = self._tell_logprobs(message, chunk), self._token_ids(chunk.tokens)

@@ -2,16 +2,15 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
+from orchestrator.structured_outputs import Strict
 from wire.errors import InvalidArgument
 
 
-class ContentPart(BaseModel):
+class ContentPart(Strict):
     """A part of a message's content."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
@@ -22,29 +21,23 @@ def join_text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Strict):
     """The function that a tool call names, and its arguments as JSON."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(Strict):
     """A call that an earlier answer made."""
-
-    model_config = ConfigDict(strict=True)
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A message of a conversation. Fields that are not declared, such as `refusal`, say nothing to a template."""
-
-    model_config = ConfigDict(strict=True)
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -65,10 +58,8 @@ class Message(BaseModel):
         return self
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(Strict, extra="allow"):
     """A function that the model may call. parameters: a JSON schema."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -76,10 +67,8 @@ class FunctionDefinition(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict, extra="allow"):
     """What the model may call."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
     function: FunctionDefinition

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
-from wire.options import OPTIONS
+from wire.access import open_channel
 from wire.tls import Tls
 
 
@@ -53,7 +51,7 @@ def generate(
         sparsity=sparsity,
     )
     result = Generation("", [], 0, "", {})
-    with _dial(address, tls) as channel:
+    with open_channel(address, tls) as channel:
         metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=metadata):
             result.text += response.text
@@ -70,9 +68,3 @@ def generate(
                 lists = "accepted_per_position", "rounds_by_gamma"
                 result.speculation = values | {name: list(values[name]) for name in lists}
     return result
-
-
-def _dial(address: str, tls: Tls | None) -> grpc.Channel:
-    if tls is None:
-        return grpc.insecure_channel(address, options=OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=OPTIONS)

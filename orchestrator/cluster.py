@@ -39,7 +39,7 @@ class RayFleet:
     def __init__(self, config: Config, label: str) -> None:
         self._config, self._label = config, label
         self._gpus = 0  # of each service
-        self._groups: dict[str, Any] = {}  # by the names of the services that are near each other
+        self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
         self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
         self.actors: dict[str, Any] = {}
@@ -58,14 +58,16 @@ class RayFleet:
         """Start the services as soon as Ray has room for them."""
         for names, group in self._groups.items():
             while not group.wait(_ROOM_SECONDS):  # nodes may be on their way
-                log.warning("waiting until Ray has room for %s", names, extra={"needs": str(group.bundle_specs)})
+                log.warning(
+                    "waiting until Ray has room for %s", " and ".join(names), extra={"needs": str(group.bundle_specs)}
+                )
         self.actors = {name: start() for name, start in self._start.items()}
 
     def _group(self, near: list[TargetSettings | DraftSettings]) -> None:
         """Ask Ray for room for some services near each other, and note how each is started there."""
         cluster = self._config.cluster
         needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
-        group = self._groups[" and ".join(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
+        group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
         for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
             place = PlacementGroupSchedulingStrategy(group, index)
             self._start[settings.name] = partial(_start_actor, settings, needed, place)
@@ -85,12 +87,11 @@ class RayFleet:
     @property
     def latest(self) -> list[str]:
         """The services that were placed last, near each other: a target, and the drafts that came with it."""
-        return next(reversed(self._groups)).split(" and ")
+        return list(next(reversed(self._groups)))
 
     def remove_target(self) -> None:
         """End the services that were placed last, and give their room back."""
-        names = self.latest
-        _, group = self._groups.popitem()
+        names, group = self._groups.popitem()
         for name in names:
             ray.kill(self.actors.pop(name), no_restart=True)
             self._asked.pop(name, None)

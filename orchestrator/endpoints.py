@@ -36,6 +36,7 @@ from orchestrator.supervision import supervise
 from orchestrator.tracing import tracing
 from protos import inference_pb2_grpc
 from sparsity.methods import load_served_plan, methods_of
+from wire.access import Guard
 from wire.messages import ServiceStatus
 from wire.server import keep_loaded, start_server
 from wire.streams import run_together
@@ -88,7 +89,7 @@ async def serve_clients(
             await started.enter_async_context(frontend.router.connected_to_targets())
         add = inference_pb2_grpc.add_InferenceServicer_to_server
         inference = (add, InferenceServicer(models), "specahead.v1.Inference")
-        guard = access.client_guard(models.observer.report)
+        guard = Guard(access.callers.admit, access.client_tls, models.observer.report)
         longest = max(max_message(frontend.limits) for frontend in frontends)
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, longest)
         started.push_async_callback(server.stop, 1.0)

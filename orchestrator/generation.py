@@ -91,10 +91,10 @@ class Frontend:
         encode = partial(encode_text, prompt, self.encoder, self.limits, special_tokens, rendered)
         return await asyncio.to_thread(encode) if len(prompt) > SHORT_TEXT else encode()
 
-    def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser | None:
-        """Return what splits the text that follows a chat's prompt, None if all of it is content."""
+    def reply_parser(self, request: ChatRequest, prompt: str) -> ReplyParser:
+        """Return what splits the text that follows a chat's prompt."""
         parser = self.reply_format.parser(prompt, request.offered_tools, bool(request.stream), request.must_call)
-        if parser is not None:  # what opens and closes a tool call may be a special token
+        if parser.splits:  # what opens and closes a tool call may be a special token
             request.skip_special_tokens = False
         return parser
 
@@ -250,7 +250,7 @@ def _parts(commit: Commit, marked: bool) -> list[tuple[Commit, bool | None]]:
     it was drafted. The last part has the finish reason."""
     if not marked:
         return [(commit, None)]
-    cut = commit.accepted
+    cut = commit.confirmed + commit.accepted
     drafted = replace(commit, tokens=commit.tokens[:cut], logprobs=commit.logprobs[:cut])
     own = replace(commit, tokens=commit.tokens[cut:], logprobs=commit.logprobs[cut:])
     if not (drafted.tokens and own.tokens):

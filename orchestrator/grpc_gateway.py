@@ -37,6 +37,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         observer = self._models.observer
         try:
             with current_caller().request():
+                self._models.check_room()
                 frontend = self._models.find(pb.model)
                 observer = frontend.observer
                 check_count(len(pb.token_ids.ids), frontend.limits)  # before they become a list

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 def connect_ray(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     """Join a running Ray, or start one on loopback; returns the folder of one that was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets whatever else runs there hold up every step
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
     address = settings.ray_address if settings.ray_address != "auto" else _running_ray()
     if address is not None:

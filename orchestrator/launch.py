@@ -6,11 +6,9 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
-from config import Config, read_launch, resolve_launch
+from config import Config, add_launch_flags, read_launch
 from config.logs import configure_logs
 from wire.errors import ClusterError
 
@@ -31,7 +29,11 @@ def _with_token(config: Config, token: str) -> Config:
 
 
 def main() -> None:
-    _serve(partial(resolve_launch, sys.argv[1:], os.environ))
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.launch", description="Launch draft and target services and the client endpoints."
+    )
+    add_launch_flags(parser)
+    run(parser.parse_args())
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -39,16 +41,12 @@ def run(flags: argparse.Namespace) -> None:
 
     Errors end in one line and status 1.
     """
-    _serve(partial(read_launch, flags, os.environ))
-
-
-def _serve(resolve: Callable[[], Config]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Of two services that cannot start, one is told of; Ray would print the other one's traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        config = with_token(resolve())
+        config = with_token(read_launch(flags, os.environ))
         configure_logs(config.clients)
         _launch(config)
     except (ValueError, OSError, NotImplementedError, ClusterError) as error:
@@ -66,10 +64,12 @@ def _launch(config: Config) -> None:
     import uvloop
 
     from orchestrator import endpoints
-    from orchestrator.placement import check_addresses, placed_services
+    from orchestrator.placement import placed_services
+    from wire.server import check_free
 
     config = endpoints.resolve_context(config)
-    check_addresses(config)
+    for port in (config.clients.grpc_port, config.clients.http_port):
+        check_free(config.clients.host, port)
     with placed_services(config) as placed:
         uvloop.run(endpoints.run(config, access, *placed))
 

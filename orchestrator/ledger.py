@@ -4,7 +4,7 @@ Pure bookkeeping. The ledger outlives the target: what it holds is enough to ope
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -16,26 +16,12 @@ class LedgerError(Exception):
     """A commit that does not continue what the ledger holds."""
 
 
-# Fields of a commit that are added to those of the same name.
-_SUMMED = (
-    *("stale_rounds", "announced_bytes", "kv_tokens_read", "kv_tokens_total", "kv_tokens_fetched"),
-    *(
-        "sparse_prompt_tokens",
-        "queue_seconds",
-        "preemptions",
-        "prefill_seconds",
-        "wait_seconds",
-        "draft_seconds",
-        "verify_seconds",
-    ),
-)
-
-
 @dataclass
 class SpeculationTotals:
     """Sums over a session's rounds, as a client sees them. rounds: with a proposal; plain_rounds: without.
 
-    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens.
+    rounds_by_gamma: rounds that drafted 0, 1, 2 ... tokens. screening_rounds: those that sparse attention has screened.
+    Fields that a commit has as well are sums of those, drafted and accepted with those of screening rounds.
     """
 
     rounds: int = 0
@@ -56,6 +42,9 @@ class SpeculationTotals:
     wait_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    screening_rounds: int = 0
+    screened: int = 0
+    confirmed: int = 0
 
     @property
     def kv_read_fraction(self) -> float:
@@ -81,17 +70,22 @@ class SpeculationTotals:
         return SpeculationTotals(**sums)
 
     def add(self, commit: Commit) -> None:
-        self.rounds += commit.drafted > 0
-        self.plain_rounds += commit.drafted == 0
-        self.drafted += commit.drafted
-        self.accepted += commit.accepted
-        self.accepted_per_position += [0] * (commit.drafted - len(self.accepted_per_position))
-        self.rounds_by_gamma += [0] * (commit.drafted + 1 - len(self.rounds_by_gamma))
-        self.rounds_by_gamma[commit.drafted] += 1
-        for position in range(commit.accepted):
-            self.accepted_per_position[position] += 1
+        for drafted, accepted in commit.rounds:
+            self.rounds += drafted > 0
+            self.plain_rounds += drafted == 0
+            self.accepted_per_position += [0] * (drafted - len(self.accepted_per_position))
+            self.rounds_by_gamma += [0] * (drafted + 1 - len(self.rounds_by_gamma))
+            self.rounds_by_gamma[drafted] += 1
+            for position in range(accepted):
+                self.accepted_per_position[position] += 1
+        self.screening_rounds += len(commit.screening_drafted)
+        self.drafted += sum(commit.screening_drafted)
+        self.accepted += sum(commit.screening_accepted)
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(commit, name))
+
+
+_SUMMED = {each.name for each in fields(SpeculationTotals)} & {each.name for each in fields(Commit)}
 
 
 @dataclass

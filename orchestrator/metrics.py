@@ -97,11 +97,11 @@ class Metrics:
                 self._between.observe(seconds / tokens)
         self._generated.inc(tokens)
         self._preemptions.inc(commit.preemptions)
-        if commit.drafted:
-            self._drafts.inc()
-            self._draft_tokens.inc(commit.drafted)
-            self._accepted.inc(commit.accepted)
-            for position in range(commit.accepted):
+        for drafted, accepted in commit.rounds:
+            self._drafts.inc(drafted > 0)
+            self._draft_tokens.inc(drafted)
+            self._accepted.inc(accepted)
+            for position in range(accepted):
                 self._accepted_at(position).inc()
 
     def finished(self, record: Record, outcome: str, seconds: float, decode_seconds: float) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from config import Config
 from orchestrator.autoscaling import Fleets
 from orchestrator.directory import SIDES, Directory, name_services, services_of, side_of
-from wire.server import check_free
 from wire.streams import BEAT_SECONDS
 
 log = logging.getLogger(__name__)
@@ -17,12 +16,6 @@ log = logging.getLogger(__name__)
 Directories = Mapping[str, Directory]
 # Returns where services listen, by name; may take a second.
 Look = Callable[[], Mapping[str, str]]
-
-
-def check_addresses(config: Config) -> None:
-    """Raise OSError for an address of this launch's client endpoints that something else listens on."""
-    for port in (config.clients.grpc_port, config.clients.http_port):
-        check_free(config.clients.host, port)
 
 
 @contextlib.contextmanager

@@ -113,8 +113,8 @@ class ReplyFormat:
 
     def parser(
         self, prompt: str, tools: list[dict[str, Any]], stream: bool = False, only_calls: bool = False
-    ) -> "ReplyParser | None":
-        """Return a parser of what follows a prompt, None if all of it is content.
+    ) -> "ReplyParser":
+        """Return a parser of what follows a prompt.
 
         stream: whether calls are told as they come, where they are JSON, and not only when they are complete.
         only_calls: whether there is no content, since calls are forced.
@@ -125,7 +125,7 @@ class ReplyFormat:
             return ReplyParser(own, only_calls=only_calls, closing=closing_tag(self.own))
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
-            return None
+            return ReplyParser(None)
         template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
         if self.tools == "qwen3_coder":  # whose parameters get their types from the schema
             tools = typed
@@ -155,22 +155,23 @@ def find_format(tokenizer: Any, tools: str, reasoning: str) -> ReplyFormat:
 
 
 class ReplyParser:
-    """Splits a text that comes piece by piece.
+    """Splits a text that comes piece by piece. parser: None if all of it is content.
 
     short_ids: whether a call's id has the nine characters of Mistral's. stream: whether calls are told as they come.
     only_calls: whether content is left out: where calls are forced it is the rest of one that was cut off before its
     name was told. closing: what ends a call whose arguments are no JSON, so that one that is cut off can be told.
+    splits: whether a text may have anything but content.
     """
 
     def __init__(
         self,
-        parser: ResponseParser,
+        parser: ResponseParser | None,
         short_ids: bool = False,
         stream: bool = False,
         only_calls: bool = False,
         closing: str = "",
     ) -> None:
-        self._parser: ResponseParser | None = parser
+        self._parser, self.splits = parser, parser is not None
         self._short_ids, self._stream, self._only_calls, self._closing = short_ids, stream, only_calls, closing
         # The text of the call that is open, where its arguments begin, and how much of it is told.
         self._call, self._begun, self._told = "", 0, 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from orchestrator.structured_outputs import StructuredRequest
+from orchestrator.structured_outputs import Strict, StructuredRequest
 from wire.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """include_usage: whether a last event tells the tokens of the whole request."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
 
@@ -179,10 +177,8 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt) if several else [self.prompt]  # type: ignore[arg-type, list-item]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Strict, extra="allow"):
     """A text or a conversation to be made into tokens; other fields are those of a chat."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
@@ -191,10 +187,8 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Strict):
     """Tokens to be made into text."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     tokens: TokenIds

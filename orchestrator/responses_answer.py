@@ -20,16 +20,11 @@ _REPEATED = {
 
 
 class ResponsesAnswer(Answer):
-    """The answer to a request for a response. parser: of its text, None if all of it is one message.
-
-    decode: gives the text of tokens.
-    """
+    """The answer to a request for a response. parser: of its text. decode: gives the text of tokens."""
 
     final_event = ""
 
-    def __init__(
-        self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser | None, decode: Decode
-    ) -> None:
+    def __init__(self, name: str, model: str, request: ResponsesRequest, parser: ReplyParser, decode: Decode) -> None:
         super().__init__(Totals(1))
         self._name, self._model, self._request, self._parser = name, model, request, parser
         self._created = int(time.time())
@@ -48,9 +43,7 @@ class ResponsesAnswer(Answer):
     def add(self, chunk: Chunk) -> list[Event]:
         """Take a chunk in, and return what a stream says of it."""
         self._totals.add(chunk)
-        deltas = [Delta(chunk.text)] if chunk.text else []
-        if self._parser is not None:
-            deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
+        deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
         self._untold += len(chunk.tokens)
         if deltas:
             self._reasoning_tokens += self._untold if deltas[0].reasoning else 0

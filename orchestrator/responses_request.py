@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from orchestrator.chat_request import (
     CalledFunction,
@@ -15,23 +15,19 @@ from orchestrator.chat_request import (
     join_text,
 )
 from orchestrator.requests import MAX_LOGPROBS, GenerationRequest
-from orchestrator.structured_outputs import SchemaFormat
+from orchestrator.structured_outputs import SchemaFormat, Strict
 
 
-class InputMessage(BaseModel):
+class InputMessage(Strict):
     """A message among the items of a response's input."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["message"] = "message"
     role: str
     content: str | list[ContentPart]
 
 
-class InputCall(BaseModel):
+class InputCall(Strict):
     """A call that an earlier response made."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call"]
     call_id: str
@@ -39,20 +35,16 @@ class InputCall(BaseModel):
     arguments: str
 
 
-class InputCallOutput(BaseModel):
+class InputCallOutput(Strict):
     """What a call gave."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[ContentPart]
 
 
-class InputReasoning(BaseModel):
+class InputReasoning(Strict):
     """What an earlier response reasoned."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["reasoning"]
     content: list[ContentPart] | None = None
@@ -64,10 +56,8 @@ class ResponseTool(FunctionDefinition):
     type: Literal["function"]
 
 
-class Reasoning(BaseModel):
+class Reasoning(Strict, extra="allow"):
     """effort: what the chat template gets as reasoning_effort."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     effort: str | None = None
 
@@ -81,10 +71,8 @@ class TextFormat(SchemaFormat):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextOptions(BaseModel):
+class TextOptions(Strict, extra="allow"):
     """How the text of a response is to be."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None

@@ -185,6 +185,17 @@ class Router:
             if place is not None:
                 place.close(record.session, self._leaving or record.finish_reason is not FinishReason.NONE)
 
+    def why_full(self) -> ResourceExhausted | None:
+        """Return why every request would be refused now, however short it is; None if some request might be taken."""
+        views = [stream.view for stream in self._usable().values()]
+        if not views or any(view.left for view in views):  # what was left may be gone on with
+            return None
+        try:
+            routing.admit(views, 1, self._max_wait)
+        except ResourceExhausted as error:
+            return error
+        return None
+
     def is_open(self, session: str) -> bool:
         return session in self._readers
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from config import ClusterSettings
 
 
-class Load(NamedTuple):
+class TargetLoad(NamedTuple):
     """How loaded a target is. kv_use: share of its KV room that is taken. wait: seconds that a new session waits."""
 
     kv_use: float
@@ -41,7 +41,7 @@ def scaling_of(settings: ClusterSettings) -> Scaling | None:
     return Scaling(settings.targets, settings.max_targets, settings.scale_kv_use, settings.scale_wait, *delays)
 
 
-def wanted(loads: Sequence[Load], scaling: Scaling) -> int:
+def wanted(loads: Sequence[TargetLoad], scaling: Scaling) -> int:
     """Return how many targets should share this load: as many as its KV needs, and while sessions wait not fewer than
     there are, or more in proportion, twice as many at most."""
     present = len(loads)
@@ -63,7 +63,7 @@ class Scaler:
     _direction: int = field(default=0, init=False)
     _since: float = field(default=0.0, init=False)
 
-    def decide(self, loads: Sequence[Load], present: int, now: float) -> int:
+    def decide(self, loads: Sequence[TargetLoad], present: int, now: float) -> int:
         """Return how many targets there are to be from now on.
 
         loads: of those that serve. present: how many there are, those that start included. now: in seconds.

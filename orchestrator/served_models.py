@@ -51,6 +51,15 @@ class ServedModels:
         """Whether new requests for some model can be served."""
         return any(frontend.accepting and frontend.router.connected for frontend in self)
 
+    def check_room(self) -> None:
+        """Raise ResourceExhausted if every request would be refused now, whatever it asks of whichever model.
+
+        It is asked before a request is parsed, so that refusing many costs those that run little.
+        """
+        reasons = [reason for frontend in self if (reason := frontend.router.why_full()) is not None]
+        if len(reasons) == len(self._by_name):
+            raise min(reasons, key=lambda reason: reason.retry_after)
+
     def holding(self, record: Record) -> Frontend:
         """Return the frontend that a session is open on. Raises NotFound if it has ended."""
         for each in self:

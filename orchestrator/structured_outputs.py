@@ -30,29 +30,29 @@ class Structure:
     spaces: str = SPACES
 
 
-class SchemaFormat(BaseModel):
-    """The JSON schema of a response. strict: it is followed whatever this says."""
+class Strict(BaseModel):
+    """A part of a request whose values must have their types: `"1"` is no number."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
+
+
+class SchemaFormat(Strict, extra="allow"):
+    """The JSON schema of a response. strict: it is followed whatever this says."""
 
     name: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict, extra="allow"):
     """OpenAI's word for the structure of a response. Structural tags are vLLM's: their fields stand beside the type."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: SchemaFormat | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict, extra="forbid"):
     """vLLM's word for it: one of the first six."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None

@@ -36,14 +36,14 @@ def rules_of(style: TagStyle) -> str:
     )
 
 
-def call_body(name: str, parameters: Schema | None, style: TagStyle = QWEN) -> str:
-    """Return the Lark term, over rules_of(style), of a function's call between the marks around it.
+def call_body(name: str, parameters: Schema | None) -> str:
+    """Return the Lark term, over rules_of(QWEN), of a function's call between the marks around it.
 
     parameters: its schema, None for parameters of any name and any text. Raises InvalidArgument for names that cannot
     stand in a tag.
     """
     head = literal(f"\n<function={_tag_name(name)}>\n")
-    return f"{head} {parameter_terms(parameters, style)} {_END}"
+    return f"{head} {parameter_terms(parameters, QWEN)} {_END}"
 
 
 def parameter_terms(parameters: Schema | None, style: TagStyle) -> str:

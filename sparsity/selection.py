@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,34 +25,26 @@ class BlockSelection:
         self.words.flags.writeable = False
 
     @staticmethod
-    def from_keys(num_heads: int, num_blocks: int, keys: np.ndarray) -> "BlockSelection":
-        """keys: head * num_blocks + block, in any order."""
-        chosen = np.zeros(num_heads * num_blocks, dtype=bool)
-        chosen[keys] = True
-        return BlockSelection.from_matrix(chosen.reshape(num_heads, num_blocks))
-
-    @staticmethod
     def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
-        keys = [head * num_blocks + block for head, blocks in enumerate(lists) for block in blocks]
-        return BlockSelection.from_keys(len(lists), num_blocks, np.array(keys, dtype=np.int64))
+        """lists: the blocks of each head"""
+        chosen = np.zeros((len(lists), num_blocks), dtype=bool)
+        for row, blocks in zip(chosen, lists, strict=True):
+            row[list(blocks)] = True
+        return BlockSelection.from_matrix(chosen)
 
     @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
         heads, blocks = chosen.shape
-        return BlockSelection(heads, blocks, _pack(chosen))
-
-    @cached_property
-    def keys(self) -> np.ndarray:
-        """head * num_blocks + block, ascending, int64"""
-        return np.flatnonzero(self.matrix())
+        rows = np.zeros((heads, 8 * row_words(blocks)), dtype=np.uint8)
+        packed = np.packbits(chosen, axis=1, bitorder="little")
+        rows[:, : packed.shape[1]] = packed
+        return BlockSelection(heads, blocks, rows.view("<u8"))
 
     def matrix(self) -> np.ndarray:
         """bool [heads, blocks]"""
-        return _unpack(self.words)[:, : self.num_blocks]
-
-    def lists(self) -> list[list[int]]:
-        return [np.flatnonzero(row).tolist() for row in self.matrix()]
+        bits = np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(bool)
+        return bits[:, : self.num_blocks]
 
     def count(self, first: int, last: int) -> int:
         """How many entries lie in blocks first … last - 1."""
@@ -89,16 +81,3 @@ def row_words(num_blocks: int) -> int:
 def last_word_mask(num_blocks: int) -> np.uint64:
     """The bits of a row's last word that stand for blocks."""
     return np.uint64((1 << ((num_blocks - 1) % WORD + 1)) - 1)
-
-
-def _pack(chosen: np.ndarray) -> np.ndarray:
-    heads, blocks = chosen.shape
-    rows = np.zeros((heads, 8 * row_words(blocks)), dtype=np.uint8)
-    packed = np.packbits(chosen, axis=1, bitorder="little")
-    rows[:, : packed.shape[1]] = packed
-    return rows.view("<u8")
-
-
-def _unpack(words: np.ndarray) -> np.ndarray:
-    """bool [heads, bits]"""
-    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(bool)

@@ -21,6 +21,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from target_service.lookup import PromptLookup
+from target_service.screening import Screening
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from wire.errors import InvalidArgument, ResourceExhausted
@@ -95,6 +96,9 @@ class Admission:
         grammar = self._grammar(request)
         stop_token_ids = [token for token in request.stop_token_ids if token < self._vocab_size]  # others never come
         rules = rules_of(request.sampling, request.prompt_tokens, stop_token_ids)
+        exact = request.exactness is Exactness.EXACT
+        # Rules keep what they derive from committed tokens, which held ones may never be.
+        screened = exact and self._settings.confirm_every > 0 and not rules and grammar is None
         session = TargetSession(
             id=request.session,
             tokens=list(request.tokens),
@@ -108,7 +112,8 @@ class Admission:
             grammar=grammar,
             logprobs=request.alternatives if request.wants_logprobs else None,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
-            reader=self._reader(request),
+            reader=self._reader(request, screened),
+            screening=Screening(self._settings.confirm_every, len(request.tokens)) if screened else None,
             lookup=PromptLookup() if self._settings.draft == "ngram" else None,
             traceparent=request.traceparent,
             caller=request.caller,
@@ -119,12 +124,17 @@ class Admission:
             session.memory = self._drafting.new_memory()
             session.kv.drafts = True
         share = self._settings.prompt_read_share
-        if share < 1 and not session.reads_all and session.prompt_logprobs is None:
+        if share < 1 and not exact and not session.reads_all and session.prompt_logprobs is None:
             session.prompt = SparsePrompt(share, self._plan.dense_layers)
         self.queue.append(session)
 
-    def _reader(self, request: Open) -> Reader | None:
-        """Return how a session reads, None for everything. Raises InvalidArgument for a method that the plan lacks."""
+    def _reader(self, request: Open, screened: bool) -> Reader | None:
+        """Return how a session reads, None for everything. Raises InvalidArgument for a method that the plan lacks.
+
+        screened: whether it is exact, and sparse attention screens what its draft proposes.
+        """
+        if screened:
+            return Reader(METHODS[self._plan.method], self._plan, self._report_blocks)
         if request.exactness is Exactness.EXACT:
             return None
         name = request.sparsity or self._plan.method

@@ -16,21 +16,26 @@ def commit_round(
 ) -> tuple[Commit, Verdict]:
     """Append a round's tokens to its session and cut its KV to them. Returns what owner and draft are told.
 
-    verdict: drafted tokens that were accepted, and the token that follows them. seconds: that the step took.
+    verdict: tokens that were accepted, held ones and then drafted ones, and the token that follows them. If it rejects
+    held tokens, the session's tokens go back to there. seconds: that the step took.
     """
     session, proposal, (accepted, following) = item.session, item.proposal, verdict
-    before, key, stats = session.at, session.key, session.stats
-    proposed = item.proposed
-    room = session.max_length - before.base
-    tokens, finish = cut_at_end([*proposed[:accepted], following], room, session.stop_token_ids)
+    base, proposed, confirmed = len(session.tokens) - item.held, item.proposed, min(accepted, item.held)
+    if confirmed < item.held:
+        del session.tokens[base + confirmed :]
+        proposal, proposed = None, []
+    before, key, stats, accepted = session.at, session.key, session.stats, accepted - confirmed
+    text = [*session.tokens[base:], *proposed[:accepted], following]
+    text, finish = cut_at_end(text, session.max_length - base, session.stop_token_ids)
+    tokens = text[confirmed:]
     # A draft that was lost or has asked for Begin during the step does not know this round.
     known = proposal is not None and (proposal.at.epoch, proposal.at.round) == key
     judged = proposal if known else None
     agreed = judged is not None and session.foresaw(before.base + accepted + 1, following)
-    tokens_read, tokens_total = _tokens_read(session, before.base + len(proposed), plan, kv)
+    tokens_read, tokens_total = _tokens_read(session, session.kv.length, plan, kv)
     commit = Commit(
-        at=before,
-        tokens=tokens,
+        at=before._replace(base=base),
+        tokens=text,
         drafted=len(proposed),
         accepted=min(accepted, len(tokens)),
         finish_reason=finish,
@@ -47,8 +52,10 @@ def commit_round(
         wait_seconds=item.wait_seconds,
         draft_seconds=proposal.draft_seconds if proposal is not None else 0.0,
         verify_seconds=seconds,
-        logprobs=output.logprobs[: len(tokens)],
+        logprobs=output.logprobs[: len(text)],
         prompt_logprobs=session.prompt_logprobs or [],
+        screened=item.held,
+        confirmed=confirmed,
     )
     session.prompt_logprobs = None
     session.commit(tokens, agreed, judged)
@@ -78,11 +85,13 @@ def _tokens_read(session: TargetSession, length: int, plan: Plan, kv: KVCache) -
 
 
 def imposed_verdict(item: VerifyRound, rate: float, vocab_size: int) -> tuple[int, int]:
-    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate."""
+    """Return a verdict by chance, for measurements with random weights: each drafted token is kept at this rate, and
+    every held one.
+    """
     session, count = item.session, len(item.proposed)
     rejected = uniforms(session.sampling.seed, len(session.tokens), count, USE_ACCEPT) >= rate
     kept = int(rejected.argmax()) if rejected.any() else count
-    return kept, imposed_token(len(session.tokens) + kept, vocab_size)
+    return item.held + kept, imposed_token(len(session.tokens) + kept, vocab_size)
 
 
 def imposed_token(position: Any, vocab_size: int) -> Any:

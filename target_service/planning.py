@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from config import TargetSettings
-from engine.inputs import SequenceInput, SequenceOutput
+from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
-from engine.sampling import Sampling
+from engine.sampling import Sampling, one_hot
 from engine.step_loop import share_prefill
 from sparsity.prompts import sparse_tokens
 from target_service.self_drafting import SelfDrafting
@@ -26,7 +26,8 @@ class VerifyRound:
     """A session's part of a step: a proposal to verify, or none to decode one token plainly.
 
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
-    target has waited for the proposal. drafting_cost: the tokens that have to be accepted to pay for drafting in the
+    target has waited for the proposal. held: tokens that it is to confirm, between the first one and those proposed.
+    drafting_cost: the tokens that have to be accepted to pay for drafting in the
     step itself; 0 where nothing is drafted there.
     """
 
@@ -34,12 +35,18 @@ class VerifyRound:
     proposal: Proposal | None
     input: SequenceInput
     wait_seconds: float
+    held: int = 0
     drafting_cost: float = 0.0
 
     @property
     def proposed(self) -> list[int]:
         """The tokens to verify, whoever proposed them; those drafted in the step are there once it has run."""
-        return self.input.tokens[1:]
+        return self.input.tokens[1 + self.held :]
+
+    @property
+    def screens(self) -> bool:
+        """Whether what it accepts is held back until a dense pass confirms it."""
+        return self.input.drafted is not None and self.input.drafted.screens
 
 
 @dataclass
@@ -99,6 +106,8 @@ def plan_verify_step(
             reading.append(session)
         elif session.grammar is not None and not session.grammar.ready:
             continue
+        elif session.awaits_its_end:
+            alone.append(session)
         elif session.next_round.gamma and (proposal := session.ready_proposal()) is not None:
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
         elif not session.next_round.gamma or _may_decode_plainly(session, settings.draft_timeout, counters, now):
@@ -184,28 +193,49 @@ def _may_decode_plainly(session: TargetSession, draft_timeout: float, counters: 
 def plan_round(session: TargetSession, proposal: Proposal | None, proposed: list[int], now: float) -> VerifyRound:
     """Return a session's part of a step: its last committed token, which has no KV yet, and what was proposed.
 
-    proposal: as of `VerifyRound`.
+    A session that is screened, and reads everything in this round, runs what it holds once more, from its last
+    confirmed token on. proposal: as of `VerifyRound`.
     """
-    base, read = len(session.tokens), None
-    if session.reader is not None:
-        announced = session.announced.get(session.key)
-        selection = announced if proposal is not None and session.next_round.sparse else None
-        read = session.reader.read(selection, base, base + len(proposed))
-        if read is not None and session.reads_wanted:
-            read.report_blocks = True
+    read, screening, base = _plan_read(session, proposal, len(proposed)), session.screening, len(session.tokens)
+    screens = screening is not None and read is not None
+    supports = proposal.supports if proposal is not None else []
+    held: list[int] = []
+    if screening is not None and not screens:
+        held, base = session.tokens[screening.confirmed :], screening.confirmed
+        if screening.supports:
+            supports = [*screening.supports, *(supports or map(one_hot, proposed))]
     drafted = Drafted(
-        tokens=proposed,
-        supports=proposal.supports if proposal is not None else [],
+        tokens=[*held, *proposed],
+        supports=supports,
         sampling=session.sampling,
         base=base,
         rules=session.rules,
         committed=session.tokens,
-        logprobs=session.logprobs,
+        logprobs=None if screens else session.logprobs,
+        screens=screens,
     )
+    tokens = [session.tokens[base - 1], *drafted.tokens]
     since = session.stats.waiting_since
     return VerifyRound(
         session=session,
         proposal=proposal,
-        input=SequenceInput(session.kv, [session.tokens[-1], *proposed], logits="all", read=read, drafted=drafted),
+        input=SequenceInput(session.kv, tokens, logits="all", read=read, drafted=drafted),
         wait_seconds=0.0 if since is None else now - since,
+        held=len(held),
     )
+
+
+def _plan_read(session: TargetSession, proposal: Proposal | None, proposed: int) -> SparseRead | None:
+    """Return what a round reads; None is everything. Of a session that is screened, its first round does, so that its
+    first tokens leave at once, and those with which it would hold too many tokens.
+    """
+    if session.reader is None:
+        return None
+    base, announced, full = len(session.tokens), session.announced.get(session.key), False
+    if session.screening is not None:
+        full = base == session.prompt_tokens or base + proposed >= session.screening.confirmed + session.screening.most
+    selection = announced if proposal is not None and session.next_round.sparse and not full else None
+    read = session.reader.read(selection, base, base + proposed)
+    if read is not None and session.reads_wanted:
+        read.report_blocks = True
+    return read

@@ -52,12 +52,12 @@ class DraftProtocol:
             self.assign(session)
 
     def assign(self, session: TargetSession, wait: bool = False) -> None:
-        """Have a session drafted, unless it has a draft, is paused or there is none: by the draft with the fewest
-        sessions of all targets, and of several by that which was placed beside it (draft-2 beside target-2).
+        """Have a session drafted, unless it has a draft, is paused or at its end, or there is none: by the draft with
+        the fewest sessions of all targets, and of several by that which was placed beside it (draft-2 beside target-2).
 
         wait: hold plain decoding back until the draft has had its time, as for a session that starts.
         """
-        if not self.drafts or session.draft is not None or session.is_paused:
+        if not self.drafts or session.draft is not None or session.is_paused or session.awaits_its_end:
             return
         peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
         session.draft, session.drafted = peer, wait
@@ -75,6 +75,13 @@ class DraftProtocol:
         if session.draft is not None:
             session.last_judged = (key, verdict)
             session.draft.send(verdict)
+
+    def begin_anew(self, session: TargetSession) -> None:
+        """Have a session's draft begin anew where the session stands, some tokens of which were taken back."""
+        assert session.draft is not None
+        session.held.clear()
+        session.last_judged = None
+        session.draft.send(session.begin())
 
     # What drafts send.
 

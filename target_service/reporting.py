@@ -80,7 +80,7 @@ class Reporter:
         return [report]
 
     def hurry(self) -> None:
-        """Let the next report be due at once."""
+        """Let the next report be due at once: what it says has changed so that requests may be taken that were not."""
         self._due_at = 0.0
 
     def close(self) -> None:

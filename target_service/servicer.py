@@ -151,7 +151,7 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
         def receive(frame: control_pb2.ServeFrame) -> None:
             reporter.opens += frame.HasField("open")
             try:
-                self._receive(frame, account, reporter.usage, outbox)
+                self._receive(frame, account, reporter, outbox)
             except ServiceError as error:
                 name = convert.session_in(frame, "body")
                 if not name:
@@ -166,6 +166,8 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
                 elif isinstance(event, Commit):
                     reporter.usage.add(account.caller_of(event.at.session), len(event.tokens))
                     account.write(event)
+                if isinstance(event, Closed) or (isinstance(event, Commit) and event.finish_reason):
+                    reporter.hurry()  # a place is free
             await context.write(convert.served_events_to_pb([*events, *reporter.due()]))
 
         try:
@@ -187,15 +189,17 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
             outbox.put(Beat())
 
     def _receive(
-        self, frame: control_pb2.ServeFrame, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]
+        self, frame: control_pb2.ServeFrame, account: Account, reporter: Reporter, outbox: Outbox[ServedEvent | Beat]
     ) -> None:
         """Do what a frame asks for. Raises ServiceError for a session that cannot be opened, and for a wrong frame."""
         request = convert.serve_request_from_pb(frame)
         if isinstance(request, Open):
-            self._open(request, account, usage, outbox)
+            self._open(request, account, reporter.usage, outbox)
         elif isinstance(request, Abort) and request.session in account:
             self._verifier.abort(request.session)
             account.close(request.session)  # the name may be another stream's next
+            reporter.hurry()
+            outbox.put(Beat())
 
     def _open(self, request: Open, account: Account, usage: StreamUsage, outbox: Outbox[ServedEvent | Beat]) -> None:
         """Open a session, or go on with one that was left: what was committed of it is told first."""

@@ -15,6 +15,7 @@ from sparsity.selection import BlockSelection
 from target_service.controller import UNDECIDED, Pace
 from target_service.lookup import PromptLookup
 from target_service.round_costs import PLAIN, Choice
+from target_service.screening import Screening
 from wire.errors import ServiceError
 from wire.messages import At, Begin, Closed, Proposal, Proposals, ServedEvent, SessionReads, TargetEvent, Verdict
 
@@ -61,20 +62,21 @@ class RoundStats:
 class TargetSession:
     """All that the target knows of a session.
 
-    tokens: the committed ones, the prompt_tokens of the prompt included; KV exists for all but the last once they are
-    read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what changes its logits;
-    grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the prompt's tokens but its
-    first, as far as it is read; None if not asked for, or told already. traceparent: of its request, if that is traced.
-    caller, choice: of its request, too: whose it is, and which of the request's choices this is.
-    reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end of it;
-    None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV weighed, if
-    it drafts for itself. weighed: the tokens that were committed before the last round that weighed it; 0: none has.
-    pace: what is decided about its rounds. next_round: how that is made. committed_at: when its last round was
-    finished, if it has run nothing else since. drafted: whether to wait for the draft's proposals. proposals: by round;
-    those for the next one assume different outcomes of this one. foreseen: whether the current round was proposed
-    before the last verdict. held: what was announced for the round judged last, by its key. last_judged: the round
-    judged last, and its verdict. reads_wanted: whether someone wants to look at which blocks the next round reads;
-    reads: what the last round that was looked at read.
+    tokens: the committed ones, the prompt_tokens of the prompt included, and those that are held; KV exists for all but
+    the last once they are read. emit: where its commits go. queued_at: when it last began to wait for room. rules: what
+    changes its logits; grammar is one of them. logprobs: as of `engine.judging.Drafted`. prompt_logprobs: of the
+    prompt's tokens but its first, as far as it is read; None if not asked for, or told already. traceparent: of its
+    request, if that is traced. caller, choice: of its request, too: whose it is, and which of the request's choices
+    this is. reader: how an approximate session reads; None: everything. prompt: how its prompt is read, but for the end
+    of it; None: everything. lookup: what proposes tokens instead of a draft; None: nothing. memory: what its KV
+    weighed, if it drafts for itself. screening: what it holds back until it is confirmed; None: nothing ever. weighed:
+    the tokens that were committed before the last round that weighed it; 0: none has. pace: what is decided about its
+    rounds. next_round: how that is made. committed_at: when its last round was finished, if it has run nothing else
+    since. drafted: whether to wait for the draft's proposals. proposals: by round; those for the next one assume
+    different outcomes of this one. foreseen: whether the current round was proposed before the last verdict. held: what
+    was announced for the round judged last, by its key. last_judged: the round judged last, and its verdict.
+    reads_wanted: whether someone wants to look at which blocks the next round reads; reads: what the last round that
+    was looked at read.
     """
 
     id: str
@@ -93,6 +95,7 @@ class TargetSession:
     prompt: SparsePrompt | None = None
     lookup: PromptLookup | None = None
     memory: ReadMemory | None = None
+    screening: Screening | None = None
     weighed: int = 0
     traceparent: str = ""
     caller: str = ""
@@ -126,13 +129,24 @@ class TargetSession:
 
     @property
     def unread(self) -> int:
-        """Committed tokens without KV, not counting the last one, which the next round runs."""
-        return len(self.tokens) - 1 - self.kv.length
+        """Committed tokens without KV, not counting the last one, which the next round runs; nor are held ones."""
+        confirmed = len(self.tokens) if self.screening is None else self.screening.confirmed
+        return confirmed - 1 - self.kv.length
 
     @property
     def reads_all(self) -> bool:
         """Whether all of its rounds read everything."""
         return self.reader is None or self.reader.method.name == "dense"
+
+    @property
+    def kv_is_dense(self) -> bool:
+        """Whether all KV of its rounds comes of passes that read everything."""
+        return self.reads_all if self.screening is None else self.screening.confirmed == len(self.tokens)
+
+    @property
+    def awaits_its_end(self) -> bool:
+        """Whether its text ends with tokens that are still to be confirmed."""
+        return self.screening is not None and self.screening.ends
 
     @property
     def proposes_itself(self) -> bool:
@@ -212,6 +226,8 @@ class TargetSession:
 
     def give_way(self) -> None:
         """Wait for room again, with the tokens that are committed and nothing else."""
+        if self.screening is not None:
+            self.screening.drop(self.tokens)
         if self.reader is not None:
             self.reader = self.reader.anew()
         if self.memory is not None:

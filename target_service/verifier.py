@@ -19,6 +19,7 @@ from engine.inputs import SequenceOutput, SparseRead
 from engine.kv.pages import pages_for
 from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.runner import Runner
+from engine.sampling import Support
 from engine.step_loop import describe, prefill_chunk
 from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
@@ -46,6 +47,7 @@ _COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
+    *("screening_rounds", "screened_tokens", "confirmed_tokens"),
 )
 
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
@@ -69,7 +71,8 @@ class Verifier:
 
     `admission` opens sessions; `protocol` takes drafts and their events. on_round: told of each sparse round, for
     measurements. grammars: what compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
-    settings, or if the runner reads no prompts sparsely where they say so.
+    settings, if the runner reads no prompts sparsely where they say so, or if they have rounds screened by a method
+    that drafts do not announce for.
     """
 
     def __init__(
@@ -81,8 +84,13 @@ class Verifier:
         grammars: Grammars | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
+        if settings.confirm_every and METHODS[plan.method].announcing is None:
+            raise ValueError(
+                f"confirm_every: sparse attention screens what a draft has announced for, and the plan's method is "
+                f"{plan.method}: choose another sparsity, or leave confirm_every at 0"
+            )
         settings = replace(settings, prefill_chunk=prefill_chunk(settings.prefill_chunk, runner.kv.device))
-        a_session = pages_for(settings.most_drafted + 1) + 2
+        a_session = pages_for(settings.widest_round) + 2
         pages = settings.max_sessions * a_session + pages_for(settings.prefill_chunk)
         who = f"{settings.max_sessions} sessions, and {settings.prefill_chunk} prompt tokens a step"
         runner.kv.check_writable(pages, who)
@@ -189,7 +197,11 @@ class Verifier:
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
         how = self.settings, self._drafting, self.runner.deterministic
-        return plan_verify_step(running, *how, self.counters, now)
+        step = plan_verify_step(running, *how, self.counters, now)
+        for item in step.rounds if step else []:
+            if item.held:  # the pass writes the KV of these tokens anew
+                self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - item.held - 1)
+        return step
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with its draft ends; None if none is waiting."""
@@ -279,25 +291,38 @@ class Verifier:
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
         self._trace(session, commit)
-        if session.reads_all and not self.runner.deterministic:
-            self.runner.kv.index_prefix(session.kv, session.tokens)
         self._count(item, commit)
         if item.drafting_cost:
             session.weighed = commit.at.base
-        session.emit(commit)
+        self._tell(item, commit, output.supports)
+        if session.kv_is_dense and not self.runner.deterministic:
+            self.runner.kv.index_prefix(session.kv, session.tokens)
         if commit.finish_reason is not FinishReason.NONE:
-            self._close(session)
+            self.protocol.end(session)
+            if not item.screens:  # else it ends once these tokens are confirmed
+                self.admission.close(session)
             return
+        taken_back = commit.confirmed < commit.screened
         # Verdicts that are imposed say nothing about who proposed, but are what auto is measured by.
-        if imposed < 0 or self.settings.adaptive:
+        if (imposed < 0 or self.settings.adaptive) and not taken_back:
             self._decide(item, commit, beside)
         if session.draft is not None and session.is_paused:
             self.protocol.end(session)
+        elif session.draft is not None and taken_back:
+            self.protocol.begin_anew(session)
         elif session.draft is not None:
             gamma, dense = session.asked
             self.protocol.judge(session, key, replace(answer, gamma=gamma, dense=dense))
         else:
             self.protocol.assign(session)
+
+    def _tell(self, item: VerifyRound, commit: Commit, supports: list[Support]) -> None:
+        """Tell a session's owner of a round, or hold its tokens back until they are confirmed."""
+        screening = item.session.screening
+        if screening is not None and item.screens:
+            screening.hold(commit, supports)
+        else:
+            item.session.emit(commit if screening is None else screening.release(commit))
 
     def _decide(self, item: VerifyRound, commit: Commit, beside: _Beside) -> None:
         """Have the controller say how a session's next round is made, by the one that was committed just now."""
@@ -319,10 +344,13 @@ class Verifier:
 
     def _count(self, item: VerifyRound, commit: Commit) -> None:
         """Count a round, with those who proposed in it."""
-        self.counters["committed_tokens"] += len(commit.tokens)
+        self.counters["committed_tokens"] += 0 if item.screens else len(commit.tokens)
+        self.counters["screening_rounds"] += item.screens
+        self.counters["screened_tokens"] += commit.screened
+        self.counters["confirmed_tokens"] += commit.confirmed
         self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
         self.counters["foreseen_rounds"] += item.session.foreseen
-        self.counters[f"rounds_gamma_{len(item.proposed)}"] += 1
+        self.counters[f"rounds_gamma_{commit.drafted}"] += 1
         if commit.drafted and item.proposal is None:
             proposer = self.settings.draft  # ngram or self
             self.counters[f"{proposer}_rounds"] += 1

@@ -66,12 +66,23 @@ class PeerAccess:
         """Open a channel to another service of the deployment; its calls are to carry `metadata`."""
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=OPTIONS)
-        options = [*OPTIONS, *([("grpc.ssl_target_name_override", self.tls_name)] if self.tls_name else [])]
-        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=_named(self.tls_name))
 
     def guard(self) -> Guard:
         """What a service asks of its callers."""
         return Guard(partial(check_token, self.token) if self.token else None, self.tls)
+
+
+def open_channel(address: str, tls: Tls | None, tls_name: str = "") -> grpc.Channel:
+    """Open a channel for calls that block. tls_name: as of PeerAccess."""
+    if tls is None:
+        return grpc.insecure_channel(address, OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), _named(tls_name))
+
+
+def _named(tls_name: str) -> list[tuple[str, Any]]:
+    """Return a channel's options, with the name that the certificate must have if it is not the address."""
+    return [*OPTIONS, *([("grpc.ssl_target_name_override", tls_name)] if tls_name else [])]
 
 
 def read_peer_access(settings: ServiceAccess) -> PeerAccess:

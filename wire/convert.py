@@ -222,37 +222,23 @@ def _read_array(dtype: str) -> Callable[[bytes], np.ndarray]:
     return read
 
 
+_LISTS = (
+    *("tokens", "offsets", "assumed_tokens", "counts", "support_counts", "stop_token_ids", "top_ids", "top_logprobs"),
+    *("attached", "read", "fetched", "indexed", "evicted", "left", "taken"),
+)
 # How fields are read that are not taken as they are.
 _READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_LISTS, list),
+    **dict.fromkeys(("logit_bias", "counters", "gauges"), dict),
+    **dict.fromkeys(("at", "expected"), _read_at),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), _read_logprobs),
     "session": _read_session,
-    "at": _read_at,
-    "expected": _read_at,
     "sampling": _read_sampling,
     "exactness": _read_exactness,
     "finish_reason": _read_finish_reason,
-    "tokens": list,
-    "offsets": list,
-    "assumed_tokens": list,
-    "counts": list,
-    "support_counts": list,
     "support_ids": _read_array("<u4"),
     "support_probs": _read_array("<f4"),
-    "stop_token_ids": list,
-    "attached": list,
-    "logit_bias": dict,
-    "logprobs": _read_logprobs,
-    "prompt_logprobs": _read_logprobs,
-    "top_ids": list,
-    "top_logprobs": list,
-    "read": list,
-    "fetched": list,
-    "indexed": list,
-    "evicted": list,
-    "left": list,
-    "taken": list,
     "usage": _read_usage,
-    "counters": dict,
-    "gauges": dict,
 }
 
 _READS = {

@@ -224,6 +224,9 @@ class Commit:
     """One round's outcome; `at` is the position before it.
 
     logprobs: of each token, if asked for. prompt_logprobs: in the first, of the prompt's tokens but its first.
+    screening_drafted, screening_accepted: of each round that sparse attention has screened since the last commit.
+    screened: how many tokens of such rounds this round was to confirm, the first of its tokens; confirmed: how many of
+    them it did.
     """
 
     at: At
@@ -246,6 +249,15 @@ class Commit:
     verify_seconds: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    screening_drafted: list[int] = field(default_factory=list)
+    screening_accepted: list[int] = field(default_factory=list)
+    screened: int = 0
+    confirmed: int = 0
+
+    @property
+    def rounds(self) -> list[tuple[int, int]]:
+        """Tokens drafted and accepted in each round that it tells of."""
+        return [*zip(self.screening_drafted, self.screening_accepted, strict=True), (self.drafted, self.accepted)]
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def _event(name: str, side: str = "target") -> str:
     return f"sum(max by (service) (rate(specahead:service_events_total{{{labels}}}[$__rate_interval])))"
 
 
-def _state(name: str, side: str = "target") -> str:
-    return f'sum(max by (service) (specahead:service_state{{{_OF}, side="{side}", name="{name}"}}))'
+def _state(name: str) -> str:
+    return f'sum(max by (service) (specahead:service_state{{{_OF}, side="target", name="{name}"}}))'
 
 
 ROWS: dict[str, list[Panel]] = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.tier_memory import PROGRAMS, Pages
+from engine.kv.tier_memory import PROGRAMS, Pages, run_beside, side_stream
 from kernels.backends import Backend
 from kernels.kv_gather import gather_blocks
 
@@ -28,8 +28,7 @@ class BackingStore:
         self.holds = np.zeros(pages, bool)
         self._layers = list(zip(on_gpu, stored, strict=True))
         self._device, self._backend = device, backend
-        # Before what computes, or it would find no room on the multiprocessors.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = side_stream(device)
         self._waiting: dict[int, bool] = {}  # whether the page is read densely
         self._copying: dict[int, bool] = {}
         # Pages on their way, and when they have come; None where copying does not return before it is done.
@@ -62,18 +61,10 @@ class BackingStore:
         self._waiting.clear()
         parts = gpu_page_of[pages].tolist(), pages, [len(pages)]
         lists = [torch.tensor(part, dtype=torch.int32).to(self._device) for part in parts]
-        done: torch.cuda.Event | None = None
-        if self._stream is None:
-            self._copy_layers(*lists)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._copy_layers(*lists)
-                done = torch.cuda.Event()
-                done.record()
+        self._copies.append((pages, run_beside(self._stream, lambda: self._copy_layers(*lists))))
+        if self._stream is not None:
             for tensor in lists:
                 tensor.record_stream(self._stream)
-        self._copies.append((pages, done))
         return len(pages)
 
     def _copy_layers(self, gpu_pages: Tensor, pages: Tensor, count: Tensor) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from engine.kv.pages import PAGE_SIZE
-from engine.kv.tier_memory import PROGRAMS, TierMemory
+from engine.kv.tier_memory import PROGRAMS, TierMemory, run_beside
 from kernels.backends import Backend
 from kernels.kv_gather import gather_layers, wait_for_layer
-from kernels.residency import Transfers, count_missing_blocks, find_block_lines, request_blocks
+from kernels.residency import ListedBlocks, Transfers, count_missing_blocks, find_block_lines, request_blocks
 
 
 @dataclass
@@ -52,11 +52,11 @@ def request_listed(
     round: [1] int32, the number of this step (KVCache.next_round)
     Launches only: works inside a CUDA graph.
     """
-    listed = lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE
-    missed = count_missing_blocks(memory.tables, *listed, memory.backend)
-    transfers = request_blocks(memory.tables, *listed, round, memory.backend)
+    listed = ListedBlocks(lists, counts, page_tables, memory.kv_heads, block_size // PAGE_SIZE)
+    missed = count_missing_blocks(memory.tables, listed, memory.backend)
+    transfers = request_blocks(memory.tables, listed, round, memory.backend)
     # Line 0 where there is none, since attention may look there.
-    lines = find_block_lines(memory.tables, *listed, memory.backend, absent=0)
+    lines = find_block_lines(memory.tables, listed, memory.backend, absent=0)
     overflow = transfers.overflow.sum(dtype=torch.int32)
     done = torch.zeros(len(lists), dtype=torch.int32, device=memory.device)
     return FetchPlan(lines, overflow, missed, transfers, done, memory.backend)
@@ -66,12 +66,5 @@ def start_copies(memory: TierMemory, plan: FetchPlan) -> FetchPlan:
     """Copy what is missing, layer by layer beside what the current stream does; returns the plan. Launches only."""
     transfers = plan.transfers
     copying = transfers.pages, transfers.lines, transfers.counts, plan.done, PROGRAMS, memory.backend
-    if memory.link is None:
-        gather_layers(memory.copies, *copying)
-        return plan
-    memory.link.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(memory.link):
-        gather_layers(memory.copies, *copying)
-        plan.ended = torch.cuda.Event()
-        plan.ended.record()
+    plan.ended = run_beside(memory.link, lambda: gather_layers(memory.copies, *copying))
     return plan

@@ -1,12 +1,14 @@
 """How a pass that reads everything reads KV in tiers: whole sequences are brought together, layer by layer."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.kv.counters import TierCounters
 from engine.kv.pages import PAGE_SIZE, SequenceKV
-from engine.kv.tier_memory import TierMemory, bring_hits, bring_misses, rows_of
+from engine.kv.tier_memory import TierMemory, bring_hits, bring_misses, rows_of, run_beside
 
 
 class StagedReads:
@@ -72,14 +74,7 @@ class StagedReads:
         memory = self._memory
         self._lines[index] = lines = memory.tables.line_of[index][self._wanted.long()]
         self._missed.index_add_(0, self._owner, (lines < 0).long())
-        self._arrived[index] = None
-        if memory.link is None:
-            bring_misses(memory, index, index % 2, self._wanted, lines)
-            return
-        memory.link.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(memory.link):
-            bring_misses(memory, index, index % 2, self._wanted, lines)
-            event = torch.cuda.Event()
-            event.record()
-        self._arrived[index] = event
-        lines.record_stream(memory.link)
+        bring = partial(bring_misses, memory, index, index % 2, self._wanted, lines)
+        self._arrived[index] = run_beside(memory.link, bring)
+        if memory.link is not None:
+            lines.record_stream(memory.link)

@@ -5,6 +5,7 @@ of one KV head: row page * kv_heads + head, on the GPU and in the backing store 
 line, GPU page * kv_heads + head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,28 @@ class TierMemory:
     def staged_pages(self) -> int:
         """How many pages can be brought together."""
         return self.staging[0][0].shape[0]
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream for what runs beside a model, None on a CPU. It goes before the model, or it would find no room
+    on the multiprocessors."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
+def run_beside(stream: torch.cuda.Stream | None, work: Callable[[], object]) -> torch.cuda.Event | None:
+    """Launch work on a side stream, behind what is launched already, and return the event of its end.
+
+    Without a stream it is done at once, and there is no event.
+    """
+    if stream is None:
+        work()
+        return None
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+        ended = torch.cuda.Event()
+        ended.record()
+    return ended
 
 
 def head_rows(pages: Tensor) -> Tensor:

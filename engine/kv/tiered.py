@@ -31,7 +31,7 @@ from engine.kv.group_means import GroupMeanPool, make_means
 from engine.kv.host_memory import host_zeros
 from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.staged import StagedReads
-from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of
+from engine.kv.tier_memory import Pages, TierMemory, bring_hits, bring_misses, head_rows, rows_of, side_stream
 from kernels.backends import default_backend
 from kernels.kv_gather import layer_copies
 from kernels.residency import clear_tables, drop_pages, empty_tables, mark_stored, pin_gpu_pages
@@ -116,8 +116,7 @@ class TieredKV(KVCache):
                 [(head_rows(keys), head_rows(values)) for keys, values in on_gpu],
                 device,
             ),
-            # Before what computes, or it would find no room on the multiprocessors.
-            link=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
+            link=side_stream(device),
             kv_heads=self.kv_heads,
             backend=default_backend(device),
         )

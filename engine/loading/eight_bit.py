@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.decoder import DOWN_PARTS, OUT_PARTS, Decoder, DecoderLayer, EightBitLayer
+from engine.decoder import DOWN_PARTS, OUT_PARTS, Decoder, EightBitLayer
 from engine.modules import ModulesDecoder
 from kernels.eight_bit_linear import default_tuning, quantize
 
@@ -25,9 +25,6 @@ def with_eight_bit_weights(decoder: Decoder | ModulesDecoder) -> Decoder:
                 raise NotImplementedError(
                     f"8-bit weights are built for layers of a multiple of {parts * depth} inputs, got {weight.shape[1]}"
                 )
-    layers = [replace(layer, eight_bit=_quantized(layer)) for layer in decoder.layers]
+    held = [EightBitLayer(*map(quantize, (each.out, each.gate_up, each.down))) for each in decoder.layers]
+    layers = [replace(layer, eight_bit=weights) for layer, weights in zip(decoder.layers, held, strict=True)]
     return replace(decoder, layers=layers, eight_bit_head=quantize(decoder.lm_head))
-
-
-def _quantized(layer: DecoderLayer) -> EightBitLayer:
-    return EightBitLayer(quantize(layer.out), quantize(layer.gate_up), quantize(layer.down))

@@ -86,6 +86,7 @@ def _open_runner(
         decoder,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.most_drafted + 1,
+        most_queries=settings.widest_round,
         deterministic=settings.deterministic,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
     )

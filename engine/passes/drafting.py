@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.decoder import Decoder
+from engine.judging import WIDE_SUPPORT
 from engine.kv.cache import KVCache
 from engine.layer_attention import LayerAttention, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.next_tokens import draw_tokens
-from engine.passes.grouping import DRAFTED_SUPPORT
 from engine.passes.reads import heads_of, listed_reads
 from engine.passes.shape import PassShape
 from kernels.backends import Backend, default_backend
@@ -54,10 +54,10 @@ def _draw(logits: Tensor, given: dict[str, Tensor], index: int) -> Tensor:
     temperature, top_p = given["temperature"], given["top_p"]
     least = temperature.new_zeros(1, 1)
     if "top_k" in given:
-        beyond = torch.arange(min(DRAFTED_SUPPORT, logits.shape[1]), device=logits.device) >= given["top_k"][:, None]
+        beyond = torch.arange(min(WIDE_SUPPORT, logits.shape[1]), device=logits.device) >= given["top_k"][:, None]
         least = given["min_p"][:, None].where(~beyond | (given["top_k"] == 0)[:, None], 2.0)  # which no token has
     chosen_by = temperature, top_p, least, given["draft_uniforms"][:, index]
-    drawn, ids, probs = draw_tokens(logits, best, *chosen_by, DRAFTED_SUPPORT)
+    drawn, ids, probs = draw_tokens(logits, best, *chosen_by, WIDE_SUPPORT)
     given["support_ids"][:, index, : ids.shape[1]] = ids
     given["support_probs"][:, index, : ids.shape[1]] = probs
     return drawn

@@ -4,15 +4,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from engine.inputs import SequenceInput
-from engine.judging import cuts_of, support_of
+from engine.judging import WIDE_SUPPORT, cuts_of, support_of
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.passes.shape import PassShape
 from kernels.backends import power_of_two
 from kernels.paged_attention import MAX_ROWS
 
-SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take another graph
-DRAFTED_SUPPORT = 4096  # of one that the runner drafts by itself, so that next to nothing is cut off
+SUPPORT = 64  # entries of a drafted token's distribution that graphs are made for; more take one of WIDE_SUPPORT
 CUTS = 64  # a top_k that graphs are made for; larger ones take another graph
 
 
@@ -66,7 +65,8 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
     shape = _complete(shape, inputs, kv)
     if shape.support:
         cuts = max(CUTS, power_of_two(shape.cuts)) if shape.cuts else 0
-        shape = replace(shape, support=max(SUPPORT, power_of_two(shape.support)), cuts=cuts)
+        sizes = SUPPORT, WIDE_SUPPORT, power_of_two(shape.support)
+        shape = replace(shape, support=next(n for n in sizes if n >= shape.support), cuts=cuts)
     return replace(shape, width=max(16, power_of_two(shape.width))) if _lists(inputs) else shape
 
 
@@ -101,7 +101,7 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
             raise ValueError("no room for group means was made: call keep_group_means first")
         shape = replace(shape, groups=max(1, shape.pages * PAGE_SIZE // kv.means.group_size))
     if read.budget is not None:
-        support = DRAFTED_SUPPORT if read.drafts and shape.support else shape.support
+        support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
         shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
         return replace(shape, read_weights=not read.drafts, drafts=read.drafts)
     width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)

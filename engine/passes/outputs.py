@@ -80,7 +80,7 @@ def _judge_by_rules(
     logits = buffers.tensors["logits"].view(shape.sequences, shape.queries, -1)[[i for i, _ in ruled]]
     judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.pinned)
     for (i, _), item in zip(ruled, judged, strict=True):
-        outputs[i].verdict, outputs[i].logprobs = item.verdict, item.logprobs
+        outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports
         outputs[i].finite &= item.finite
 
 

@@ -27,9 +27,10 @@ and counts blocks that are not wholly there; `placement` pins, stores and drops 
 from kernels.residency.find import count_missing_blocks, find_block_lines
 from kernels.residency.placement import drop_pages, mark_stored, pin_gpu_pages
 from kernels.residency.request import request_blocks
-from kernels.residency.tables import ResidencyTables, Transfers, clear_tables, empty_tables
+from kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, clear_tables, empty_tables
 
 __all__ = [
+    "ListedBlocks",
     "ResidencyTables",
     "Transfers",
     "clear_tables",

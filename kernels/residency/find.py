@@ -1,7 +1,5 @@
 """Finding: in which cache lines the pages of listed blocks are, and how many blocks are missing."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,83 +7,61 @@ from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 from kernels.residency import sizes
 from kernels.residency.listed import pages_at, pages_of_blocks
 from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ResidencyTables, check_blocks
+from kernels.residency.tables import ListedBlocks, ResidencyTables, check_blocks
 
 
-def find_block_lines(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    pages_per_block: int,
-    backend: str = "torch",
-    absent: int = -1,
-) -> Tensor:
-    """The lines of the pages of listed blocks; changes nothing. The arguments are those of request_blocks.
+def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:
+    """Return the lines of the pages of listed blocks; changes nothing.
 
     Returns [rows, sequences, kv_heads, width * pages_per_block] int32, `absent` for what is in no line. Lines beyond a
     count say nothing.
     """
     check_backend("find_block_lines", backend)
-    check_blocks("find_block_lines", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    check_blocks("find_block_lines", tables, listed)
     if backend == "torch":
-        _, lines = _pages_and_lines(tables, lists, counts, page_tables, pages_per_block)
+        _, lines = _pages_and_lines(tables, listed)
         return lines.masked_fill(lines < 0, absent)
-    lines = lists.new_empty(*lists.shape[:3], lists.shape[3] * pages_per_block)
-    _launch(tables, lists, counts, page_tables, lines, absent, PARTS=1, PER_BLOCK=pages_per_block, COUNT=False)
+    *shape, width = listed.lists.shape
+    lines = listed.lists.new_empty(*shape, width * listed.pages_per_block)
+    _launch(tables, listed, lines, absent, PARTS=1, COUNT=False)
     return lines
 
 
-def count_missing_blocks(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    pages_per_block: int,
-    backend: str = "torch",
-) -> Tensor:
+def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch") -> Tensor:
     """Count the listed blocks of each sequence that have a page in no line, over all rows and heads; changes nothing.
 
-    Returns [sequences] int32. The arguments are those of request_blocks.
+    Returns [sequences] int32.
     """
     check_backend("count_missing_blocks", backend)
-    check_blocks("count_missing_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    check_blocks("count_missing_blocks", tables, listed)
+    lists = listed.lists
     if backend == "torch":
-        pages, lines = _pages_and_lines(tables, lists, counts, page_tables, pages_per_block)
-        absent = ((pages >= 0) & (lines < 0)).unflatten(3, (lists.shape[3], pages_per_block))
+        pages, lines = _pages_and_lines(tables, listed)
+        absent = ((pages >= 0) & (lines < 0)).unflatten(3, (lists.shape[3], listed.pages_per_block))
         return absent.any(4).sum((0, 2, 3), dtype=torch.int32)
     missing = lists.new_zeros(lists.shape[1])
-    _launch(tables, lists, counts, page_tables, missing, PARTS=pages_per_block, PER_BLOCK=pages_per_block, COUNT=True)
+    _launch(tables, listed, missing, -1, PARTS=listed.pages_per_block, COUNT=True)
     return missing
 
 
-def _pages_and_lines(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int
-) -> tuple[Tensor, Tensor]:
+def _pages_and_lines(tables: ResidencyTables, listed: ListedBlocks) -> tuple[Tensor, Tensor]:
     """Return `pages_of_blocks`, and their lines, -1 where there is none."""
-    pages = pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block)
-    row = torch.arange(tables.rows, device=lists.device)[:, None, None, None]
+    pages = pages_of_blocks(tables.pages, listed)
+    row = torch.arange(tables.rows, device=pages.device)[:, None, None, None]
     return pages, tables.line_of[row, pages.clamp(min=0).long()].masked_fill(pages < 0, -1)
 
 
-def _launch(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    out: Tensor,
-    absent: int = -1,
-    **how: Any,
-) -> None:
+def _launch(tables: ResidencyTables, listed: ListedBlocks, out: Tensor, absent: int, PARTS: int, COUNT: bool) -> None:
+    lists, page_tables, per_block = listed.lists, listed.page_tables, listed.pages_per_block
     rows, sequences, kv_heads, width = lists.shape
-    places = width * how["PER_BLOCK"] // how["PARTS"]
+    places = width * per_block // PARTS
     if rows * sequences * kv_heads * places:
         _find_kernel[(-(-places // sizes.FOUND), sequences * kv_heads, rows)](
-            *(lists.contiguous(), counts.contiguous(), page_tables.contiguous(), tables.line_of, out),
+            *(lists.contiguous(), listed.counts.contiguous(), page_tables.contiguous(), tables.line_of, out),
             *(tables.pages, kv_heads, width, page_tables.shape[1], absent),
-            **how,
+            PARTS=PARTS,
+            PER_BLOCK=per_block,
+            COUNT=COUNT,
             CHUNK=sizes.FOUND,
             num_warps=warps_for(sizes.FOUND),
             **overlapping_launch(lists.device),

@@ -4,14 +4,17 @@ import torch
 from torch import Tensor
 
 from kernels.backends import jit, tl
+from kernels.residency.tables import ListedBlocks
 
 
-def pages_of_blocks(pages: int, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int) -> Tensor:
+def pages_of_blocks(pages: int, listed_blocks: ListedBlocks) -> Tensor:
     """[rows, sequences, kv_heads, width * pages_per_block] int32: the listed heads' pages, -1 where there is none.
 
     pages: of all heads, as `ResidencyTables.pages` counts them.
     """
+    lists, counts, page_tables = listed_blocks.lists, listed_blocks.counts, listed_blocks.page_tables
     _, sequences, kv_heads, width = lists.shape
+    pages_per_block = listed_blocks.pages_per_block
     device, end = lists.device, page_tables.shape[1]
     part = torch.arange(pages_per_block, device=device)
     logical = (lists[..., None].long() * pages_per_block + part).flatten(3)

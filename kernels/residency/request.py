@@ -6,25 +6,19 @@ from torch import Tensor
 from kernels.backends import check_backend
 from kernels.residency.listed import pages_of_blocks
 from kernels.residency.request_kernels import launch_request
-from kernels.residency.tables import ResidencyTables, Transfers, check_blocks, check_tensor, empty_transfers
+from kernels.residency.tables import (
+    ListedBlocks,
+    ResidencyTables,
+    Transfers,
+    check_blocks,
+    check_tensor,
+    empty_transfers,
+)
 
 
-def request_blocks(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    pages_per_block: int,
-    round: Tensor,
-    backend: str = "torch",
-) -> Transfers:
+def request_blocks(tables: ResidencyTables, listed: ListedBlocks, round: Tensor, backend: str = "torch") -> Transfers:
     """Give the pages of listed blocks lines for `round`, as far as there are; returns what must be copied for that.
 
-    lists: [rows, sequences, kv_heads, width] int32, blocks that each head needs, in any order, repeated or not
-    counts: [rows, sequences, kv_heads] int32, at most `width`
-    page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
-        from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
     round: [1] int32, not below that of any call before. What it needs is no victim.
 
     Hits get stamp and bit, before any victim is chosen. Misses are placed in the order of sequences, heads and lists:
@@ -32,11 +26,11 @@ def request_blocks(
     All misses must be in the backing store: what was never written is "copied" too.
     """
     check_backend("request_blocks", backend)
-    check_blocks("request_blocks", tables, lists, counts, page_tables, kv_heads, pages_per_block)
+    check_blocks("request_blocks", tables, listed)
     check_tensor("request_blocks", "round", round, (1,), torch.int32, tables.page_in.device)
     if backend == "triton":
-        return launch_request(tables, lists, counts, page_tables, pages_per_block, round)
-    pages = pages_of_blocks(tables.pages, lists, counts, page_tables, pages_per_block).flatten(1)
+        return launch_request(tables, listed, round)
+    pages = pages_of_blocks(tables.pages, listed).flatten(1)
     transfers = empty_transfers(tables.rows, pages.shape[1], pages.device)
     for row in range(tables.rows):
         _request_row(tables, row, pages[row][pages[row] >= 0], int(round), transfers)

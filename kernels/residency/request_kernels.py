@@ -6,19 +6,19 @@ from kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
 from kernels.residency import sizes
 from kernels.residency.listed import pages_at
 from kernels.residency.sizes import warps_for
-from kernels.residency.tables import ResidencyTables, Transfers, empty_transfers
+from kernels.residency.tables import ListedBlocks, ResidencyTables, Transfers, empty_transfers
 
 
-def launch_request(
-    tables: ResidencyTables, lists: Tensor, counts: Tensor, page_tables: Tensor, pages_per_block: int, round: Tensor
-) -> Transfers:
+def launch_request(tables: ResidencyTables, listed_blocks: ListedBlocks, round: Tensor) -> Transfers:
     """request_blocks, by Triton; the arguments have been checked.
 
     The kernels leave for each other, all int32: firsts and claimed [rows, items], of each part of a list its first
     claims, and all of its claims, of which it has `stretch` at most; tallies [rows, 2, chunks], lines that the hand may
     take; begun [rows], where the hand stood.
     """
+    lists, counts, page_tables = listed_blocks.lists, listed_blocks.counts, listed_blocks.page_tables
     rows, sequences, kv_heads, width = lists.shape
+    pages_per_block = listed_blocks.pages_per_block
     listed = width * pages_per_block
     parts = max(1, min(sizes.PARTS, -(-listed // sizes.LISTED)))
     stretch = -(-listed // parts)

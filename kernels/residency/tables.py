@@ -54,6 +54,23 @@ class ResidencyTables:
 
 
 @dataclass(frozen=True)
+class ListedBlocks:
+    """The blocks that a step needs.
+
+    lists: [rows, sequences, kv_heads, width] int32, blocks that each head needs, in any order, repeated or not
+    counts: [rows, sequences, kv_heads] int32, at most `width`
+    page_tables: [sequences, max_pages] int32, the page that holds each of a sequence's; block b is made of the entries
+        from b * pages_per_block on. Beyond a sequence's length there may be anything that no listed block reaches.
+    """
+
+    lists: Tensor
+    counts: Tensor
+    page_tables: Tensor
+    kv_heads: int
+    pages_per_block: int
+
+
+@dataclass(frozen=True)
 class Transfers:
     """What is to be copied from the backing store into lines, and what overflows, which found no line.
 
@@ -116,22 +133,14 @@ def check_tensor(
         )
 
 
-def check_blocks(
-    operation: str,
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    pages_per_block: int,
-) -> None:
-    if pages_per_block < 1:
-        raise ValueError(f"{operation}: a block of {pages_per_block} pages")
-    check_heads(operation, tables, kv_heads)
-    device = tables.page_in.device
-    check_tensor(operation, "lists", lists, (tables.rows, -1, kv_heads, -1), torch.int32, device)
-    check_tensor(operation, "counts", counts, tuple(lists.shape[:3]), torch.int32, device)
-    check_tensor(operation, "page_tables", page_tables, (lists.shape[1], -1), torch.int32, device)
+def check_blocks(operation: str, tables: ResidencyTables, listed: ListedBlocks) -> None:
+    if listed.pages_per_block < 1:
+        raise ValueError(f"{operation}: a block of {listed.pages_per_block} pages")
+    check_heads(operation, tables, listed.kv_heads)
+    lists, device = listed.lists, tables.page_in.device
+    check_tensor(operation, "lists", lists, (tables.rows, -1, listed.kv_heads, -1), torch.int32, device)
+    check_tensor(operation, "counts", listed.counts, tuple(lists.shape[:3]), torch.int32, device)
+    check_tensor(operation, "page_tables", listed.page_tables, (lists.shape[1], -1), torch.int32, device)
 
 
 def check_pages(operation: str, tables: ResidencyTables, pages: Tensor, kv_heads: int) -> None:

@@ -53,15 +53,8 @@ class Watched:
 
 
 def _round(number: int, commit: Commit, seconds: float, first: bool) -> tuple[Any, ...]:
-    speculated = number, len(commit.tokens), commit.drafted, commit.accepted
-    return (
-        *speculated,
-        round(seconds, 6),
-        first,
-        commit.kv_tokens_read,
-        commit.kv_tokens_total,
-        commit.kv_tokens_fetched,
-    )
+    read = commit.kv_tokens_read, commit.kv_tokens_total, commit.kv_tokens_fetched
+    return (number, len(commit.tokens), commit.drafted, commit.accepted, round(seconds, 6), first, *read)
 
 
 @dataclass(eq=False)

@@ -2,15 +2,19 @@
 
 What is taken is compared with requests of as many clients as there are places, one after the other: as many sessions
 run beside each other then, and none is refused. How soon a request is answered that is alone is printed, too.
+
+Clients share the machine with what they ask, so they are cheap: one event loop, HTTP written by hand, and connections
+that are used again, as the pools of clients' libraries do it.
 """
 
+import asyncio
 import json
-import threading
+import re
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
 
 from tests.chaos.setting import Held
 from tests.stack import Stack, start_stack
@@ -18,12 +22,17 @@ from tests.stack import Stack, start_stack
 SESSIONS, QUEUED, TOKENS = 4, 0, 32
 PROMPT = "The old man looked at the sea, and the sea looked at him."
 REFUSAL_SECONDS, SLOWER, TIMES = 0.1, 1.2, 10
-FULL_SECONDS = 10
+FULL_SECONDS, PATIENCE = 10, 60
+BODY = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "temperature": 0, "ignore_eos": True})
+REQUEST = (
+    "POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\n"
+    f"Content-Length: {len(BODY)}\r\n\r\n{BODY}"
+).encode()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """first: seconds to the first token's text, or to the refusal."""
+    """first: seconds to the first token's text, or to the refusal. status: 0 if there is no whole answer."""
 
     status: int
     first: float
@@ -33,22 +42,28 @@ def run(seconds: float) -> list[str]:
     """Return what must not be. First tokens and refusals that come later than the goal are printed alone."""
     stack = start_stack("--max-sessions", str(SESSIONS), "--max-queued", str(QUEUED), "--target-kv-tokens", "20000")
     try:
-        for _ in range(3):
-            _ask(stack)
-        alone = [_ask(stack).first for _ in range(20)]
-        full = [answer.first for answer in _fill(stack) if answer.status == 200]
-        rate = max(1.0, len(full) / FULL_SECONDS)
-        before = Held.by(stack.process.pid)
-        answers = _offer(stack, TIMES * rate, seconds)
-        after = Held.by(stack.process.pid)
+        return uvloop.run(_measure(stack, seconds))
     finally:
         stack.stop()
+
+
+async def _measure(stack: Stack, seconds: float) -> list[str]:
+    clients = Clients(stack.http)
+    for _ in range(3):
+        await clients.ask()
+    alone = [(await clients.ask()).first for _ in range(20)]
+    full = [answer.first for answer in await _fill(clients) if answer.status == 200]
+    rate = max(1.0, len(full) / FULL_SECONDS)
+    before = Held.by(stack.process.pid)
+    answers = await _offer(clients, TIMES * rate, seconds)
+    await clients.leave()
+    after = Held.by(stack.process.pid)
     taken = [answer.first for answer in answers if answer.status == 200]
     refused = [answer.first for answer in answers if answer.status == 429]
     print(
         f"overload: {rate:.1f} requests a second fill it; {TIMES * rate:.0f} a second were offered for {seconds:.0f} s"
     )
-    print(f"  first token of a request alone: p99 {1000 * _p99(alone):.0f} ms")
+    print(f"  first token of a request alone: {_shown(alone)}; of as many as there are places: {_shown(full)}")
     _compare(f"{len(taken)} taken, first token", taken, f"{SLOWER} x as many without the others", SLOWER * _p99(full))
     _compare(f"{len(refused)} refused", refused, "goal", REFUSAL_SECONDS)
     print(f"  the gateway held {before} and holds {after}", flush=True)
@@ -61,62 +76,78 @@ def run(seconds: float) -> list[str]:
 
 
 def _compare(what: str, seconds: list[float], goal: str, limit: float) -> None:
-    found = _p99(seconds)
-    print(f"  {what}: p99 {1000 * found:.0f} ms, {goal}: {1000 * limit:.0f} ms{'' if found <= limit else ': MISSED'}")
+    missed = "" if _p99(seconds) <= limit else ": MISSED"
+    print(f"  {what}: {_shown(seconds)}, {goal}: {1000 * limit:.0f} ms{missed}")
+
+
+def _shown(seconds: list[float]) -> str:
+    return f"p50 {1000 * _quantile(seconds, 0.5):.0f}, p99 {1000 * _p99(seconds):.0f} ms"
 
 
 def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))] if values else float("nan")
+    return _quantile(values, 0.99)
 
 
-def _ask(stack: Stack, wait: float = 60) -> Answer:
-    body = {"prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
-    headers = {"Content-Type": "application/json"}
-    request: Any = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
-    start = time.monotonic()
-    try:
-        with urllib.request.urlopen(request, timeout=wait) as response:
-            for line in response:
-                if line.startswith(b"data: {"):  # before it there may be comments
-                    break
-            first = time.monotonic() - start
-            response.read()
-            return Answer(200, first)
-    except urllib.error.HTTPError as error:
-        error.read()
-        return Answer(error.code, time.monotonic() - start)
-    except OSError:
-        return Answer(0, time.monotonic() - start)
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
 
 
-def _fill(stack: Stack) -> list[Answer]:
+class Clients:
+    """Asks for the same again and again, over a connection that is idle or a new one."""
+
+    def __init__(self, http: str) -> None:
+        self._at = urlsplit(http)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self) -> Answer:
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE):
+                line = self._idle.pop() if self._idle else await asyncio.open_connection(*self._at.netloc.split(":"))
+                reader, writer = line
+                writer.write(REQUEST)
+                head = await reader.readuntil(b"\r\n\r\n")
+                status = int(head.split()[1])
+                if status == 200:
+                    await reader.readuntil(b"data: {")  # before it there may be comments
+                    first = time.monotonic() - start
+                    await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                else:
+                    length = re.search(rb"content-length: (\d+)", head.lower())
+                    await reader.readexactly(int(length[1]) if length else 0)
+                    first = time.monotonic() - start
+        except (OSError, EOFError):
+            return Answer(0, time.monotonic() - start)
+        self._idle.append(line)
+        return Answer(status, first)
+
+    async def leave(self) -> None:
+        """Close the connections, which the gateway has noticed soon after."""
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+        await asyncio.sleep(0.5)
+
+
+async def _fill(clients: Clients) -> list[Answer]:
     """Return what as many clients as there are places get, each asking again as soon as it is answered."""
     answers: list[Answer] = []
     end = time.monotonic() + FULL_SECONDS
 
-    def work() -> None:
+    async def work() -> None:
         while time.monotonic() < end:
-            answers.append(_ask(stack))
+            answers.append(await clients.ask())
             if answers[-1].status == 429:  # its place is not known to be free yet
-                time.sleep(0.05)
+                await asyncio.sleep(0.05)
 
-    threads = [threading.Thread(target=work) for _ in range(SESSIONS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    await asyncio.gather(*(work() for _ in range(SESSIONS)))
     return answers
 
 
-def _offer(stack: Stack, rate: float, seconds: float) -> list[Answer]:
+async def _offer(clients: Clients, rate: float, seconds: float) -> list[Answer]:
     """Send so many requests a second, whatever becomes of those before."""
-    answers: list[Answer] = []
-    threads, start = [], time.monotonic()
+    asking, start = [], time.monotonic()
     for number in range(round(rate * seconds)):
-        time.sleep(max(0.0, start + number / rate - time.monotonic()))
-        thread = threading.Thread(target=lambda: answers.append(_ask(stack)), daemon=True)
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        thread.join(120)
-    return answers
+        await asyncio.sleep(max(0.0, start + number / rate - time.monotonic()))
+        asking.append(asyncio.create_task(clients.ask()))
+    return await asyncio.gather(*asking)

@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
         ("tokens of NaN logits are committed", "        if not output.finite:", "        if False:"),
         ("KV of NaN logits is left for others", "            self.runner.kv.scrub(session.kv)\n", ""),
         ("sessions of a failed step hang", "            session.fail(ServiceError(f", "            str((f"),
-        ("a finished session keeps its pages", "            self._close(session)\n            return\n        # Verdicts", "            return\n        # Verdicts"),
+        ("a finished session keeps its pages", "                self.admission.close(session)\n            return\n", "                pass\n            return\n"),
     ),
     *_of(
         "target_service/commit.py",
@@ -134,8 +134,19 @@ MUTANTS: list[Mutant] = [
         ("a stop token is passed over", "        if token in stop_token_ids:", "        if False:"),
         ("more tokens than were asked for", "return tokens[:room], FinishReason.LENGTH", "return tokens, FinishReason.LENGTH"),
         ("KV of rejected tokens is kept", "kv.truncate(session.kv, len(session.tokens) - 1)", "pass"),
-        ("an accepted token is lost", "[*proposed[:accepted], following]", "[*proposed[: accepted - 1], following]"),
+        ("an accepted token is lost", "*proposed[:accepted], following]", "*proposed[: accepted - 1], following]"),
         ("a round of an epoch that is over counts", "proposal is not None and (proposal.at.epoch, proposal.at.round) == key", "proposal is not None"),
+    ),
+    *_of(
+        "target_service/screening.py",
+        "test_screening",
+        ("what gave way is told nevertheless", "        del tokens[self.confirmed :], self.supports[:]\n", "        del self.supports[:]\n"),
+        ("what a held token was drawn from is forgotten", "        self.supports += supports[: len(commit.tokens)]\n", "        self.supports += supports[:1]\n"),
+    ),
+    *_of(
+        "engine/judging.py",
+        "test_judging",
+        ("both levels draw by the same uniforms", "(USE_SCREEN_ACCEPT, USE_SCREEN_DRAW) if", "(USE_ACCEPT, USE_TARGET) if"),
     ),
     *_of(
         "target_service/planning.py",

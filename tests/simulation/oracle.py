@@ -163,6 +163,7 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
     reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
     is_fit = (
         scenario.gamma_setting > 0
+        and not scenario.confirm_every  # whose rounds that take tokens back are plain
         and scenario.draft_pages >= 400
         and scenario.draft_errs <= 4
         and scenario.step_seconds < 0.4

@@ -94,6 +94,11 @@ class Scenario:
         """What the services are told of γ: in a third of the seeds they choose it (auto), up to `gamma`."""
         return 0 if self.seed % 3 == 0 else self.gamma
 
+    @property
+    def confirm_every(self) -> int:
+        """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any."""
+        return 0 if self.seed % 3 != 1 else self.gamma + 1 + self.seed // 3 % 12
+
     def targets_of(self, gateway: int) -> list[str]:
         """Return the names of the targets that a gateway routes to."""
         return [f"target-{target}" for target in self.gateways[gateway]]

@@ -56,6 +56,7 @@ async def run_target(name: str, scenario: Scenario, runner: Runner) -> None:
         port=PORT,
         gamma=scenario.gamma_setting,
         max_gamma=scenario.gamma,
+        confirm_every=scenario.confirm_every,
         max_sessions=scenario.max_sessions,
         max_queued=scenario.max_queued,
         max_context=CONTEXT,

@@ -111,6 +111,7 @@ class FakeRunner(Runner):
         self.pages_read: list[int] = []  # by each input that wants all its logits
         self.errors: list[Exception] = []
         self.own_draft = logits  # how it drafts for itself
+        self.sparse_logits = logits  # where it reads by lists
         self.lists_drafted_by: list[Lists] = []  # of each input that it drafted for
         self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
         self._rounds: RoundSettings | None = None
@@ -192,7 +193,8 @@ class FakeRunner(Runner):
         assert history[length - len(item.tokens) :] == item.tokens
         out = SequenceOutput()
         if item.logits != "none":
-            out.logits = torch.from_numpy(np.stack([self.logits(history[: p + 1]) for p in range(first, length)]))
+            given = self.logits if item.read is None or dense else self.sparse_logits
+            out.logits = torch.from_numpy(np.stack([given(history[: p + 1]) for p in range(first, length)]))
         if item.drafted is not None:
             assert out.logits is not None and item.tokens[1:] == item.drafted.tokens
             if item.drafted.is_plain:
@@ -200,7 +202,8 @@ class FakeRunner(Runner):
                 out.finite = bool(are_finite(out.logits[None], torch.tensor([len(item.drafted.tokens)])))
             else:
                 (judged,) = judge_by_rules(out.logits[None], [item.drafted])
-                out.verdict, out.finite, out.logprobs = judged.verdict, judged.finite, judged.logprobs
+                out.verdict, out.finite = judged.verdict, judged.finite
+                out.logprobs, out.supports = judged.logprobs, judged.supports
             out.logits = None
         if item.read is not None:
             self._report(item.read, history, read, out)

@@ -18,7 +18,7 @@ from orchestrator.records import Limits
 from orchestrator.replies import ReplyFormat
 from orchestrator.router import TargetState
 from orchestrator.served_models import ServedModels
-from wire.errors import ServiceError
+from wire.errors import ResourceExhausted, ServiceError
 from wire.messages import At, Commit, FinishReason, SessionReads
 
 ANYONE = Callers([])
@@ -29,9 +29,10 @@ LIMITS = Limits(MODEL, vocab_size=4096, max_context=2048, stop_token_ids=[0], me
 class ScriptedRouter:
     """In the place of Router: each session's tokens are those of a text that the test gives, two a round.
 
-    answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. opened:
-    the records of all sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes
-    while it is closed. The target has the KV of the first three tokens of every prompt.
+    answer: the text, or what a session gets by its place among those that are open. refusal: raised instead. full:
+    seconds after which refused requests may come back, and all are refused; 0: none is. opened: the records of all
+    sessions, in their order. asked: the sessions whose reads were asked for. gate: nothing comes while it is closed.
+    The target has the KV of the first three tokens of every prompt.
     """
 
     connected = True
@@ -40,6 +41,7 @@ class ScriptedRouter:
         self.tokenizer = tokenizer
         self.answer: str | list[str] = "The sea was calm, and the old man was glad of it."
         self.refusal: ServiceError | None = None
+        self.full = 0
         self.opened: list[Record] = []
         self.aborted: list[str] = []
         self.asked: list[str] = []
@@ -53,6 +55,9 @@ class ScriptedRouter:
 
     def target_states(self) -> dict[str, TargetState]:
         return {"target": TargetState(True, self.running, len(self.opened))}
+
+    def why_full(self) -> ResourceExhausted | None:
+        return ResourceExhausted("the queues of all targets are full", retry_after=self.full) if self.full else None
 
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records

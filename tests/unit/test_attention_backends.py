@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import models
-from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_launch, resolve_service
+from config import DraftSettings, ModelSettings, SettingsError, TargetSettings, resolve_service
 from config.attention_backends import check_attention_backend
 from engine import layer_attention
 from engine.inputs import SequenceInput, SequenceOutput, SparsePrompt, SparseRead
@@ -26,6 +26,7 @@ from engine.sampling import Sampling
 from kernels.backends import Backend
 from kernels.prompt_attention import attend_to_prompts
 from kernels.selection import compact
+from tests.launch_settings import launch_settings
 
 VOCAB, LAYERS, KV_HEADS = 97, 3, 2
 SIZES: dict[str, Any] = {
@@ -82,7 +83,7 @@ def test_services_take_the_flag() -> None:
 
 def test_a_launch_takes_the_flag() -> None:
     def resolve(*flags: str) -> TargetSettings:
-        return resolve_launch(flags, {}).target
+        return launch_settings(flags, {}).target
 
     assert resolve().attention_backend == "auto"
     assert resolve("--attention-backend", "triton").attention_backend == "triton"

@@ -13,24 +13,17 @@ from typing import Any
 import pytest
 
 import models
-from config import (
-    ClusterSettings,
-    Config,
-    DraftSettings,
-    SettingsError,
-    TargetSettings,
-    resolve_launch,
-    resolve_service,
-)
+from config import ClusterSettings, Config, DraftSettings, SettingsError, TargetSettings, resolve_service
 from config.resolve import describe
 from config.setting import Section, declared_in
+from tests.launch_settings import launch_settings
 from wire.errors import ClusterError
 
 SECTIONS = ("target", "draft", "clients", "cluster")
 
 
 def resolve(*flags: str, **environment: str) -> Config:
-    return resolve_launch(flags, environment)
+    return launch_settings(flags, environment)
 
 
 def alone(default: TargetSettings | DraftSettings, *flags: str, **environment: str) -> Any:

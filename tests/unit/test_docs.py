@@ -1,8 +1,6 @@
 """What the documents name is there: files, tests, commands and their flags, settings, metrics, paths of HTTP."""
 
 import argparse
-import contextlib
-import io
 import re
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import COMMANDS
-from config.resolve import ENVIRONMENT_PREFIX, NAMES, resolve_launch
+from config.resolve import ENVIRONMENT_PREFIX, NAMES
 from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.http_gateway import router
 from tests.stack import ROOT
@@ -142,6 +140,7 @@ def missing_paths(text: str) -> Iterator[str]:
 @cache
 def flags_of(command: str) -> frozenset[str]:
     """Return the long flags of `specahead COMMAND` or `python -m MODULE`."""
+    command = "serve" if command == "orchestrator.launch" else command
     if command in COMMANDS:
         parser = argparse.ArgumentParser()
         COMMANDS[command].declare(parser)
@@ -151,11 +150,6 @@ def flags_of(command: str) -> frozenset[str]:
                 found |= set(action.option_strings)
                 parsers += action.choices.values() if isinstance(action, argparse._SubParsersAction) else []
         return frozenset(found)
-    if command == "orchestrator.launch":
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            resolve_launch(["--help"], {})
-        return frozenset(re.findall(r"--[\w-]+", text.getvalue()))
     run = [sys.executable, "-m", command, "--help"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
     return frozenset(re.findall(r"--[\w-]+", done.stdout))

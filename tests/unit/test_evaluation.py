@@ -287,7 +287,7 @@ def test_attention_that_is_announced() -> None:
     always = (PLAN.sink_blocks + 2) / blocks  # a sink, the window of one block, the round's own
     assert continuations.announced_mass(weights, every, PLAN, base) == pytest.approx((1, always))
     assert continuations.announced_mass(weights, none, PLAN, base) == pytest.approx((always, always))
-    one = BlockSelection.from_keys(rows, 10, np.array([5]))
+    one = BlockSelection.from_lists([[5], *[[]] * (rows - 1)], 10)
     mass, of_mandatory = continuations.announced_mass(weights, one, PLAN, base)
     assert mass - of_mandatory == pytest.approx(1 / blocks / rows)
 

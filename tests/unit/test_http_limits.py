@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator import http_requests
 from orchestrator.connection_limits import Connections
-from tests.unit.gateway import LIMITS, ScriptedRouter, running_gateway
+from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 
 COMPLETIONS = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
@@ -104,3 +104,24 @@ async def test_a_large_body_is_parsed_by_another_process(tokenizer: Any, monkeyp
         async with broken, broken.post(f"{address}/v1/completions", data=b"[" * 500) as answer:
             assert answer.status == 400
             assert (await answer.json())["error"]["message"].startswith("the body is not valid JSON: recursion limit")
+
+
+async def test_where_all_is_full_a_request_is_refused_before_it_is_parsed(tokenizer: Any) -> None:
+    router = ScriptedRouter(tokenizer)
+    router.full = 3
+    async with running_gateway(router) as address, aiohttp.ClientSession(address) as session:
+        headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+        for connection in ("keep-alive", "keep-alive", "close"):
+            headers["Connection"] = connection
+            async with session.post(COMPLETIONS, data=b"{" * 100_000, headers=headers) as answer:
+                assert answer.status == 429 and "queues of all targets" in (await answer.json())["error"]["message"]
+                assert (answer.headers["Retry-After"], answer.headers["X-Request-Id"]) == ("3", "mine")
+        async with session.post("/tokenize", json={"prompt": "The sea"}) as answer:
+            assert answer.status == 200
+        async with session.get("/metrics") as answer:
+            assert (
+                f'request_refused_total{{model_name="{MODEL}",reason="rate_limit_exceeded"}} 3.0' in await answer.text()
+            )
+        router.full = 0
+        async with session.post(COMPLETIONS, json={"prompt": "The sea"}) as answer:
+            assert answer.status == 200

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.residency import count_missing_blocks, empty_tables
+from kernels.residency import ListedBlocks, count_missing_blocks, empty_tables
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,7 +46,7 @@ def test_missing_blocks(per_block: int, backend: str) -> None:
     before = {name: value.clone() for name, value in given.items()}
     line_of, lists, counts, page_tables = given.values()
     tables = replace(empty_tables(LAYERS, line_of.shape[1], 1, DEVICE), line_of=line_of)
-    missing = count_missing_blocks(tables, lists, counts, page_tables, KV_HEADS, per_block, backend)
+    missing = count_missing_blocks(tables, ListedBlocks(lists, counts, page_tables, KV_HEADS, per_block), backend)
     totals = by_hand({name: value.cpu() for name, value in given.items()}, per_block)
     assert missing.tolist() == totals
     assert 0 < sum(totals) < int(given["counts"].sum())

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from kernels.residency import (
+    ListedBlocks,
     ResidencyTables,
     Transfers,
     count_missing_blocks,
@@ -30,19 +31,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 both = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
-def found_lines(
-    tables: ResidencyTables,
-    lists: Tensor,
-    counts: Tensor,
-    page_tables: Tensor,
-    kv_heads: int,
-    per_block: int,
-    backend: str = "torch",
-) -> Tensor:
+def found_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch") -> Tensor:
     """find_block_lines, with -1 beyond the counts."""
-    lines = find_block_lines(tables, lists, counts, page_tables, kv_heads, per_block, backend)
+    lines = find_block_lines(tables, listed, backend)
     place = torch.arange(lines.shape[3], device=lines.device)
-    return lines.masked_fill(place >= counts[..., None] * per_block, -1)
+    return lines.masked_fill(place >= listed.counts[..., None] * listed.pages_per_block, -1)
+
+
+def to_device(value: Any) -> Any:
+    """Return an argument of an operation with its tensors on the device."""
+    if isinstance(value, ListedBlocks):
+        return ListedBlocks(*(to_device(each) for each in vars(value).values()))
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
 
 
 def ints(values: Any, device: str = DEVICE) -> Tensor:
@@ -65,7 +65,7 @@ class Row:
         padded = ints([[[[*pages, *[0] * (width - len(pages))]] for pages in lists]])
         counts = ints([[[len(pages)] for pages in lists]])
         numbers = ints([list(range(20))] * len(lists))
-        done = request_blocks(self.tables, padded, counts, numbers, 1, 1, ints([round]), self.backend)
+        done = request_blocks(self.tables, ListedBlocks(padded, counts, numbers, 1, 1), ints([round]), self.backend)
         pages, lines = done.pages[0].tolist(), done.lines[0].tolist()
         placed, overflow = int(done.counts), int(done.overflow)
         return dict(zip(pages[:placed], lines, strict=False)), pages[placed : placed + overflow]
@@ -180,12 +180,12 @@ def test_pages_outside_of_the_table_and_counts_outside_of_lists(backend: str) ->
     assert row.request([-1, 20, 5, 1 << 30, -(1 << 31), 6], round=0) == ({5: 0, 6: 1}, [])
     lists = ints([[[[5, 20, 6, -1, 7]], [[6, 6, 8, 9, 9]], [[5, 6, 5, 6, 5]]]])
     numbers = ints([list(range(20))] * 3)
-    listed = lists, ints([[[9], [3], [-2]]]), numbers, 1, 1, backend
-    lines = found_lines(row.tables, *listed)
+    listed = ListedBlocks(lists, ints([[[9], [3], [-2]]]), numbers, 1, 1)
+    lines = found_lines(row.tables, listed, backend)
     assert lines.tolist() == [[[[0, -1, 1, -1, -1]], [[1, 1, -1, -1, -1]], [[-1] * 5]]]
-    assert count_missing_blocks(row.tables, *listed).tolist() == [1, 1, 0]
+    assert count_missing_blocks(row.tables, listed, backend).tolist() == [1, 1, 0]
     counts = ints([[[9], [-3], [0]]])
-    done = request_blocks(row.tables, lists, counts, numbers, 1, 1, ints([1]), backend)
+    done = request_blocks(row.tables, ListedBlocks(lists, counts, numbers, 1, 1), ints([1]), backend)
     assert (done.counts.tolist(), done.pages[0, :1].tolist(), row.cached) == ([1], [7], [5, 6, 7, -1])
 
 
@@ -196,14 +196,14 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     page_tables = ints([[4, 3, 8, 7, 5], [4, 2, 6, -1, 10]])
     lists = ints([[[[2, 0], [0, 9]], [[0, 1], [2, -1]]], [[[1, 1], [0, 0]], [[2, 3], [1, 0]]]])
     counts = ints([[[2, 1], [2, 2]], [[1, 0], [2, 2]]])
-    done = request_blocks(tables, lists, counts, page_tables, 2, 2, now, backend)
+    done = request_blocks(tables, ListedBlocks(lists, counts, page_tables, 2, 2), now, backend)
     wanted = [[10, 8, 6, 9, 7, 4, 12], [16, 14, 13, 9, 5]]
     assert ahead_of(done.pages, done.counts) == wanted
     assert ahead_of(done.lines, done.counts) == [list(range(7)), list(range(5))]
-    lines = found_lines(tables, lists, counts, page_tables, 2, 2, backend)
+    lines = found_lines(tables, ListedBlocks(lists, counts, page_tables, 2, 2), backend)
     assert lines[0].tolist() == [[[0, -1, 1, 2], [3, 4, -1, -1]], [[1, 5, 6, -1], [-1] * 4]]
     assert lines[1].tolist() == [[[0, 1, -1, -1], [-1] * 4], [[-1] * 4, [2, -1, 3, 4]]]
-    assert count_missing_blocks(tables, lists, counts, page_tables, 2, 2, backend).tolist() == [0, 0]
+    assert count_missing_blocks(tables, ListedBlocks(lists, counts, page_tables, 2, 2), backend).tolist() == [0, 0]
     pin_gpu_pages(tables, ints([4, 9]), ints([3, 0]), ints([1]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, 6, -1, 7, 4, 8, 9, -1], [18, 19, 13, -1, 5, -1, 8, 9, -1]]
     mark_stored(tables, ints([9, 8, -1]), 2, backend)
@@ -211,7 +211,7 @@ def test_blocks_of_several_pages_and_heads(backend: str) -> None:
     drop_pages(tables, ints([3, 4]), 2, backend)
     assert tables.page_in.tolist() == [[18, 19, -1, -1, -1, 4, -1, -1, -1], [18, 19, 13, -1, 5] + [-1] * 4]
     assert not tables.dirty.any()
-    assert count_missing_blocks(tables, lists, counts, page_tables, 2, 2, backend).tolist() == [4, 3]
+    assert count_missing_blocks(tables, ListedBlocks(lists, counts, page_tables, 2, 2), backend).tolist() == [4, 3]
 
 
 @both
@@ -221,10 +221,10 @@ def test_nothing_is_listed(backend: str) -> None:
     for sequences, width, length in ((0, 0, 3), (0, 4, 3), (2, 0, 3), (1, 3, 0)):
         lists, counts = ints(0).expand(2, sequences, 3, width), ints(1).expand(2, sequences, 3)
         page_tables = ints(0).expand(sequences, length)
-        done = request_blocks(tables, lists, counts, page_tables, 3, 2, zero, backend)
+        done = request_blocks(tables, ListedBlocks(lists, counts, page_tables, 3, 2), zero, backend)
         assert (done.counts.tolist(), done.overflow.tolist()) == ([0, 0], [0, 0])
-        lines = found_lines(tables, lists, counts, page_tables, 3, 2, backend)
-        missing = count_missing_blocks(tables, lists, counts, page_tables, 3, 2, backend)
+        lines = found_lines(tables, ListedBlocks(lists, counts, page_tables, 3, 2), backend)
+        missing = count_missing_blocks(tables, ListedBlocks(lists, counts, page_tables, 3, 2), backend)
         assert (lines.shape, missing.tolist()) == ((2, sequences, 3, 2 * width), [0] * sequences)
         assert (lines == -1).all()
     pin_gpu_pages(tables, ints([]), ints([]), zero, 3, backend)
@@ -329,17 +329,16 @@ def test_triton_equals_the_reference(
         n = 7 if round == 9 else 2
         gpu_pages = random_pages(n, wanted.lines // kv_heads, generator)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (request_blocks, (*random_blocks(shape, pages, per_block, generator), *sizes, now)),
+            (request_blocks, (ListedBlocks(*random_blocks(shape, pages, per_block, generator), *sizes), now)),
             (pin_gpu_pages, (random_pages(n, pages, generator), gpu_pages, now, kv_heads)),
-            (found_lines, (*(blocks := random_blocks(shape, pages, per_block, generator)), *sizes)),
-            (count_missing_blocks, (*blocks, *sizes)),
+            (found_lines, (blocks := ListedBlocks(*random_blocks(shape, pages, per_block, generator), *sizes),)),
+            (count_missing_blocks, (blocks,)),
             (mark_stored, (random_pages(n, pages, generator), kv_heads)),
             (drop_pages, (random_pages(n, pages, generator), kv_heads)),
         ]
         for operation, arguments in calls:
             reference = operation(wanted, *arguments, "torch")
-            placed = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in arguments]
-            done = operation(got, *placed, "triton")
+            done = operation(got, *map(to_device, arguments), "triton")
             assert outcome(done) == outcome(reference), operation.__name__
             for a, b in pairs(got, wanted):
                 assert torch.equal(a, b), operation.__name__
@@ -364,10 +363,10 @@ def test_arguments_need_not_be_contiguous(backend: str) -> None:
     lists = ints([[4, 5], [6, 7]]).T[:, None, None].expand(2, 3, 1, 2)
     counts = ints([2, 1])[:, None, None].expand(2, 3, 1)
     numbers = ints(list(range(50))).expand(3, 50)
-    request_blocks(tables, lists, counts, numbers, 1, 1, now, backend)
-    lines = found_lines(tables, lists, counts, numbers, 1, 1, backend)
+    request_blocks(tables, ListedBlocks(lists, counts, numbers, 1, 1), now, backend)
+    lines = found_lines(tables, ListedBlocks(lists, counts, numbers, 1, 1), backend)
     assert lines.tolist() == [[[[0, 1]]] * 3, [[[0, -1]]] * 3]
-    assert not count_missing_blocks(tables, lists, counts, numbers, 1, 1, backend).any()
+    assert not count_missing_blocks(tables, ListedBlocks(lists, counts, numbers, 1, 1), backend).any()
     pages, gpu_pages = ints([[1, 0], [2, 0]])[:, 0], ints([[5, 0], [6, 0]])[:, 0]
     pin_gpu_pages(tables, pages, gpu_pages, now, 1, backend)
     assert tables.page_in[:, 5:7].tolist() == [[1, 2]] * 2
@@ -395,7 +394,7 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
     inputs = lists, counts.zero_(), page_tables, ints([0])
 
     def request() -> Transfers:
-        return request_blocks(got, *inputs[:3], kv_heads, 1, *inputs[3:], "triton")
+        return request_blocks(got, ListedBlocks(*inputs[:3], kv_heads, 1), *inputs[3:], "triton")
 
     done = request()  # nothing; compiled before the capture
     if captured:
@@ -411,7 +410,7 @@ def at_full_size(rows: int, rounds: int, captured: bool) -> None:
             graph.replay()
         else:
             done = request()
-        assert outcome(done) == outcome(request_blocks(wanted, *drawn, kv_heads, 1, now))
+        assert outcome(done) == outcome(request_blocks(wanted, ListedBlocks(*drawn, kv_heads, 1), now))
         assert all(torch.equal(a, b) for a, b in pairs(got, wanted))
 
 
@@ -563,7 +562,7 @@ class Offload(RuleBasedStateMachine):
         shape = len(draws), ROWS, HEADS
         lists = ints(padded, "cpu").view(*shape, width).transpose(0, 1)
         counts = ints([[len(part) for part in drawn] for drawn in draws], "cpu").view(shape).transpose(0, 1)
-        listed = lists, counts, page_tables, HEADS, PER_BLOCK
+        listed = ListedBlocks(lists, counts, page_tables, HEADS, PER_BLOCK)
         ids = {}  # of each list: -1 where a block has no page
         for place in product(range(ROWS), range(len(draws)), range(HEADS)):
             row, owner, head = place
@@ -573,7 +572,7 @@ class Offload(RuleBasedStateMachine):
             ids[place] = [page * HEADS + head if page >= 0 else -1 for page in chosen]
         wanted = {(place[0], page) for place, pages in ids.items() for page in pages if page >= 0}
         before = self.where()
-        done = request_blocks(self.tables, *listed, ints([self.round], "cpu"))
+        done = request_blocks(self.tables, listed, ints([self.round], "cpu"))
         self.check_placing(before, wanted, done.overflow.tolist())
         after = self.where()
         transfers = [
@@ -587,7 +586,7 @@ class Offload(RuleBasedStateMachine):
             assert after[row, page] == line
             assert self.stored[row, page] == self.written[row, page]
             self.gpu[row, line] = self.stored[row, page]
-        lines = found_lines(self.tables, *listed)
+        lines = found_lines(self.tables, listed)
         for place, pages in ids.items():
             found = [after.get((place[0], page), -1) for page in pages]
             assert lines[place].tolist() == found + [-1] * (width * PER_BLOCK - len(found))
@@ -713,7 +712,7 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
             ((lists, counts, page_tables, 2, 0), "a block of 0 pages"),
         ):
             with pytest.raises(ValueError, match=f"^{name}: {match}"):
-                operation(tables, *given, *rest, backend)
+                operation(tables, ListedBlocks(*given), *rest, backend)
     for operation, name in ((mark_stored, "mark_stored"), (drop_pages, "drop_pages")):
         for pages, heads, match in (
             (page_tables, 2, r"pages is \(1, 2\) .*, not \(-1,\)"),
@@ -727,6 +726,6 @@ def test_arguments_that_do_not_fit(backend: str) -> None:
     with pytest.raises(ValueError, match=r"^pin_gpu_pages: round is .*int64"):
         pin_gpu_pages(tables, one, one, one.long(), 2, backend)
     with pytest.raises(ValueError, match=r"round is \(\) .*, not \(1,\)"):
-        request_blocks(tables, lists, counts, page_tables, 2, 1, ints(1), backend)
+        request_blocks(tables, ListedBlocks(lists, counts, page_tables, 2, 1), ints(1), backend)
     with pytest.raises(NotImplementedError, match="'cuda' is not built"):
-        find_block_lines(tables, lists, counts, page_tables, 2, 1, "cuda")
+        find_block_lines(tables, ListedBlocks(lists, counts, page_tables, 2, 1), "cuda")

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import ClusterSettings
-from orchestrator.scaling import Load, Scaler, Scaling, scaling_of, wanted
+from orchestrator.scaling import Scaler, Scaling, TargetLoad, scaling_of, wanted
 
-LOADS = st.builds(Load, st.floats(0, 1), st.floats(0, 100))
+LOADS = st.builds(TargetLoad, st.floats(0, 1), st.floats(0, 100))
 SCALINGS = st.builds(
     lambda least, more, *rest: Scaling(least, least + more, *rest),
     *(
@@ -23,7 +23,7 @@ SCALING = Scaling(least=1, most=8, kv_use=0.7, wait=5, out_delay=30, in_delay=60
 
 
 @given(st.lists(LOADS, max_size=12), SCALINGS)
-def test_what_is_wanted_is_within_the_bounds_and_enough(loads: list[Load], scaling: Scaling) -> None:
+def test_what_is_wanted_is_within_the_bounds_and_enough(loads: list[TargetLoad], scaling: Scaling) -> None:
     number = wanted(loads, scaling)
     assert scaling.least <= number <= scaling.most
     if number < scaling.most:
@@ -34,14 +34,14 @@ def test_what_is_wanted_is_within_the_bounds_and_enough(loads: list[Load], scali
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), SCALINGS)
 def test_the_same_kv_spread_over_what_is_wanted_asks_for_nothing_else(uses: list[float], scaling: Scaling) -> None:
-    number = wanted([Load(use, 0) for use in uses], scaling)
-    spread = [Load(sum(uses) / number, 0)] * number
+    number = wanted([TargetLoad(use, 0) for use in uses], scaling)
+    spread = [TargetLoad(sum(uses) / number, 0)] * number
     assert wanted(spread, scaling) == number
 
 
 @given(st.lists(st.tuples(st.lists(LOADS, min_size=1, max_size=8), st.floats(0.1, 100)), max_size=30), SCALINGS)
 def test_nothing_changes_before_it_was_wanted_without_a_break(
-    course: list[tuple[list[Load], float]], scaling: Scaling
+    course: list[tuple[list[TargetLoad], float]], scaling: Scaling
 ) -> None:
     """And what is chosen then is the nearest of the numbers that were wanted in the delay."""
     scaler, present, now = Scaler(scaling), scaling.least, 0.0
@@ -63,12 +63,12 @@ def test_nothing_changes_before_it_was_wanted_without_a_break(
 
 
 def test_a_load_that_lasts_is_answered_when_its_delay_is_over() -> None:
-    scaler, busy, idle = Scaler(SCALING), [Load(0.95, 9.0)], [Load(0.1, 0.0)]
+    scaler, busy, idle = Scaler(SCALING), [TargetLoad(0.95, 9.0)], [TargetLoad(0.1, 0.0)]
     assert [scaler.decide(busy, 1, at) for at in (100, 115, 129.9, 130)] == [1, 1, 1, 2]
     assert scaler.decide(busy * 2, 2, 131) == 2, "the next step has a delay of its own"
     assert scaler.decide(idle * 2, 2, 140) == 2
     assert scaler.decide(idle * 2, 2, 739) == 2
-    assert scaler.decide([Load(0.6, 0)] * 2, 2, 739.5) == 2, "a moment of load, and the delay begins anew"
+    assert scaler.decide([TargetLoad(0.6, 0)] * 2, 2, 739.5) == 2, "a moment of load, and the delay begins anew"
     assert scaler.decide(idle * 2, 2, 740) == 2
     assert scaler.decide(idle * 2, 2, 1340) == 1
 
@@ -77,16 +77,16 @@ def test_a_load_that_lasts_is_answered_when_its_delay_is_over() -> None:
     ("loads", "number"),
     [
         ([], 1),
-        ([Load(0.0, 0.0)] * 3, 1),
-        ([Load(0.5, 0.0)] * 3, 3),  # two would have 0.75 in use
-        ([Load(0.9, 0.0)] * 3, 4),
-        ([Load(0.1, 3.0)] * 3, 3),  # while sessions wait, no target goes
-        ([Load(0.1, 6.0)] * 3, 4),
-        ([Load(0.1, 600.0)] * 3, 6),  # twice as many at most
-        ([Load(1.0, 600.0)] * 8, 8),
+        ([TargetLoad(0.0, 0.0)] * 3, 1),
+        ([TargetLoad(0.5, 0.0)] * 3, 3),  # two would have 0.75 in use
+        ([TargetLoad(0.9, 0.0)] * 3, 4),
+        ([TargetLoad(0.1, 3.0)] * 3, 3),  # while sessions wait, no target goes
+        ([TargetLoad(0.1, 6.0)] * 3, 4),
+        ([TargetLoad(0.1, 600.0)] * 3, 6),  # twice as many at most
+        ([TargetLoad(1.0, 600.0)] * 8, 8),
     ],
 )
-def test_what_loads_ask_for(loads: list[Load], number: int) -> None:
+def test_what_loads_ask_for(loads: list[TargetLoad], number: int) -> None:
     assert wanted(loads, SCALING) == number
 
 

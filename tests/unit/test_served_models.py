@@ -120,6 +120,17 @@ async def test_a_request_that_names_no_model_is_refused_where_there_are_several(
     assert ServedModels([running.models.first]).find(None) is running.models.first
 
 
+async def test_a_request_is_refused_before_it_is_parsed_where_no_model_takes_any(running: Running) -> None:
+    for seconds, name in enumerate(NAMES, 5):
+        assert (await post(running, "/v1/completions", model=NAMES[1], prompt="a"))[0] == 200
+        running.routers[name].full = seconds
+    async with running.http.post("/v1/completions", json={"model": "none", "prompt": []}) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "5")
+    with pytest.raises(grpc.aio.AioRpcError, match="full") as refused:
+        [item async for item in running.grpc.Generate(inference_pb2.GenerateRequest(text="a", model="none"))]
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_all_models_are_listed(running: Running) -> None:
     async with running.http.get("/v1/models") as answer:
         cards = (await answer.json())["data"]

@@ -316,7 +316,6 @@ async def test_forced_calls_parse_and_their_arguments_are_valid(
         if tokens is None:
             continue
         parser = form.parser("", TOOLS)
-        assert parser is not None
         deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
         calls = [delta.call for delta in deltas if delta.call is not None]
         assert calls
@@ -393,7 +392,6 @@ async def test_parameters_between_tags_are_of_their_types(tokenizer: Any) -> Non
         assert follows(source, call("".join(wrong.values())), tokenizer) is False
     assert follows(source, call(tags["text"] + tags["place"]), tokenizer) is False  # `kind` is missing
     parser = form.parser("", tools)
-    assert parser is not None
     (delta,) = parser.feed(call("".join(tags.values())), True)
     expected = {"text": values["text"], "count": None, "size": 2.5, "place": {"x": 1}, "kind": "old", "all": []}
     assert delta.call is not None and json.loads(delta.call.arguments) == expected
@@ -496,7 +494,6 @@ async def test_calls_are_forced_by_a_tokenizers_own_template(
     assert len(written) > 3
     for tokens in written:
         parser = form.parser("assistant:", TOOLS)
-        assert parser is not None
         deltas = parser.feed(tokenizer.decode(tokens, skip_special_tokens=False), True)
         assert deltas and all(delta.call is not None for delta in deltas)
         for delta in deltas:
@@ -520,7 +517,6 @@ async def test_own_templates_reason_and_open_content(tokenizer: Any) -> None:
         main = chat_grammar(request, prompt, form, tokenizer)
         assert follows(await GrammarCompiler().compile(request.structure, main), text, tokenizer)
         parser = form.parser(prompt, [])
-        assert parser is not None
         assert "".join(delta.content for delta in parser.feed(text, True)) in ("yes", "no")
 
 

@@ -87,6 +87,15 @@ class Orchestrator:
                 if not isinstance(event, m.Beat | m.Report):
                     yield event
 
+    async def report(self, wanted: Callable[[m.Report], bool]) -> m.Report:
+        """The next report of that kind."""
+        async with asyncio.timeout(5):
+            while True:
+                for pb in (await self.call.read()).events:
+                    event = convert.served_event_from_pb(pb)
+                    if isinstance(event, m.Report) and wanted(event):
+                        return event
+
     async def outcome(self, name: str) -> m.ServedEvent:
         """The event that ends a session."""
         async for event in self.events():
@@ -431,3 +440,16 @@ async def test_a_peer_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         await ours.send(opening("a", 150))
         outcome = await ours.outcome("a")
         assert isinstance(outcome, m.Commit) and outcome.finish_reason is m.FinishReason.LENGTH
+
+
+async def test_a_place_that_is_free_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its session has ended or was aborted: an orchestrator refuses requests until it knows."""
+    monkeypatch.setattr("target_service.reporting.REPORT_SECONDS", 60)
+    async with target(max_sessions=1, max_queued=0) as channel:
+        ours = Orchestrator(channel)
+        await ours.send(opening("a", 5))
+        assert (await ours.report(lambda report: report.opens == 1)).free_places == 1
+        await ours.send(opening("b"))
+        await anext(ours.events())
+        await ours.send(m.Abort("b"))
+        assert (await ours.report(lambda report: report.opens == 2)).free_places == 1

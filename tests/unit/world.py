@@ -100,6 +100,7 @@ class World:
         prompt_read_share: float = 1.0,
         proposer: str = "none",
         self_from: int = -1,
+        confirm_every: int = 0,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -118,8 +119,9 @@ class World:
                 max_context=500,
                 synthetic_acceptance=synthetic_acceptance,
                 prompt_read_share=prompt_read_share,
-                draft=proposer,
+                draft="a model" if confirm_every else proposer,
                 self_from=self_from,
+                confirm_every=confirm_every,
             ),
             on_round,
             grammars,

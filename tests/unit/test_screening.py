@@ -1,0 +1,311 @@
+"""Three levels: the draft proposes, the target's sparse attention screens, its dense attention confirms."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import models
+from config import DraftSettings, SettingsError, TargetSettings
+from draft_service.drafter import Drafter
+from draft_service.sessions import TargetPeer
+from engine.inputs import SequenceInput
+from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.sampling import Sampling
+from sparsity.plan import load_plan
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
+from tests.unit.clock import Clock
+from tests.unit.fake_models import GREEDY, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner, hashed
+from tests.unit.test_sessions import PROMPT, p_value
+from tests.unit.world import Faults, World, prompts, target_probs
+from wire import messages as m
+
+
+@dataclass(frozen=True)
+class Screens(FakeModel):
+    """Sparse attention has the dense one's best token in some quarters of all contexts, else another."""
+
+    ends: bool = True
+    screening: int = 3
+
+    def sparse(self, tokens: list[int]) -> np.ndarray:
+        agrees = hashed(self.view(tokens), salt=2) % 4 < self.screening
+        return self.target(tokens) if agrees else np.roll(self.target(tokens), 2)
+
+
+class ScreeningRunner(FakeRunner):
+    """Notes in the values of the pages which KV a sparse pass has written."""
+
+    def forward(self, inputs: list[SequenceInput]) -> list[Any]:
+        for item in inputs:
+            self.kv.grow(item.kv, item.kv.length + len(item.tokens))
+            for position in range(item.kv.length, item.kv.length + len(item.tokens)):
+                page, row = item.kv.pages[position // 16], position % 16
+                self.kv.v_pages[0][page, :, row] = float(item.read is not None)
+        return super().forward(inputs)
+
+    def sparse_kv(self, pages: list[int], length: int) -> list[int]:
+        """Return the positions whose KV a sparse pass has written."""
+        flags = self.kv.v_pages[0].numpy()[pages, 0, :, 0].reshape(-1)[:length]
+        return np.flatnonzero(flags).tolist()
+
+
+@dataclass(frozen=True)
+class Blurs(Screens):
+    """Sparse attention has a distribution of its own in all contexts, near the dense one."""
+
+    def sparse(self, tokens: list[int]) -> np.ndarray:
+        return 0.6 * self.target(tokens) + 0.4 * np.roll(self.target(tokens), 2)
+
+
+def screened(clock: Clock, seed: int, model: Screens, most: int = 11, **how: Any) -> World:
+    world = World(clock, seed, model, confirm_every=most, runner=ScreeningRunner, **how)
+    world.target.sparse_logits = model.sparse
+    return world
+
+
+def check_kv(world: World) -> None:
+    """All KV is dense but that of held tokens, and that of the confirmed token before them."""
+    if world.target_side.step is None:
+        for session in world.sessions.values():
+            assert isinstance(world.target, ScreeningRunner)
+            sparse = world.target.sparse_kv(session.kv.pages, session.kv.length)
+            if session.screening is not None:
+                assert len(session.tokens) - session.screening.confirmed <= session.screening.most
+                assert all(position >= session.screening.confirmed - 1 for position in sparse)
+
+
+@pytest.mark.parametrize("screening", [0, 2, 3, 4])
+@pytest.mark.parametrize("agreement", [0, 3, 4])
+def test_greedy_is_plain_decoding_whatever_each_level_rejects(clock: Clock, screening: int, agreement: int) -> None:
+    model = Screens(agreement=agreement, screening=screening)
+    world = screened(clock, screening, model, branches=1 + 2 * (screening % 2))
+    world.attach()
+    names = [world.open(prompt, 40) for prompt in prompts(world.rng, 3)]
+    while world.happen():
+        check_kv(world)
+    for name in names:
+        world.check_greedy(name)
+    totals = [world.ledger.records[name].totals for name in names]
+    counted = world.verifier.counters
+    assert sum(each.screened for each in totals) == counted["screened_tokens"]
+    assert sum(each.confirmed for each in totals) == counted["confirmed_tokens"]
+    assert sum(each.screening_rounds for each in totals) == counted["screening_rounds"]
+    if screening == 4:
+        assert counted["confirmed_tokens"] == counted["screened_tokens"] > 0
+    else:
+        assert (counted["confirmed_tokens"] > 0) == (screening > 0)
+        assert counted["confirmed_tokens"] < counted["screened_tokens"]
+    assert world.drafter.counters["refused_frames"] == counted["refused_frames"] == 0
+    world.check_nothing_left()
+
+
+def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
+    """Of each 20 held tokens, 4 rounds of 5, one dense pass confirms them with the next round's proposal."""
+    world = screened(clock, 1, Screens(screening=4), most=20)
+    world.attach()
+    name = world.open([3] * 160, 151)
+    world.run()
+    world.check_greedy(name)
+    totals = world.ledger.records[name].totals
+    dense = len(world.commits[name])
+    assert totals.screening_rounds > 2.5 * dense
+    assert totals.confirmed == totals.screened > 90
+    assert totals.kv_read_fraction < 0.95
+    world.check_nothing_left()
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10**6),
+    screening=st.integers(0, 4),
+    agreement=st.integers(1, 4),
+    gamma=st.integers(1, 4),
+    most=st.integers(5, 24),
+    aborted=st.sets(st.integers(0, 4), max_size=2),
+    pages=st.sampled_from([26, 40, 200]),
+    faults=st.integers(0, 8),
+    breaks=st.booleans(),
+)
+def test_whatever_happens_only_confirmed_tokens_leave(
+    seed: int,
+    screening: int,
+    agreement: int,
+    gamma: int,
+    most: int,
+    aborted: set[int],
+    pages: int,
+    faults: int,
+    breaks: bool,
+) -> None:
+    """Rejections at each level, aborts, lost drafts, misplaced frames, and sessions that give way, all mixed."""
+    clock = Clock()
+    with patch("target_service.verifier.time", clock):
+        model = Screens(agreement=agreement, screening=screening)
+        how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages}
+        world = screened(clock, seed, model, most, faults=Faults(faults, jumps=faults), **how)
+        link = world.attach()
+        if breaks:
+            world.script = [*[lambda: None] * 30, lambda: world.detach(link), *[lambda: None] * 20, world.attach]  # type: ignore[list-item]
+        names = [world.open(prompt, 40, stop=[seed % VOCAB]) for prompt in prompts(world.rng, 5)]
+        world.run_and_check_greedy(names, aborted)
+        check_kv(world)
+        world.check_nothing_left()
+
+
+def test_sampled_outcomes_have_the_dense_distribution(clock: Clock) -> None:
+    """Each token given those before; test_judging has more of it."""
+    model, sampling = Blurs(agreement=3), Sampling(1.2, 0.98, top_k=6)
+    world = screened(clock, 5, model, 4, gamma=2, prefill_chunk=512)
+    world.attach()
+    names = [world.open(PROMPT, 4, replace(sampling, seed=seed)) for seed in range(250)]
+    world.run()
+    world.check_nothing_left()
+    counted = world.verifier.counters
+    assert 0.3 < counted["confirmed_tokens"] / counted["screened_tokens"] < 0.95
+    assert counted["screened_tokens"] > 200
+    after: dict[tuple[int, ...], Counter[int]] = {}
+    for name in names:
+        outcome = world.ledger.records[name].generated
+        for place, token in enumerate(outcome):
+            after.setdefault(tuple(outcome[:place]), Counter())[token] += 1
+    seen = {start: counts for start, counts in after.items() if sum(counts.values()) >= 50}
+    assert {0, 1} <= {len(start) for start in seen}
+    by_dense, by_sparse = [], []
+    for start, counts in seen.items():
+        tokens = [*PROMPT, *start]
+        by_dense.append(p_value(counts, target_probs(model.target(tokens), sampling)))
+        by_sparse.append(p_value(counts, target_probs(model.sparse(tokens), sampling)))
+    assert min(by_dense) > 1e-4
+    assert min(by_sparse) < 1e-6
+
+
+def test_log_probabilities_are_told_of_each_confirmed_token_by_dense_attention(clock: Clock) -> None:
+    """And those of the prompt once."""
+    world = screened(clock, 2, Screens(screening=3))
+    world.attach()
+    name = world.open([7] * 40, 30, logprobs=2, echo=True)
+    world.run()
+    record, told = world.ledger.records[name], []
+    for commit in world.commits[name]:
+        assert len(commit.logprobs) == len(commit.tokens)
+        told += commit.logprobs
+    assert world.verifier.counters["screened_tokens"] > 0
+    for place, logprob in enumerate(told):
+        logits = torch.from_numpy(world.model.target(record.tokens[: 40 + place]))
+        wanted = logits.log_softmax(0)[record.generated[place]]
+        assert logprob.logprob == pytest.approx(float(wanted), abs=1e-5)
+    assert sum(len(commit.prompt_logprobs) for commit in world.commits[name]) == 39
+
+
+RULED = [Sampling(0.0, presence_penalty=0.5), Sampling(0.0, logit_bias={3: 1.0}), Sampling(0.0, min_tokens=3)]
+
+
+@pytest.mark.parametrize("sampling", RULED)
+def test_sessions_with_rules_have_two_levels(clock: Clock, sampling: Sampling) -> None:
+    """Every round of theirs reads everything and tells its tokens, beside a session that is screened."""
+    world = screened(clock, 2, Screens(screening=3))
+    world.attach()
+    names = [world.open([7] * 40, 30, sampling, stop=[5]), world.open([7] * 40, 30)]
+    world.run()
+    ruled, screened_ = (world.ledger.records[name].totals for name in names)
+    assert (ruled.screening_rounds, ruled.screened, ruled.kv_read_fraction) == (0, 0, 1.0)
+    assert ruled.accepted > 0
+    assert screened_.screening_rounds > 0
+
+
+def test_imposed_verdicts_confirm_all_that_is_held(clock: Clock) -> None:
+    world = screened(clock, 2, Screens(screening=0), synthetic_acceptance=0.7)
+    world.attach()
+    name = world.open([7] * 40, 60)
+    world.run()
+    totals = world.ledger.records[name].totals
+    assert totals.confirmed == totals.screened > 30
+    assert 0.2 < totals.accepted / totals.drafted < 0.7
+    assert len(world.ledger.records[name].generated) == 60
+
+
+@pytest.mark.parametrize("exactness", m.Exactness)
+def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness: m.Exactness) -> None:
+    """All KV of an exact session is dense once it ends, but for the tokens of its last round."""
+    world = screened(clock, 6, Screens(screening=3))
+    world.attach()
+    name = world.open([5] * 170, 60, exactness=exactness)
+    world.run()
+    later = SequenceKV()
+    covered = world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens)
+    assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
+    world.target.kv.release(later)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"draft": "self"}, "draft self"),
+    ({"gamma": 0}, "gamma auto"),
+    ({"deterministic": True}, "deterministic"),
+    ({"host_kv_memory": 1.0}, "host_kv_memory"),
+    ({"confirm_every": 4}, "from 5"),
+    ({"confirm_every": 28}, "to 27"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "named"), REFUSED)
+def test_settings_that_do_not_fit_are_refused_by_name(wrong: dict[str, Any], named: str) -> None:
+    assert TargetSettings(confirm_every=8).widest_round == 13
+    with pytest.raises(SettingsError, match=f"confirm_every .*{named}"):
+        TargetSettings(**{"confirm_every": 8, **wrong})
+
+
+def test_a_plan_whose_method_no_draft_announces_for_is_refused() -> None:
+    runner = FakeRunner(FakeModel().target, True, LAYERS, 1, 40)
+    with pytest.raises(ValueError, match="the plan's method is streaming"):
+        Verifier(runner, replace(PLAN, method="streaming"), TargetSettings(confirm_every=8))
+
+
+def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
+    """By the real passes: two greedy sessions, and a sampled one of which only the number of its tokens is known."""
+    model, plan = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa"), load_plan(models.PLAN)
+    runner = make_runner(model, 2000, step_queries=5, most_queries=13)
+    settings = TargetSettings(confirm_every=8, max_context=1000, max_sessions=3, prefill_chunk=256)
+    verifier = Verifier(runner, replace(plan, budget=0.1), settings)
+    draft = make_runner(load_model(str(models.DRAFT), torch.float32, "cpu"), 2000)
+    drafter = Drafter(draft, plan, DraftSettings(max_context=1000, max_sessions=3, prefill_chunk=256))
+    to_draft: list[m.TargetEvent] = []
+    to_target: list[m.DraftEvent] = []
+    served: dict[str, list[int]] = {}
+
+    def emit(event: m.ServedEvent) -> None:
+        assert isinstance(event, m.Commit)
+        served.setdefault(event.at.session, []).extend(event.tokens)
+
+    target_end, draft_end = DraftPeer("draft", to_draft.append), TargetPeer(to_target.append)
+    verifier.protocol.attach(target_end)
+    drafter.attach(draft_end)
+    texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 200), (90, 400), (9, 300))]
+    for name, text in enumerate(texts):
+        sampling = Sampling(0.8, 0.95) if name == 2 else GREEDY
+        verifier.admission.open(m.Open(str(name), text, len(text), 40, [], sampling, m.Exactness.EXACT), emit)
+    while verifier.gauges["sessions"] or verifier.gauges["queued_sessions"]:
+        for actor in (verifier, drafter):
+            step: Any = actor.plan_step()
+            if step is not None:
+                actor.finish_step(step, actor.execute(step))
+            while to_draft:
+                drafter.receive(draft_end, to_draft.pop(0))
+            while to_target:
+                verifier.protocol.receive(target_end, to_target.pop(0))
+    assert verifier.counters["confirmed_tokens"] > 40
+    assert len(served["2"]) == 40
+    for name, text in enumerate(texts[:2]):
+        expected = model.generate(  # type: ignore[operator]
+            torch.tensor([text]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
+        )
+        assert served[str(name)] == expected[0, len(text) :].tolist()
