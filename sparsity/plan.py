@@ -118,7 +118,7 @@ class Plan:
         if not holds:
             raise PlanError(f"plan: {problem}")
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Over all that changes a result; not over provenance."""
         content = {key: value for key, value in asdict(self).items() if key != "provenance"}

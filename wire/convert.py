@@ -153,10 +153,11 @@ def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, unset: str) -> A
 def _read(kind: Any, pb: Any) -> Any:
     """Return a message of type `kind`, a dataclass. Raises InvalidArgument for values that it cannot have."""
     names, reads = _READS[kind]
-    values = [getattr(pb, name) for name in names]
-    for index, read in reads:
-        values[index] = read(values[index])
-    message = kind(*values)
+    values = {name: getattr(pb, name) for name in names}
+    for name, read in reads:
+        values[name] = read(values[name])
+    message = kind.__new__(kind)
+    vars(message).update(values)  # what __init__ of a frozen class does by one call for each field
     if kind is m.Proposals:
         _check_proposals(message)
     return message
@@ -239,9 +240,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "support_probs": _read_array("<f4"),
     "usage": _read_usage,
 }
+
 _READS = {
-    kind: (names, [(index, _READERS[name]) for index, name in enumerate(names) if name in _READERS])
-    for kind, names in _NAMES.items()
+    kind: (names, [(name, _READERS[name]) for name in names if name in _READERS]) for kind, names in _NAMES.items()
 }
 
 

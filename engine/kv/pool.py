@@ -117,5 +117,5 @@ class PagePool:
         assert len(free) == self.free and not free & reusable and not held & (free | reusable)
         assert len(free) + len(reusable) + len(held) == self.num_pages
         self.prefixes.check_integrity()
-        assert all(page in self.prefixes for page in reusable)
-        assert not any(page in self.prefixes for page in free)
+        indexed = self.prefixes.pages
+        assert reusable <= indexed and not free & indexed

@@ -4,6 +4,7 @@ Prefixes are compared by their tokens, not by hashes: no collision can leak the 
 """
 
 from collections import Counter
+from collections.abc import Set
 
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.kv.prefix_hash import extend_hash
@@ -35,6 +36,11 @@ class PrefixIndex:
 
     def __contains__(self, page: int) -> bool:
         return page in self._prefix_of
+
+    @property
+    def pages(self) -> Set[int]:
+        """The pages that are in the index."""
+        return self._prefix_of.keys()
 
     def page_of(self, prefix: Prefix) -> int | None:
         """Return the page that holds the prefix, or None."""

@@ -1,7 +1,7 @@
 """Put each fault of tests/mutants/table.py into a copy of the project, and see that its tests fail: `make mutants`.
 
 python -m tests.mutants [--jobs J] [WORD…] runs those whose file or new text has one of the words. Its status is 1 if
-one survives.
+one survives. Each file of tests runs without a mutant first, and must pass; with one, its quickest tests run first.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from tests.mutants.table import MUTANTS, Mutant
 from tests.stack import ROOT
 
-TEST_SECONDS = 60  # a test that takes longer has failed: a mutant may make it wait for ever
+TEST_SECONDS = 120  # a test that takes longer without a mutant has failed
 FAILED = 1  # pytest's status when tests ran and failed
 
 
@@ -30,8 +29,14 @@ def own_copy(folder: str) -> Path:
     return place
 
 
-def run_tests(folder: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", f"--timeout={TEST_SECONDS}", *tests]
+def seconds_of(folder: str, test: str) -> Path:
+    """Return the file that says what the tests of a file take without a mutant."""
+    return Path(folder) / f"{Path(test).stem}.json"
+
+
+def run_tests(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    plugin = "tests.mutants.fast_first"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", plugin, f"--timeout={TEST_SECONDS}", *arguments]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -43,7 +48,8 @@ def is_killed(folder: str, mutant: Mutant) -> bool:
     before = path.read_text()
     path.write_text(mutant.applied_to(before))
     try:
-        done = run_tests(own_copy(folder), mutant.tests)
+        seconds = [f"--read-seconds={seconds_of(folder, test)}" for test in mutant.tests]
+        done = run_tests(own_copy(folder), *seconds, *mutant.tests)
     finally:
         path.write_text(before)
     if done.returncode not in (0, FAILED):
@@ -52,8 +58,8 @@ def is_killed(folder: str, mutant: Mutant) -> bool:
 
 
 def why_not(folder: str, test: str) -> str:
-    """Return what a file of tests says that fails without a mutant, or ""."""
-    done = run_tests(own_copy(folder), [test])
+    """Return what a file of tests says that fails without a mutant, or ""; write down what its tests take."""
+    done = run_tests(own_copy(folder), f"--write-seconds={seconds_of(folder, test)}", test)
     return done.stdout[-3000:] if done.returncode else ""
 
 

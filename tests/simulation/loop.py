@@ -7,6 +7,7 @@ import asyncio
 import sys
 import zlib
 from asyncio import events
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from heapq import heappop, heappush
@@ -17,12 +18,14 @@ from tests.simulation.process import Exited, Process, process_of
 
 
 class Handle:
-    """Something that is to be called; asyncio.Handle as far as asyncio needs it."""
+    """Something that is to be called; asyncio.Handle as far as asyncio needs it. number: of those made before it."""
 
-    __slots__ = ("args", "callback", "context", "is_cancelled", "time")
+    __slots__ = ("args", "callback", "context", "is_cancelled", "number", "time")
 
-    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, time: float) -> None:
-        self.callback, self.args, self.context, self.time = callback, args, context, time
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, time: float, number: int
+    ) -> None:
+        self.callback, self.args, self.context, self.time, self.number = callback, args, context, time, number
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -65,6 +68,8 @@ class Log:
 class VirtualLoop(asyncio.AbstractEventLoop):
     """events: how many callbacks have run. errors: what nobody has caught, in a process that is alive.
 
+    Callbacks run in the order of their times, those of the same time in the order in which they were asked for. What is
+    due at once waits apart from what is due later, since most callbacks are.
     strokes: what is to happen between two callbacks, with the number of the one before which it does.
     thread_seconds: asked how long a call in a thread takes, which is told whether it is a model's step; None: for ever.
     It runs at once or at its end.
@@ -77,7 +82,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.strokes: list[tuple[int, Callable[[], None]]] = []
         self.thread_seconds: Callable[[bool], float | None] = lambda is_step: 0.01
         self._now = 0.0
-        self._queue: list[tuple[float, int, Handle]] = []
+        self._ready: deque[Handle] = deque()  # all due now
+        self._later: list[tuple[float, int, Handle]] = []  # a heap
         self._calls = self._tasks = 0
         self._nobody = Context()
 
@@ -100,20 +106,29 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _run_next(self) -> None:
         if self.strokes and self.strokes[0][0] <= self.events:
             heappop(self.strokes)[1]()
-        self._now, number, handle = heappop(self._queue)
+        handle = self._take_next()
         if handle.is_cancelled:
             return
-        process = process_of(handle.context)
+        context = handle.context
+        process = process_of(context)
         if process is not None and process.stopped:
-            process.backlog.append((number, handle))
+            process.backlog.append(handle)
             return
         self.events += 1
         try:
-            handle.context.run(handle.callback, *handle.args)
+            context.run(handle.callback, *handle.args)
         except Exited:
             pass
         except Exception as error:
             self.call_exception_handler({"message": "a callback failed", "exception": error})
+
+    def _take_next(self) -> Handle:
+        """Take what is due next, and let it be its time."""
+        ready, later = self._ready, self._later
+        if ready and not (later and later[0][0] <= self._now and later[0][1] < ready[0].number):
+            return ready.popleft()
+        self._now, _, handle = heappop(later)
+        return handle
 
     def at_event(self, number: int, act: Callable[[], None]) -> None:
         """Call `act` between two callbacks: before the one of this number."""
@@ -123,8 +138,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Continue a process that was stopped, with all that it has missed."""
         process.stopped = False
         backlog, process.backlog = process.backlog, []
-        for number, handle in backlog:
-            heappush(self._queue, (self._now, number, handle))
+        for handle in backlog:
+            heappush(self._later, (self._now, handle.number, handle))
 
     def _close_generator(self, generator: Any) -> None:
         self.call_soon(self.create_task, generator.aclose())
@@ -134,8 +149,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self._now
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = staticmethod(bool)  # False; each future asks
 
     def is_running(self) -> bool:
         return True
@@ -144,7 +158,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
-        return self.call_at(self._now, callback, *args, context=context)
+        self._calls += 1
+        handle = Handle(callback, args, copy_context() if context is None else context, self._now, self._calls)
+        self._ready.append(handle)
+        return handle
 
     call_soon_threadsafe = call_soon
 
@@ -152,14 +169,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
-        handle = Handle(callback, args, copy_context() if context is None else context, when)
         self._calls += 1
-        heappush(self._queue, (max(when, self._now), self._calls, handle))
+        handle = Handle(callback, args, copy_context() if context is None else context, when, self._calls)
+        if when <= self._now:
+            self._ready.append(handle)
+        else:
+            heappush(self._later, (when, self._calls, handle))
         return handle
 
     def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> Any:
         """Call at a time, in no process: what networks and kernels do."""
-        return self.call_at(when, callback, *args, context=self._nobody.copy())
+        return self.call_at(when, callback, *args, context=self._nobody)
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

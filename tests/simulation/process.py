@@ -15,14 +15,14 @@ class Exited(BaseException):
 class Process:
     """All tasks and callbacks that a process has started, known by the context that they inherit.
 
-    backlog: what would have run while the process was stopped, with its numbers in the loop's order. at_end: called
-    once when the process ends, with what its main task raised, None if it was killed or just returned.
+    backlog: what would have run while the process was stopped. at_end: called once when the process ends, with what its
+    main task raised, None if it was killed or just returned.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive, self.stopped = True, False
-        self.backlog: list[tuple[int, Any]] = []
+        self.backlog: list[Any] = []
         self.at_end: list[Callable[[BaseException | None], None]] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._main: asyncio.Task[Any] | None = None

@@ -1,9 +1,10 @@
 """Runs of many seeds, and what is told of them."""
 
+import contextlib
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,32 +60,51 @@ def run_seed(seed: int, keep_log: bool = False, crowd: bool = False) -> World:
     return world
 
 
+@contextlib.contextmanager
+def _collected_between_seeds() -> Iterator[Callable[[], None]]:
+    """Yield what collects the garbage of a seed, and let nothing else collect any.
+
+    So what is left of a world is freed while it is in the processor's caches, and what was imported is not looked at.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield partial(gc.collect, 0)
+    finally:
+        gc.unfreeze()
+        if collects:
+            gc.enable()
+
+
 def run_seeds(seeds: Iterable[int], crowd: bool = False) -> Result:
     """Run seeds one after the other."""
-    result = Result(crowd=crowd)
-    for seed in seeds:
-        started = time.process_time()
-        world = run_seed(seed, crowd=crowd)
-        result.seeds += 1
-        result.callbacks += world.loop.events
-        result.virtual_seconds += world.loop.time()
-        result.faults.update(fault.kind for fault in world.faults.happened)
-        result.coverage.update(world.coverage)
-        if world.violations:
-            result.violations[seed] = world.violations[0]
-        result.seconds += time.process_time() - started
-    return result
+    with _collected_between_seeds() as collect:
+        result = Result(crowd=crowd)
+        for seed in seeds:
+            started = time.process_time()
+            _add_seed(result, seed, crowd)
+            collect()
+            result.seconds += time.process_time() - started
+        return result
 
 
-def _prepare() -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported is never garbage, and there is much of it
+def _add_seed(result: Result, seed: int, crowd: bool) -> None:
+    """Run a seed and add what came of it."""
+    world = run_seed(seed, crowd=crowd)
+    result.seeds += 1
+    result.callbacks += world.loop.events
+    result.virtual_seconds += world.loop.time()
+    result.faults.update(fault.kind for fault in world.faults.happened)
+    result.coverage.update(world.coverage)
+    if world.violations:
+        result.violations[seed] = world.violations[0]
 
 
 def run_in_processes(seeds: range, jobs: int, crowd: bool = False) -> Iterator[Result]:
     """Run seeds in several processes; yields what came of each chunk, in order."""
     chunks = [seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK)]
-    pool = ProcessPoolExecutor(jobs, initializer=_prepare)
+    pool = ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(partial(run_seeds, crowd=crowd), chunks)
     finally:  # whoever interrupts this does not wait for the chunks that run
