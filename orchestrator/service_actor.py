@@ -37,6 +37,12 @@ class ServiceActor:
         configure_logs(settings)
         self._said = Recorder()
         logging.getLogger().addHandler(self._said)
+        if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            log.warning(
+                "Ray gives services the low priority %d, so that whatever else runs on this node holds up every step; "
+                "give its `ray start` the variable RAY_worker_niceness=0",
+                nice,
+            )
         self._served_before = ray.get_runtime_context().was_current_actor_reconstructed
         threads = settings.threads or max(1, (os.cpu_count() or 2) // 2)
         settings = replace(settings, host=settings.host or self._node, threads=threads)
@@ -53,10 +59,12 @@ class ServiceActor:
             )
             uvloop.run(run)
         except BaseException as error:
-            log.exception("the %s service failed", settings.name or settings.side)
-            if self._listening.done() or self._served_before:  # let Ray start it anew
+            served = self._listening.done() or self._served_before
+            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person, whom `where` tells
+            if served or not said:
+                log.exception("the %s service failed", settings.name or settings.side)
+            if served:  # let Ray start it anew
                 os._exit(1)
-            said = isinstance(error, ValueError | OSError)  # then its text is meant for a person
             self._listening.set_exception(RuntimeError(f"{error}" if said else f"{type(error).__name__}: {error}"))
 
     def where(self) -> tuple[str, int]:

@@ -25,7 +25,7 @@ from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  #
 from tests.stack import Stack, free_port, start_stack
 
 # Loopback only, and no token: a Ray that is named by RAY_ADDRESS takes one from the environment alone.
-RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
+RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 
 @pytest.fixture(scope="session")

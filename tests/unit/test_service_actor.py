@@ -32,10 +32,14 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> ServiceActor:
     return made
 
 
-def test_a_service_that_fails_before_it_ever_served_says_why(actor: ServiceActor) -> None:
+def test_a_service_that_fails_before_it_ever_served_says_why(
+    actor: ServiceActor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: its log, which the launch shows as well, has nothing of it."""
     actor._run(TargetSettings())
     with pytest.raises(RuntimeError, match="there is no such model"):
         actor.where()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("served", ["before it was started again", "now"])
