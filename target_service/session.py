@@ -149,11 +149,6 @@ class TargetSession:
         return self.screening is not None and self.screening.ends
 
     @property
-    def proposes_itself(self) -> bool:
-        """Whether it has proposals without a draft."""
-        return self.lookup is not None or self.memory is not None
-
-    @property
     def announced_by(self) -> str:
         """The method whose announcements this session takes; empty if it takes none."""
         return self.reader.method.name if self.reader is not None and self.reader.announced_rows else ""
