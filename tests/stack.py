@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from grpc import Channel
 
 from models import DRAFT, PLAN, TARGET
 from protos import inference_pb2_grpc
@@ -34,7 +35,7 @@ class Stack:
     target_pid: int = 0
     draft_pid: int = 0
     services: dict[str, tuple[str, int]] = field(default_factory=dict)
-    channels: list[grpc.Channel] = field(default_factory=list)
+    channels: list[Channel] = field(default_factory=list)
 
     def stub(self) -> inference_pb2_grpc.InferenceStub:
         channel = grpc.insecure_channel(self.grpc)

@@ -68,7 +68,7 @@ def _mutate_field(message: Message, rng: random.Random) -> None:
     fields = message.DESCRIPTOR.fields
     if not fields:
         return
-    field = rng.choice(fields)
+    field: FieldDescriptor = rng.choice(fields)
     held = getattr(message, field.name)
     is_message, is_list = field.type == FieldDescriptor.TYPE_MESSAGE, field.is_repeated
     if is_message and field.message_type.GetOptions().map_entry:

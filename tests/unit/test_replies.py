@@ -25,7 +25,7 @@ def split(form: ReplyFormat, text: str, size: int, prompt: str = "", tools: Any 
 
 
 CALLS = [("f", {"a": 1}), ("g", {})]
-WRITTEN = {
+WRITTEN: dict[str, list[tuple[str, str, list[Any]]]] = {
     "hermes": [
         (
             'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'

@@ -25,11 +25,11 @@ def test_both_ways() -> None:
         for i, part in enumerate(staging.host.values()):
             part[...] = np.arange(part.size).reshape(part.shape) + 10 * i + turn
         staging.send()
-        for i, part in enumerate(staging.device.values()):
-            wanted = torch.arange(part.numel()).view(part.shape) + 10 * i + turn
-            assert torch.equal(part.cpu(), wanted.to(part.dtype))
-    for i, part in enumerate(staging.device.values()):
-        part.fill_(i + 7)
+        for i, there in enumerate(staging.device.values()):
+            wanted = torch.arange(there.numel()).view(there.shape) + 10 * i + turn
+            assert torch.equal(there.cpu(), wanted.to(there.dtype))
+    for i, there in enumerate(staging.device.values()):
+        there.fill_(i + 7)
     for i, values in enumerate(staging.fetch().values()):
         assert (values == i + 7).all()
 
