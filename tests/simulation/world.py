@@ -21,7 +21,8 @@ from tests.simulation.seams import replaced
 from tests.simulation.services import run_draft, run_gateway, run_target
 
 _START = 30.0  # virtual seconds within which everything must have found each other
-# Within which every request must end, once nothing goes wrong any more; what its client pauses does not count.
+# Within which every request must end, once nothing goes wrong any more, or as long as all take one after the other with
+# a step for each token; what its client pauses does not count.
 _PATIENCE = 120.0
 _NOTICED, _REPLACED = 10.0, 30.0  # within which a service that hangs must be (docs/reliability.md)
 _UNDISTURBED = 5.0  # before that, in which it has begun to serve
@@ -190,10 +191,12 @@ class World:
         watch = asyncio.create_task(self._watch_sessions())
         clients = [asyncio.create_task(client.run()) for client in self.clients]
         await self.faults.happen()
-        await asyncio.gather(*map(_wait_for_end, self.clients, clients))
+        tokens = sum(client.request.max_tokens * client.request.choices for client in self.clients)
+        patience = max(_PATIENCE, tokens * self.scenario.step_seconds)
+        await asyncio.gather(*(_wait_for_end(*each, patience) for each in zip(self.clients, clients, strict=True)))
         for client, task in zip(self.clients, clients, strict=True):
             if not task.done():
-                self.report(f"client {client.request.name} has no end after {_PATIENCE} s: {client.got}")
+                self.report(f"client {client.request.name} has no end after {patience} s: {client.got}")
                 task.cancel()
             elif (error := task.exception()) is not None:
                 self.report(f"client {client.request.name}: {error!r}")
@@ -257,9 +260,8 @@ class World:
         return found
 
 
-async def _wait_for_end(client: Client, task: asyncio.Task[None]) -> None:
+async def _wait_for_end(client: Client, task: asyncio.Task[None], patience: float) -> None:
     """Wait for a client's end, as long as it may take."""
-    patience = _PATIENCE
     while patience > 0 and not task.done():
         paused = client.paused
         await asyncio.wait([task], timeout=patience)
