@@ -86,7 +86,12 @@ class TargetView:
 
     def is_full(self, tokens: int) -> bool:
         """Return whether the target would refuse a new session of so many tokens."""
-        return not self.has_room(tokens) and self.report.queue_places <= len(self.unreported)
+        places, pages = self.report.free_places, self.report.free_kv_pages
+        queued = 0  # of the sessions that it has not reported yet, and the new one: behind one that waits, all do
+        for needed in map(_pages, (*self.unreported, tokens)):
+            runs = not self.report.waiting and not queued and places > 0 and needed <= pages
+            places, pages, queued = places - runs, pages - needed * runs, queued + (not runs)
+        return queued > self.report.queue_places
 
 
 def _pages(tokens: int) -> int:

@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
         ("what is evicted is remembered", "self.prefixes.difference_update(report.evicted)", "pass"),
         ("what was sent is not counted", "self.unreported.append(tokens)", "pass"),
         ("prefixes do not matter", "view.expected_tokens - cached", "view.expected_tokens"),
-        ("a full target is asked", "not self.has_room(tokens) and self.report.queue_places <= len(self.unreported)", "False"),
+        ("a full target is asked", "return queued > self.report.queue_places", "return False"),
     ),
     *_of(
         "orchestrator/ledger.py",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.sections import ROUTING
-from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV
+from engine.kv.pages import PAGE_SIZE, OutOfPages, SequenceKV, pages_for
 from engine.kv.pool import PagePool
 from engine.kv.prefix_hash import prefix_hashes
 from engine.kv.prefix_index import next_prefix
@@ -136,7 +136,10 @@ def test_a_target_is_full_where_a_session_would_neither_run_nor_wait(
     target = view("target", free_places=places, free_kv_pages=pages, queue_places=queue)
     for tokens in sent:
         target.count_open(tokens)
-    assert target.is_full(50) == (not target.has_room(50) and len(sent) >= queue)
+    needs = [pages_for(tokens + 2) for tokens in (*sent, 50)]
+    running = max(n for n in range(len(needs) + 1) if n <= places and sum(needs[:n]) <= pages)  # the others wait
+    assert target.is_full(50) == (len(needs) - running > queue)
+    assert not (target.is_full(50) and target.has_room(50))
     if target.is_full(50):
         with pytest.raises(ResourceExhausted, match="full"):
             admit([target], 50, 0.0)
