@@ -23,7 +23,7 @@ import grpc
 
 from benchmarks.processes import children
 from benchmarks.read_trace import ReadTrace, load_reads
-from benchmarks.serving.clients import Figures, Load, run_clients
+from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
@@ -235,7 +235,9 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         if way.mode in _ALONE:
             measure(2 * (run.pair.gamma + 1), -1)
         else:
-            drafted_after = _wait_until_drafted(run, lambda: measure(12 * (run.pair.gamma + 1), -1), f"{shape}, {way}")
+            drafted_after = _wait_until_drafted(
+                run, lambda: measure(TRIED_ROUNDS * (run.pair.gamma + 1), -1), f"{shape}, {way}"
+            )
         runs = [measure(run.flags.tokens, repeat) for repeat in range(run.flags.repeat)]
         rates = [figures.tokens_a_second for figures in runs]
         note(f"{shape}, {way}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
@@ -274,7 +276,7 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str)
     began = time.monotonic()
     limit = began + run.seconds()
     tries = itertools.count(1)
-    while (share := try_rounds().plain_share) > 0.05 and not (run.pair.adaptive and next(tries) >= _ADAPTED):
+    while (share := try_rounds().plain_share) > MOST_PLAIN and not (run.pair.adaptive and next(tries) >= _ADAPTED):
         if time.monotonic() > limit:
             raise ValueError(f"after {time.monotonic() - began:.0f} s {share:.0%} of the rounds are still not drafted")
     seconds = time.monotonic() - began

@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.processes import children
-from benchmarks.serving.clients import Figures, Load, run_clients
+from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.rows import Shape
 from benchmarks.serving.service import Controls
 
 TARGETS = 2
 _MARGIN = 64  # tokens of room beside prompt and output
-_MOST_PLAIN = 0.05  # share of the rounds, from which on sessions count as drafted
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,9 @@ class _Clients:
         limit, repeat = time.monotonic() + self._flags.part_limit, -1
         note("reading the prompts")
         while True:
-            figures = self.run(list(self._addresses), 12 * (self._flags.gamma + 1), repeat)
+            figures = self.run(list(self._addresses), TRIED_ROUNDS * (self._flags.gamma + 1), repeat)
             worst = max(each.plain_share for each in figures.values())
-            if worst <= _MOST_PLAIN:
+            if worst <= MOST_PLAIN:
                 return
             if time.monotonic() > limit:
                 raise ValueError(f"{worst:.0%} of a target's rounds are still not drafted")

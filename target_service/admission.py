@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from config import TargetSettings
 from engine.grammars import Grammars, GrammarState
 from engine.inputs import SparsePrompt
-from engine.kv.pages import PAGE_SIZE, pages_for
+from engine.kv.pages import KEPT_SHARE, PAGE_SIZE, pages_for
 from engine.logit_rules import rules_of
 from engine.runner import Runner
 from sparsity.methods import METHODS, methods_of
@@ -257,7 +257,7 @@ class Admission:
 
     def _kept(self, running: int) -> int:
         """Return how many pages stay free when a session begins to run beside so many others; none if it is alone."""
-        return max(running, self._kv.pool.num_pages // 100) if running else 0
+        return max(running, int(KEPT_SHARE * self._kv.pool.num_pages)) if running else 0
 
     # Between steps.
 

@@ -12,6 +12,10 @@ from protos import inference_pb2, inference_pb2_grpc
 from wire.options import OPTIONS
 
 SETTLED = 5  # messages of each session that come before the window in which tokens are counted
+TRIED_ROUNDS = 20  # of a session, at least, by which it is told whether the draft drafts for it already
+# Share of rounds without a proposal, up to which a session counts as drafted: its first is one, and where a dense pass
+# confirms what a sparse one screened, its last.
+MOST_PLAIN = 0.1
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 16  # tokens
+KEPT_SHARE = 0.01  # of a target's pages; they stay free when a session begins to run beside others
 
 
 class OutOfPages(Exception):

@@ -1,11 +1,12 @@
 """How many tokens of KV there is room for: on the device, and in host memory where that is the backing store."""
 
 import logging
+import math
 
 import torch
 
 from config import ModelSettings
-from engine.kv.pages import PAGE_SIZE
+from engine.kv.pages import KEPT_SHARE, PAGE_SIZE
 from engine.loading.shape import ModelShape
 from engine.model_runner import MAX_OVERHANG
 
@@ -30,7 +31,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
         a_token = _bytes_in_tiers(settings, shape, dtype)
-    most = settings.max_sessions * (context + 2 * PAGE_SIZE)
+    most = math.ceil(settings.max_sessions * (context + 2 * PAGE_SIZE) / (1 - KEPT_SHARE))
     tokens = min(max(0, int(memory / a_token)), most)
     if device != "cpu":
         weights = torch.cuda.memory_allocated(device)

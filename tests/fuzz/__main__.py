@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class TooLong(Exception):
     """An input takes more than MOST_SECONDS."""
 
 
+class Reported(Exception):
+    """An input failed, and that has been printed."""
+
+
 def read_corpus(target: Target) -> list[bytes]:
     """Return what is kept for a target: an input a line, in base64."""
     file = CORPUS / target.name
@@ -52,7 +57,7 @@ def report(target: Target, data: bytes, error: BaseException) -> NoReturn:
     with tempfile.NamedTemporaryFile("wb", prefix=f"specahead-fuzz-{target.name}-", delete=False) as file:
         file.write(data)
     print(f"{target.name}: {type(error).__name__}: {error}\nthe input: {file.name}", flush=True)
-    raise error
+    raise Reported from error
 
 
 def fuzz(target: Target, inputs: int, seed: str) -> dict[str, bytes]:
@@ -126,7 +131,10 @@ def run(part: Part) -> dict[str, bytes] | None:
     """Try a part in this process; None if an input failed, which has been reported."""
     try:
         return fuzz(prepared()[part.name], part.inputs, part.seed)
-    except BaseException:
+    except Reported:
+        return None
+    except BaseException:  # of the run itself, between two inputs
+        print(f"{part}: {traceback.format_exc()}", flush=True)
         return None
 
 

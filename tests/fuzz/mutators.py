@@ -124,15 +124,17 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
     return json.dumps(_mutate_value(value, rng), allow_nan=True).encode()[:MOST_BYTES]
 
 
-def _mutate_value(value: Any, rng: random.Random) -> Any:
+def _mutate_value(value: Any, rng: random.Random, may_grow: bool = True) -> Any:
+    """may_grow: whether an element may be said fifty times, which lists within lists would multiply."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(list(value))
-        changed = value | {key: _mutate_value(value[key], rng)}
+        changed = value | {key: _mutate_value(value[key], rng, may_grow)}
         if rng.random() < 0.1:
             changed.pop(key)
         return changed
     if isinstance(value, list) and value and rng.random() < 0.8:
-        at = rng.randrange(len(value))
-        return [*value[:at], *[_mutate_value(value[at], rng)] * rng.choice((0, 1, 1, 1, 2, 50)), *value[at + 1 :]]
+        at, times = rng.randrange(len(value)), rng.choice((0, 1, 1, 1, 2, 50 if may_grow else 1))
+        changed = _mutate_value(value[at], rng, may_grow and times < 50)
+        return [*value[:at], *[changed] * times, *value[at + 1 :]]
     wrapped = [[value], {"a": value}, [value] * 3, str(value)[:100]]
     return rng.choice([*_INTEGERS, *_FLOATS, *_TEXTS, None, True, False, {}, [], *wrapped])

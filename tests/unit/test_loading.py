@@ -1,6 +1,7 @@
 """How much KV a service makes room for, and what it loads."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 
 import models
 from config import ModelSettings
-from engine.kv.pages import pages_for
+from engine.kv.pages import KEPT_SHARE, pages_for
 from engine.kv.tiered import TieredKV
 from engine.loading import opening
 from engine.loading.memory import DEFAULT_KV_TOKENS, backing_store_tokens, room_for_kv
@@ -54,7 +55,7 @@ def test_a_cpu_has_a_default_that_holds_one_context() -> None:
 def test_memory_is_turned_into_tokens_but_no_more_than_all_sessions_need() -> None:
     memory = 1500 * A_TOKEN / 2**30
     assert room(replace(SETTINGS, kv_memory=memory)) == pytest.approx(1500, abs=1)
-    assert room(replace(SETTINGS, kv_memory=1000.0)) == 4 * (1000 + 32)
+    assert room(replace(SETTINGS, kv_memory=1000.0)) == math.ceil(4 * (1000 + 32) / (1 - KEPT_SHARE))
 
 
 def test_memory_for_less_than_one_context_is_refused() -> None:

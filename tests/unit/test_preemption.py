@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import models
-from config import TargetSettings
+from config import ModelSettings, TargetSettings
 from engine.inputs import SequenceInput, SequenceOutput
-from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from engine.loading.memory import room_for_kv
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
+from engine.loading.shape import ModelShape
 from engine.sampling import Sampling
 from sparsity.plan import load_plan
 from target_service.session import DraftPeer
@@ -105,6 +107,18 @@ def test_sessions_gave_way_in_such_pools_on_both_sides(clock: Clock) -> None:
         given_way.append(room.verifier.counters["preemptions"])
         assert (room.drafter.counters["declined_sessions"] > 0) == (pages < 200)
     assert given_way[0] > given_way[1] > given_way[2] == 0
+
+
+def test_as_many_sessions_as_may_run_do_also_where_each_fills_its_context(clock: Clock) -> None:
+    """Memory is taken for the pages that stay free when a session begins, too."""
+    context, sessions = 20_000, 3
+    model = ModelSettings(max_context=context, max_sessions=sessions, kv_memory=1000.0)
+    pages = pages_for(room_for_kv(model, ModelShape(4, 4, 2, 64, 4096, 8192), torch.float32, "cpu"))
+    room = Room(clock, 1, FakeModel(), pages=pages, max_sessions=sessions, max_context=context)
+    for _ in range(sessions):
+        room.open([5] * (context - 1), 1, GREEDY)
+    room.verifier.admission.admit()
+    assert len(room.verifier.admission.running) == sessions
 
 
 class PinnedRunner(FakeRunner):

@@ -128,7 +128,7 @@ def test_what_the_last_dense_pass_weighed_is_remembered(runner: ModelRunner) -> 
         weights = runner._passes.memories.weights(6, 34, runner.device)[session.memory.index]
         sums = weights.sum(1).tolist()
         least, most = (2, 2) if not drafted else (2, 2 + 2 * DECAY)
-        assert all(least - 1e-4 <= total <= most for total in sums), (
+        assert all(least - 1e-4 <= total <= most + 1e-4 for total in sums), (
             "both heads of a group weigh 1, the older ones less"
         )
         assert not weights[:, -(-(200 + drafted + 1) // 16) :].any()

@@ -101,6 +101,7 @@ class World:
         proposer: str = "none",
         self_from: int = -1,
         confirm_every: int = 0,
+        max_context: int = 500,
     ) -> None:
         """proposer: what proposes while no draft is attached, as --draft says."""
         self.clock, self.rng = clock, random.Random(seed)
@@ -116,7 +117,7 @@ class World:
                 prefill_chunk=prefill_chunk,
                 max_sessions=max_sessions,
                 max_queued=5000,
-                max_context=500,
+                max_context=max_context,
                 synthetic_acceptance=synthetic_acceptance,
                 prompt_read_share=prompt_read_share,
                 draft="a model" if confirm_every else proposer,
