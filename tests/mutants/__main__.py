@@ -18,6 +18,7 @@ from tests.mutants.table import MUTANTS, Mutant
 from tests.stack import ROOT
 
 TEST_SECONDS = 120  # a test that takes longer without a mutant has failed
+FILE_SECONDS = 300  # tests of a file that take longer, or do not let go of their process once they ran, have failed
 FAILED = 1  # pytest's status when tests ran and failed
 
 
@@ -39,7 +40,12 @@ def run_tests(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", plugin, f"--timeout={TEST_SECONDS}", *arguments]
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    run = partial(subprocess.run, command, cwd=folder, env=environment, capture_output=True, text=True)
+    try:
+        return run(timeout=FILE_SECONDS)
+    except subprocess.TimeoutExpired as hung:
+        said = hung.stdout.decode() if isinstance(hung.stdout, bytes) else hung.stdout or ""
+        return subprocess.CompletedProcess(command, FAILED, f"{said}\ntook more than {FILE_SECONDS} s")
 
 
 def is_killed(folder: str, mutant: Mutant) -> bool:

@@ -19,8 +19,9 @@ from engine.inputs import SequenceInput
 from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
-from engine.sampling import Sampling
+from engine.sampling import Sampling, Support
 from sparsity.plan import load_plan
+from target_service.screening import Screening
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.unit.clock import Clock
@@ -310,3 +311,15 @@ def test_tokens_of_the_bundled_pair_are_those_of_transformers() -> None:
             torch.tensor([text]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
         )
         assert served[str(name)] == expected[0, len(text) :].tolist()
+
+
+def test_what_is_held_is_dropped_with_what_it_was_drawn_from() -> None:
+    """In a sampled session that gives way: tokens, and a support for each, not for those behind a rejection."""
+    tokens, screening = [1, 2, 3], Screening(most=11, confirmed=3)
+    supports = [Support(np.array([token]), np.ones(1, np.float32)) for token in range(6)]
+    for round_, (new, drawn) in enumerate((([4, 5], supports[:3]), ([6], supports[3:]))):
+        screening.hold(m.Commit(m.At("s", 0, round_, len(tokens)), new), drawn)
+        tokens += new
+    assert screening.supports == [supports[0], supports[1], supports[3]]
+    screening.drop(tokens)
+    assert (tokens, screening.supports, len(screening.rounds)) == ([1, 2, 3], [], 2)
