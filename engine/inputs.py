@@ -11,6 +11,7 @@ from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
 from engine.sampling import Support
 
+NO_MEMORY = -1  # the index of a sequence of which nothing is remembered
 Logits = Literal["none", "last", "all"]
 # Per layer: None (dense) or block lists [kv_heads, width] int32 and counts [kv_heads] int32, on the CPU.
 LayerLists = list[tuple[Tensor, Tensor] | None]
@@ -22,7 +23,7 @@ class ReadMemory:
 
     importance: [rows] float32, a factor of each row's weights; rows are (sparse layer, KV head). decay: the factor by
     which weights fade in a pass. index: the sequence's index among the memories that the runner keeps, None before its
-    first pass.
+    first pass; NO_MEMORY: nothing is remembered of it.
     """
 
     importance: Tensor

@@ -22,7 +22,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
-from engine.passes.grouping import StepLimits, exact_shape, kind_of, step_shape
+from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
@@ -92,6 +92,8 @@ class ModelRunner(Runner):
         if not all(item.tokens for item in inputs):
             raise ValueError("every sequence of a batch needs at least one token")
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        if all(self.kv.is_resident(item.kv) for item in inputs):  # else what is listed would have to be fetched
+            inputs = join_rounds(inputs, self._limits)
         outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
         for i, item in enumerate(inputs):
@@ -186,14 +188,21 @@ class ModelRunner(Runner):
     @torch.inference_mode()
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
-        kinds, sizes = self._ends_of_prompts(), (1, self._limits.step_queries)
+        kinds = self._ends_of_prompts()
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
-            plain = (*sizes, *self._widest) if read is None else sizes
-            for queries in plain if read is None or read.drafts else sizes[1:]:
+            for queries in self._queries_of(read):
                 supports = [_WIDE] if queries in self._widest and not sampling.greedy else []
                 drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
                 kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
+
+    def _queries_of(self, read: SparseRead | None) -> list[int]:
+        """Return the sizes of the steps that judge rounds which read so; some of those that share budgets are joined
+        by wider ones, which read everything.
+        """
+        if read is None:
+            return [1, self._limits.step_queries, *self._widest]
+        return [1, self._limits.step_queries] if read.drafts else [self._limits.step_queries, *self._widest]
 
     def _ends_of_prompts(self) -> list[SequenceInput]:
         """Return an input of each kind of step that reads the last few tokens of a prompt."""

@@ -26,7 +26,8 @@ def score_blocks(
 
     words: [groups, rows, words] int64, a bit a block, lowest first: chosen already
     memory: [places, rows, n] float32, remembered weights; importance: [rows] float32, a factor of each row
-    places: [groups] int32, where in `memory` each group's are; negative for a group without blocks
+    places: [groups] int32, where in `memory` each group's are; negative for a group without any, all of whose blocks
+        are read whatever they score
     first, last, blocks: [groups] int32; of `blocks` those before `first` and from `last` on are read everywhere
     Returns forced [groups, rows, n] uint8 and scores [groups, rows, n] float32, 0 where forced and beyond `blocks`.
     """
@@ -111,7 +112,8 @@ def _score_blocks_kernel(
     outside = (column < tl.load(first_ptr + group)) | (column >= tl.load(last_ptr + group))
     forced = ((bit != 0) | outside) & there
     at = row.to(tl.int64) * n + column
-    own = (tl.load(places_ptr + group).to(tl.int64) * rows + row % rows) * n + column
+    place = tl.maximum(tl.load(places_ptr + group), 0).to(tl.int64)  # of a group without any, no score counts
+    own = (place * rows + row % rows) * n + column
     score = tl.load(memory_ptr + own, mask=there, other=0.0) * tl.load(importance_ptr + row % rows)
     tl.store(forced_ptr + at, forced.to(tl.uint8), mask=inside)
     tl.store(scores_ptr + at, tl.where(forced | (column >= tl.load(blocks_ptr + group)), 0.0, score), mask=inside)

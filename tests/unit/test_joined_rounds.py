@@ -1,0 +1,115 @@
+"""Rounds that read everything run in the pass of those that share budgets, and give what they give alone."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from engine.inputs import ReadMemory, SequenceInput, SequenceOutput, SharedBudget, SparseRead
+from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.model_runner import ModelRunner
+from engine.sampling import Sampling
+from sparsity.plan import load_plan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLAN = load_plan(str(models.PLAN))
+LAYERS, KV_HEADS = PLAN.target_layers, PLAN.target_kv_heads
+SAMPLED = Sampling(0.9, 0.95, seed=3)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "deterministic"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    model = load_model(str(models.TARGET), torch.float32, DEVICE)
+    runner = make_runner(model, 8192, deterministic=request.param)
+    runner.kv.keep_group_means(PLAN.group_size)
+    return runner
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 4000, count).tolist()
+
+
+def budget_of(length: int, drafted: int, dense_layers: tuple[int, ...], drafts: bool = False) -> SparseRead:
+    """A third of all blocks, the first and the last ones, and room for a few more."""
+    rows, blocks = (LAYERS - len(dense_layers)) * KV_HEADS, -(-(length + drafted) // 16)
+    bitmap = np.full((rows, -(-blocks // 64)), 0x9249249249249249, np.uint64)
+    memory = ReadMemory(torch.linspace(0.5, 1.5, rows), 0.8)
+    budget = SharedBudget(bitmap, 1, (length - 1) // 16, 5, memory, dense_layers)
+    return SparseRead(16, budget=budget, group_means=not drafts, emit_weights=True, drafts=drafts)
+
+
+class Rounds:
+    """Three sessions that share budgets and two that read everything, each with KV and two rounds to judge."""
+
+    def __init__(self, runner: ModelRunner, dense_layers: tuple[int, ...]) -> None:
+        self.runner = runner
+        self.lengths, self.drafted = (300, 81, 200, 420, 17), (3, 0, 2, 9, 0)
+        self.prompts = [tokens(length, length) for length in self.lengths]
+        counts = zip(self.lengths, self.drafted, strict=True)
+        self.reads = [budget_of(*count, dense_layers) if i < 3 else None for i, count in enumerate(counts)]
+        self.kv = [SequenceKV() for _ in self.prompts]
+        runner.forward([SequenceInput(kv, prompt[:-1]) for kv, prompt in zip(self.kv, self.prompts, strict=True)])
+
+    def round(self, together: bool) -> list[SequenceOutput]:
+        """Judge a round of each, in one call or one by one."""
+        inputs = []
+        for i, (prompt, kv, count) in enumerate(zip(self.prompts, self.kv, self.drafted, strict=True)):
+            drafted = Drafted(tokens(count, 7 + i), [], SAMPLED if i % 2 else Sampling(0.0), len(prompt))
+            inputs.append(SequenceInput(kv, [prompt[-1], *drafted.tokens], "all", self.reads[i], drafted=drafted))
+        parts = [inputs] if together else [[item] for item in inputs]
+        outputs = [output for part in parts for output in self.runner.forward(part)]
+        for kv, length in zip(self.kv, self.lengths, strict=True):
+            self.runner.kv.truncate(kv, length - 1)
+        return outputs
+
+    def end(self) -> None:
+        for kv in self.kv:
+            self.runner.kv.release(kv)
+
+
+@pytest.mark.parametrize("dense_layers", [(), (1,)])
+def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, dense_layers: tuple[int, ...]) -> None:
+    found = []
+    for together in (False, True):
+        rounds = Rounds(runner, dense_layers)
+        with patch.object(ModelRunner, "_run", autospec=True, side_effect=ModelRunner._run) as passes:
+            outputs = [output for _ in range(2) for output in rounds.round(together)]
+        # What a deterministic runner gives must not depend on what runs beside it: not joined.
+        assert passes.call_count == 2 * (5 if not together else 2 if runner.deterministic else 1)
+        places = [
+            (kv.table()[at // 16], at % 16)
+            for kv, end in zip(rounds.kv, rounds.lengths, strict=True)
+            for at in range(end - 1)
+        ]
+        values = torch.stack([runner.kv.v_pages[-1][page, :, row] for page, row in places])
+        found.append(([(output.verdict, output.blocks_read) for output in outputs], values))
+        rounds.end()
+    (alone, alone_kv), (joined, joined_kv) = found
+    for i, ((wanted, read), (verdict, read_together)) in enumerate(zip(alone, joined, strict=True)):
+        assert verdict == wanted
+        assert read == read_together if i % 5 < 3 else read is None
+    torch.testing.assert_close(joined_kv, alone_kv, atol=1e-4, rtol=1e-4)
+
+
+def test_rounds_join_neither_prompts_nor_drafting_passes(runner: ModelRunner) -> None:
+    rounds = Rounds(runner, ())
+    first, other = SequenceKV(), SequenceKV()
+    drafts = replace(rounds.reads[0], drafts=True, group_means=False)
+    one = Drafted([], [], Sampling(0.0), 300)
+    inputs = [
+        SequenceInput(rounds.kv[0], rounds.prompts[0][-1:], "all", drafts, drafted=one),
+        SequenceInput(rounds.kv[3], rounds.prompts[3][-1:], "all", drafted=replace(one, base=420)),
+        SequenceInput(first, tokens(40, 1), "last"),
+    ]
+    with patch.object(ModelRunner, "_run", autospec=True, side_effect=ModelRunner._run) as passes:
+        runner.forward(inputs)
+    assert passes.call_count == 3
+    for kv in (first, other):
+        runner.kv.release(kv)
+    rounds.end()
