@@ -27,7 +27,7 @@ SAMPLED = Sampling(0.9, 0.95, seed=3)
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
     model = load_model(str(models.TARGET), torch.float32, DEVICE)
     runner = make_runner(model, 8192, deterministic=request.param)
-    runner.kv.keep_group_means(PLAN.group_size)
+    runner.kv.keep_group_means(64)
     return runner
 
 
@@ -53,7 +53,7 @@ class Rounds:
         self.prompts = [tokens(length, length) for length in self.lengths]
         counts = zip(self.lengths, self.drafted, strict=True)
         self.reads = [budget_of(*count, dense_layers) if i < 3 else None for i, count in enumerate(counts)]
-        self.kv = [SequenceKV() for _ in self.prompts]
+        self.kv = [SequenceKV(dense=read is None) for read in self.reads]
         runner.forward([SequenceInput(kv, prompt[:-1]) for kv, prompt in zip(self.kv, self.prompts, strict=True)])
 
     def round(self, together: bool) -> list[SequenceOutput]:
@@ -82,6 +82,7 @@ def test_rounds_of_all_kinds_give_what_each_gives_alone(runner: ModelRunner, den
             outputs = [output for _ in range(2) for output in rounds.round(together)]
         # What a deterministic runner gives must not depend on what runs beside it: not joined.
         assert passes.call_count == 2 * (5 if not together else 2 if runner.deterministic else 1)
+        assert [bool(kv.groups) for kv in rounds.kv] == [True, True, True, False, False]  # none where all is read
         places = [
             (kv.table()[at // 16], at % 16)
             for kv, end in zip(rounds.kv, rounds.lengths, strict=True)
