@@ -81,6 +81,9 @@ class ModelRunner(Runner):
         )
         self._widest = [self._limits.queries] if most_queries > step_queries else []
         self._captures = not enforce_eager and decoder.can_capture and self.device.type == "cuda"
+        # On a CPU reading all by lists costs more than reading the weights twice. What a deterministic step gives must
+        # not depend on what runs beside it.
+        self._joins = self._captures and not deterministic
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
         memories = ReadMemories(MEMORIES)
@@ -92,8 +95,9 @@ class ModelRunner(Runner):
         if not all(item.tokens for item in inputs):
             raise ValueError("every sequence of a batch needs at least one token")
         self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
-        if all(self.kv.is_resident(item.kv) for item in inputs):  # else what is listed would have to be fetched
-            inputs = join_rounds(inputs, self._limits)
+        # What has left the GPU would have to be fetched to be listed.
+        if self._joins and all(self.kv.is_resident(item.kv) for item in inputs):
+            inputs = join_rounds(inputs)
         outputs: dict[int, SequenceOutput] = {}
         groups: dict[Hashable, list[int]] = {}
         for i, item in enumerate(inputs):

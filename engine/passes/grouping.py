@@ -43,21 +43,20 @@ class StepLimits:
         return item.prompt is not None or len(item.tokens) > self.queries or (self.pinned and plain)
 
 
-def join_rounds(inputs: list[SequenceInput], limits: StepLimits) -> list[SequenceInput]:
+def join_rounds(inputs: list[SequenceInput]) -> list[SequenceInput]:
     """Return the inputs with the rounds that read everything made ones that list all blocks, if others share budgets.
 
-    So they all run in one pass, which reads the model's weights once. What a pinned step gives must not depend on what
-    runs beside it: there nothing is joined.
+    So they all run in one pass, which reads the model's weights once.
     """
     shared = next((item.read for item in inputs if item.drafted and item.read and _is_judged_as_read(item.read)), None)
-    if shared is None or shared.budget is None or limits.pinned:
+    if shared is None or shared.budget is None:
         return inputs
     budget, memory = shared.budget, shared.budget.memory
     everything = SharedBudget(
         np.empty((len(budget.bitmap), 0), np.uint64), 0, 0, 0, replace(memory, index=NO_MEMORY), budget.dense_layers
     )
     whole = replace(shared, budget=everything, report_blocks=False)
-    joins = [item.read is None and item.drafted is not None and not limits.is_prompt(item) for item in inputs]
+    joins = [item.read is None and item.prompt is None and item.drafted is not None for item in inputs]
     return [replace(item, read=whole) if joined else item for item, joined in zip(inputs, joins, strict=True)]
 
 
