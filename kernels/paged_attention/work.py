@@ -169,8 +169,14 @@ def _count_unread(blocks: BlockLists, means: GroupMeans) -> Tensor:
 
 
 def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
-    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds. rows: of a tile."""
+    """Measured on an H200 (docs/performance.md): as many tiles in flight as shared memory holds. rows: of a tile.
+
+    For more than 32 rows Triton keeps keys and values in other places of it: 148 KB a program with tiles of 128 tokens,
+    so that a multiprocessor holds one program and not two; 82 KB with tiles of 64 (compiled for sm_90, not measured).
+    """
     if dim > 64:
+        if rows > 32:
+            return Tuning(tile=64, stages=3)
         if rows > 16:
             return Tuning()
         return Tuning(programs=3) if sparse else Tuning(stages=3)
@@ -181,7 +187,7 @@ def default_tuning(dim: int, sparse: bool, rows: int) -> Tuning:
 
 def pinned_tuning(dim: int) -> Tuning:
     """Results that depend on nothing else in the batch, as long as `max_queries` is the same."""
-    return replace(default_tuning(dim, False, MAX_ROWS), segment=32)
+    return replace(default_tuning(dim, False, 32), segment=32)
 
 
 def row_tiles_of(max_queries: int, group: int) -> tuple[int, int]:
