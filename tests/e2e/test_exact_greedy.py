@@ -33,18 +33,29 @@ def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
     return prompts
 
 
+Proof = Callable[[list[int], list[int]], bool]
+
+
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers itself generates in float32."""
+def greedy() -> Proof:
+    """Whether tokens are what transformers generates in float32 after a prompt.
+
+    Each must be the likeliest by transformers' logits after the prompt and the tokens before it, which makes them, one
+    after the other, those of its greedy `generate`; one pass says it of all.
+    """
     model: Any = load_model(str(TARGET), torch.float32, "cpu", "sdpa")
-    outputs = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            ids = model.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
-            )
-        outputs.append(ids[0, len(prompt) :].tolist())
-    return outputs
+    proven: dict[tuple[int, ...], list[int]] = {}
+
+    def is_greedy(prompt: list[int], tokens: list[int]) -> bool:
+        known = proven.setdefault(tuple(prompt), [])
+        if not known:
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits
+            if logits[0].argmax(-1).tolist() == tokens:
+                known.extend(tokens)
+        return len(tokens) == NEW_TOKENS and tokens == known
+
+    return is_greedy
 
 
 # All prompts with the setting that is served most, every third with others. share: of the drafted tokens at
@@ -59,10 +70,10 @@ def test_greedy_exact_equals_transformers(
     every: slice,
     launch: Callable[..., Stack],
     prompts: list[list[int]],
-    expected: list[list[int]],
+    greedy: Proof,
 ) -> None:
     stack = launch("--gamma", str(gamma), "--draft-branches", str(branches), "--draft-waves", "1")
-    drafted, accepted = check(stack, "", prompts[every], expected[every])
+    drafted, accepted = check(stack, "", prompts[every], greedy)
     stack.stop()
     assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"
 
@@ -88,7 +99,7 @@ models:
 
 
 def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
-    launch: Callable[..., Stack], tmp_path: Path, prompts: list[list[int]], expected: list[list[int]]
+    launch: Callable[..., Stack], tmp_path: Path, prompts: list[list[int]], greedy: Proof
 ) -> None:
     """One has a draft and three levels. Of the others, which propose by prompt lookup or draft for themselves, there is
     one service.
@@ -97,7 +108,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     file.write_text(MODELS)
     stack = launch("--config", str(file))
     assert list(stack.services) == ["target@pair", "draft@pair", "target@ngram", "target@self"]
-    drafted, accepted = check(stack, "pair", prompts[1::4], expected[1::4])
+    drafted, accepted = check(stack, "pair", prompts[1::4], greedy)
     assert accepted > 0.17 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     names = "confirmed_tokens", "screened_tokens"
@@ -107,7 +118,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     assert confirmed > 0.5 * screened > 100, "fewer were confirmed than these books give"
     for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
-        drafted, accepted = check(stack, model, prompts[2::4], expected[2::4])
+        drafted, accepted = check(stack, model, prompts[2::4], greedy)
         assert accepted > share * drafted > 100, "fewer were accepted than these books give"  # ngram: 251 of 441
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
@@ -118,7 +129,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
             client.completions.create(model="another", prompt="a")
 
 
-def check(stack: Stack, model: str, prompts: list[list[int]], expected: list[list[int]]) -> tuple[int, int]:
+def check(stack: Stack, model: str, prompts: list[list[int]], greedy: Proof) -> tuple[int, int]:
     """Compare the tokens of all prompts; return how many were drafted and how many accepted."""
     stub = stack.stub()
 
@@ -135,6 +146,6 @@ def check(stack: Stack, model: str, prompts: list[list[int]], expected: list[lis
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(run, prompts))
-    different = [i for i, (tokens, _) in enumerate(results) if tokens != expected[i]]
+    different = [i for i, (tokens, _) in enumerate(results) if not greedy(prompts[i], tokens)]
     assert not different, f"prompts {different} differ from transformers"
     return sum(summary.drafted for _, summary in results), sum(summary.accepted for _, summary in results)
