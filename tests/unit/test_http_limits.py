@@ -87,6 +87,26 @@ async def test_a_head_without_an_end_is_not_gathered(tokenizer: Any, data: bytes
         assert await ask(address) == 200
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: any\r\n\r\n",
+        b"GET http://[::1 HTTP/1.1\r\nHost: any\r\n\r\n",
+        GET + b"A b: c\r\n\r\n",
+        HEAD[:-2] + b"Transfer-Encoding: chunked\r\n\r\n",
+        HEAD.replace(b"100", b"-1"),
+        CHUNKED + b"g\r\n",
+    ],
+)
+async def test_what_is_no_http_is_refused(tokenizer: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_gateway(ScriptedRouter(tokenizer)) as address, connected(address, data) as reader:
+        assert (await reader.readline()).split()[1] == b"400"
+        assert await ask(address) == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_a_long_body_may_come_in_small_chunks(tokenizer: Any) -> None:
     body = b'{"prompt": "The sea", "max_tokens": 4' + b" " * 100_000 + b"}"
     pieces = b"".join(b"9\r\n" + body[at : at + 9].ljust(9) + b"\r\n" for at in range(0, len(body), 9))
