@@ -2,11 +2,15 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import transformers
@@ -16,12 +20,14 @@ from benchmarks.processes import Start
 from benchmarks.read_trace import load_reads
 from benchmarks.serving import deployment
 from benchmarks.serving.breakdown import RoundParts, break_down
+from benchmarks.serving.clients import Load, prompt_of, run_clients
 from benchmarks.serving.deployment import kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
 from benchmarks.serving.rows import Shape
 from benchmarks.serving.service import replayed_words
 from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
+from protos import inference_pb2, inference_pb2_grpc
 from sparsity.selection import BlockSelection
 
 S = "run/0"  # a session of the run
@@ -130,6 +136,38 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
     line = json.dumps(asdict(timeline)) + "\n"
     file.write_text(line + line[:-9])
     assert read_timeline(file) == timeline
+
+
+# The clients.
+
+
+class Endpoint(inference_pb2_grpc.InferenceServicer):
+    """Notes which requests come, and says ten tokens to each."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, list[int]] = {}
+
+    def Generate(self, request: Any, context: object) -> Iterator[inference_pb2.GenerateResponse]:
+        self.asked[request.request_id] = list(request.token_ids.ids)
+        for token in range(10):
+            time.sleep(0.002)
+            yield inference_pb2.GenerateResponse(token_ids=[token])
+
+
+def test_sessions_are_spread_over_endpoints_the_same_way_in_each_run() -> None:
+    endpoints, addresses = [Endpoint(), Endpoint()], []
+    with contextlib.ExitStack() as servers:
+        for endpoint in endpoints:
+            server = grpc.server(ThreadPoolExecutor(4))
+            servers.callback(server.stop, 0)
+            inference_pb2_grpc.add_InferenceServicer_to_server(endpoint, server)
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            server.start()
+        runs = [run_clients(addresses, Load(name, 4, 20, 10, "exact", 0, 30)) for name in ("a", "b")]
+    for endpoint, sessions in zip(endpoints, ((0, 1), (2, 3)), strict=True):
+        prompts = {f"{name}/{i}": prompt_of(i, 20) for name in ("a", "b") for i in sessions}
+        assert endpoint.asked == prompts
+    assert [figures.name for figures in runs] == ["a", "b"] and runs[0].all_seconds > 0.02
 
 
 # Recorded selections.
