@@ -1,4 +1,6 @@
-"""Limits on HTTP connections: how many there are, in all and of an address, and how long a request may take to come."""
+"""Limits on HTTP connections: how many there are, in all and of an address, how long a request takes to come, and how
+long its head is.
+"""
 
 import asyncio
 import logging
@@ -8,14 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 256  # that the process may want to open beside connections
 LOG_SECONDS = 60.0
-_COMING = (h11.IDLE, h11.SEND_BODY)  # states of a client whose request is not here yet, or not all of it
+MOST_HEAD = 64 << 10  # bytes of a request's line and headers
 
 
 @dataclass
@@ -52,14 +53,19 @@ class Connections:
             del self.by_address[address]
 
 
-class LimitedProtocol(H11Protocol):
-    """uvicorn's connection, closed at once if it is one too many, and later if its request does not come."""
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's connection, closed at once if it is one too many, and later if its request does not come.
+
+    It is closed as well where more than MOST_HEAD bytes come that are no body, which the parser would gather.
+    """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._counted = connections
         self._address = ""
         self._patience: asyncio.TimerHandle | None = None
+        self._is_here = False  # whether all of the latest request is
+        self._head = 0  # bytes since the last one of a body or of a request
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -78,9 +84,24 @@ class LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._expect()
+        self._head += len(data)
         super().data_received(data)
-        if self.conn.their_state not in _COMING:
+        if self._head > MOST_HEAD:
+            self.transport.abort()
+        if self._is_here:
             self._stop_expecting()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_here = False
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._head = 0
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_here, self._head = True, 0
 
     def _expect(self) -> None:
         if self._patience is None:

@@ -13,7 +13,7 @@ from config import Config, SettingsError
 from engine.kv.pages import PAGE_SIZE
 from engine.loading.shape import load_shape
 from engine.loading.tokenizer import count_token_ids, load_generation_config, load_tokenizer, stop_token_ids
-from orchestrator.access import Access, open_paths, require_key
+from orchestrator.access import Access, guard_http, open_paths
 from orchestrator.autoscaling import Autoscaler
 from orchestrator.connecting import wait_until_connected
 from orchestrator.connection_limits import Connections
@@ -98,7 +98,7 @@ async def serve_clients(
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.max_connections)
         app = make_app(models, read_status, read_addresses)
-        guarded = require_key(app, access.callers, open_paths(clients), models.observer)
+        guarded = guard_http(app, access.callers, open_paths(clients), models)
         http = serve_http(guarded, clients.host, clients.http_port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)
         await server.set_serving(True)

@@ -29,7 +29,7 @@ from orchestrator.dashboard.routes import router as dashboard
 from orchestrator.directory import services_of
 from orchestrator.event_stream import open_stream, unless_left
 from orchestrator.generation import SHORT_TEXT, Chunk, Frontend
-from orchestrator.http_requests import PARSERS, JSONRoute, RequestId
+from orchestrator.http_requests import PARSERS, JSONRoute
 from orchestrator.metrics import exposition
 from orchestrator.records import max_body
 from orchestrator.requests import (
@@ -64,7 +64,6 @@ def make_app(
     app.state.parsing = asyncio.Semaphore(PARSERS)
     app.include_router(router)
     app.include_router(dashboard)
-    app.add_middleware(RequestId)
     for kind in (ServiceError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator import parse_json
@@ -64,10 +65,12 @@ class JSONRoute(APIRoute):
                     raise HTTPException(415, f"the body must be application/json; its headers say {kind[:80]!r}")
                 if encoding not in (None, "identity"):
                     raise HTTPException(415, f"the body must not be compressed; its headers say {encoding[:80]!r}")
-                if not await request.body():
+                try:
+                    empty = not await request.body()
+                except ClientDisconnect:
+                    return Response(status_code=499)  # which nobody gets
+                if empty:
                     raise HTTPException(400, "the body is not valid JSON: it is empty")
-                if request.url.path.startswith("/v1/"):  # it would generate
-                    request.app.state.models.check_room()
             return await handle(request)
 
         return handle_json

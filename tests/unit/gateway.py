@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from engine.logprobs import TokenLogprobs
-from orchestrator.access import OPEN, require_key
+from orchestrator.access import OPEN, guard_http
 from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
 from orchestrator.generation import Frontend
@@ -129,7 +129,8 @@ async def running_gateway(
 
     observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
-    app = make_app(ServedModels([frontend]), read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    app = require_key(app, callers, OPEN, observer)
+    models = ServedModels([frontend])
+    app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    app = guard_http(app, callers, OPEN, models)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

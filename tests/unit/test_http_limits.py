@@ -16,6 +16,9 @@ from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter, running_gateway
 COMPLETIONS = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 
+GET = b"GET / HTTP/1.1\r\nHost: any\r\n"
+CHUNKED = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
+
 
 @contextlib.asynccontextmanager
 async def connected(address: str, data: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
@@ -62,13 +65,36 @@ async def test_connections_of_an_address_are_limited_and_one_line_says_so(
 
 
 @pytest.mark.parametrize("data", [b"", b"POST /v1/comp", HEAD, HEAD + b'{"prompt": '])
-async def test_a_request_that_does_not_come_is_not_waited_for(tokenizer: Any, data: bytes) -> None:
+async def test_a_request_that_does_not_come_is_not_waited_for(
+    tokenizer: Any, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     connections = Connections(100, receive_seconds=0.3)
     async with running_gateway(ScriptedRouter(tokenizer), connections=connections) as address:
         async with connected(address, data) as reader:
             assert not await is_closed(reader, 0.1)
             assert await is_closed(reader, 2)
         assert await ask(address) == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("data", [b"GET /", GET + b"A: ", CHUNKED + b"9;a=", CHUNKED + b"0\r\nA: "])
+async def test_a_head_without_an_end_is_not_gathered(tokenizer: Any, data: bytes) -> None:
+    async with running_gateway(ScriptedRouter(tokenizer), connections=Connections(100)) as address:
+        async with connected(address, data + b"1" * 60_000) as reader:
+            assert not await is_closed(reader, 0.1)
+        async with connected(address, data + b"1" * 1_000_000) as reader:
+            assert await is_closed(reader, 1)
+        assert await ask(address) == 200
+
+
+async def test_a_long_body_may_come_in_small_chunks(tokenizer: Any) -> None:
+    body = b'{"prompt": "The sea", "max_tokens": 4' + b" " * 100_000 + b"}"
+    pieces = b"".join(b"9\r\n" + body[at : at + 9].ljust(9) + b"\r\n" for at in range(0, len(body), 9))
+    async with (
+        running_gateway(ScriptedRouter(tokenizer)) as address,
+        connected(address, CHUNKED + pieces + b"0\r\n\r\n") as reader,
+    ):
+        assert (await reader.readline()).split()[1] == b"200"
 
 
 async def test_a_request_that_takes_long_to_answer_is_waited_for(tokenizer: Any) -> None:

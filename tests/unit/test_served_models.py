@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from orchestrator.access import OPEN as OPEN_PATHS
-from orchestrator.access import require_key
+from orchestrator.access import guard_http
 from orchestrator.callers import Callers
 from orchestrator.connection_limits import Connections
 from orchestrator.dashboard.feed import Feed
@@ -61,7 +61,7 @@ async def running(tokenizer: Any) -> AsyncIterator[Running]:
         return dict.fromkeys(ADDRESSES)
 
     callers = Callers([])
-    app = require_key(make_app(models, read_status, lambda: ADDRESSES), callers, OPEN_PATHS, models.observer)
+    app = guard_http(make_app(models, read_status, lambda: ADDRESSES), callers, OPEN_PATHS, models)
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server("127.0.0.1", 0, [(add, InferenceServicer(models), "specahead.v1.Inference")], OPEN)
     async with (
