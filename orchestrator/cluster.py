@@ -318,4 +318,10 @@ def together(needs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def gpus_of(device: str, there: float, users: int) -> int:
     """How many of the `there` GPUs of Ray's cluster each of its users gets: one or none."""
+    if device == "auto" and 0 < there < users:
+        log.warning(
+            "Ray has %g of the %d GPUs that the services take, so none is kept for any, and all use the first of their "
+            "node; with --share-gpus a target and its draft take one",
+            *(there, users),
+        )
     return int(device == "cuda" or (device == "auto" and there >= users))

@@ -262,13 +262,14 @@ def test_services_that_run_already_are_given_by_several_addresses() -> None:
         assert where["target"].addresses == {"target": "a:1"} and not where["draft"].addresses
 
 
-def test_gpus_of_the_services() -> None:
+def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     from orchestrator.cluster import gpus_of  # imports Ray
 
     assert [gpus_of("auto", there, 2) for there in (0, 1, 2, 3)] == [0, 0, 1, 1]
     assert [gpus_of("auto", there, 3) for there in (2, 3)] == [0, 1]
     assert [gpus_of("auto", there, 1) for there in (0, 1)] == [0, 1]
     assert (gpus_of("cuda", 0, 2), gpus_of("cpu", 2, 2)) == (1, 0)
+    assert [message[:22] for message in caplog.messages] == ["Ray has 1 of the 2 GPU", "Ray has 2 of the 3 GPU"]
 
 
 def test_services_that_share_a_gpu_have_one_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
