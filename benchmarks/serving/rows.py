@@ -162,5 +162,5 @@ def describe_breakdown(breakdown: Breakdown) -> str:
 LEGEND = """\
 Tokens/s: of all sessions, while all generate; x none: over those without a draft. The rest in ms. First: request to
 first message, prompts found again. Gap: between two messages of a session. Token: a session's mean time a token, p50.
-A round: tokens. Read: share of the KV; fetched: of that, from the host. Draft, verify, wait: means of a round; draft
-runs beside the others, on the other GPU."""
+A round: tokens. Read: share of the KV; fetched: of that, from the host. Draft, verify, wait: means of a round; a
+draft that has a GPU of its own runs beside the others."""

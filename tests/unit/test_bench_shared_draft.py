@@ -22,15 +22,15 @@ class PlayedDeployment:
         self.drafts = ["draft"] if drafts == 1 else ["draft-1", "draft-2"]
         self.gpus = arguments[2].gpus
 
-    def start(self, with_draft: bool) -> list[str]:
+    def start(self, with_draft: bool) -> None:
         assert with_draft
-        return ["first", "second"]
+        self.endpoints = ["first", "second"]
 
     def control(self, controls: Any) -> None:
         assert controls.attached
 
-    def breakdown(self, run: str, target: str, draft: str) -> Any:
-        assert run.endswith(target) and draft in self.drafts
+    def breakdown(self, run: str, targets: list[str], drafts: list[str]) -> Any:
+        assert run.endswith(targets[0]) and drafts[0] in self.drafts
         return SimpleNamespace(draft_idle=0.75)
 
 
@@ -39,7 +39,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Load]]:
     """Each endpoint gives 100 tokens a second, and 90 while both are loaded. Returned: what was asked of them."""
     asked: list[tuple[str, Load]] = []
 
-    def run_clients(address: str, load: Load) -> Any:
+    def run_clients(addresses: list[str], load: Load) -> Any:
+        (address,) = addresses
         asked.append((address, load))
         rate = 90.0 if load.name.startswith("target-1+target-2") else 100.0
         return SimpleNamespace(name=load.name, tokens_a_second=rate, plain_share=0.0)
