@@ -42,7 +42,7 @@ def test_the_version_is_the_products() -> None:
     ("values", "said"),
     [
         ("settings: {max_contxt: 1}", "max_contxt"),
-        ("settings: {gamma: 0}", "gamma"),
+        ("settings: {gamma: 65}", "gamma"),
         ("settings: {service_token: secret}", "service_token"),
         ("settings: {http_port: 0}", "http_port"),
         ("target: {strategy: Sideways}", "strategy"),
