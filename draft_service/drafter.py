@@ -11,7 +11,17 @@ from config import DraftSettings
 from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES
 from draft_service.sessions import DraftSession, RoundAhead, TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, plan_draft_step, send_ahead, send_round, take_round
+from draft_service.steps import (
+    DraftStep,
+    DraftStepResult,
+    Work,
+    find_work,
+    plan_draft_step,
+    put_off_until,
+    send_ahead,
+    send_round,
+    take_round,
+)
 from draft_service.verdicts import receive_verdict
 from engine.grammars import Grammars
 from engine.rounds.requests import DraftedTokens
@@ -50,7 +60,7 @@ class Drafter:
         self.admission = Admission(runner.kv, settings, self.counters, grammars)
         self._peers: list[TargetPeer] = []
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
-        self._steps = 0
+        self._steps, self._round_seconds, self._put_off = 0, 0.0, 0.0
         rounds = round_settings(
             plan, settings.most_drafted, settings.support, settings.read_share, settings.refresh_every
         )
@@ -75,6 +85,8 @@ class Drafter:
 
     def receive(self, peer: TargetPeer, event: TargetEvent) -> None:
         """Take an event, which is applied before the next step."""
+        if isinstance(event, Verdict):
+            peer.verdicts.note(time.perf_counter())
         self._inbox.append((peer, event))
 
     def _apply_inbox(self) -> None:
@@ -118,15 +130,26 @@ class Drafter:
         """
         self._apply_inbox()
         self._tell_load()
-        while (step := self._plan_rounds()) is not None and not self.runner.kv.reserve(step.work):
+        self._put_off = 0.0
+        while (work := self._find_work()) is not None:
+            self._put_off = put_off_until(work, self._round_seconds, self._settings)
+            if self._put_off:
+                return None
+            step = plan_draft_step(work, self._plan, self._settings, self.runner.kv, self._steps + 1)
+            if self.runner.kv.reserve(step.work):
+                self._steps += 1
+                return step
             self.admission.preempt_youngest()
-        self._steps += step is not None
-        return step
+        return None
 
-    def _plan_rounds(self) -> DraftStep | None:
+    def _find_work(self) -> Work | None:
         sessions = self.admission.sessions
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
-        return plan_draft_step(sessions, foresight, self._plan, self._settings, self.runner.kv, self._steps + 1)
+        return find_work(sessions, foresight, self._settings)
+
+    def next_deadline(self) -> float | None:
+        """Return the seconds until a step that was put off should begin in any case; None if none was."""
+        return max(0.0, self._put_off - time.perf_counter()) if self._put_off else None
 
     def execute(self, step: DraftStep) -> DraftStepResult:
         """Run the model. Runs in the model thread; touches no session but through its KV."""
@@ -138,6 +161,8 @@ class Drafter:
 
     def finish_step(self, step: DraftStep, result: DraftStepResult) -> None:
         """Take what a step gave, and send it in one frame: a target does not begin with a part of it."""
+        if not step.inputs:
+            self._round_seconds = result.seconds
         self._trace(step, result.seconds)
         taken: list[tuple[DraftSession, RoundAhead | DraftedTokens | None]] = []
         for planned, output in zip(step.rounds, result.rounds, strict=True):

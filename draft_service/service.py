@@ -119,7 +119,7 @@ async def serve(
             drafter.finish_step,
             drafter.fail_step,
             wake,
-            lambda: None,
+            drafter.next_deadline,
             settings.step_timeout,
         )
     finally:

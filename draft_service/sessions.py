@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from draft_service.verdict_times import VerdictTimes
 from engine.grammars import GrammarState
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
@@ -31,13 +32,14 @@ class TargetPeer:
     """A target at the other end of a stream: how to send to it, and its sessions that are drafted for.
 
     ended: the last sessions that are over; late verdicts on them are of no interest. told: how many sessions of other
-    targets it knows of.
+    targets it knows of. verdicts: when they came.
     """
 
     send: Callable[[DraftEvent], None]
     sessions: dict[str, "DraftSession"] = field(default_factory=dict)
     ended: deque[str] = field(default_factory=lambda: deque(maxlen=1024))
     told: int = 0
+    verdicts: VerdictTimes = field(default_factory=VerdictTimes)
 
 
 @dataclass(frozen=True)

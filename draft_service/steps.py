@@ -1,9 +1,11 @@
 """One model step of a drafter: whole rounds for the sessions of a micro-batch, and a share of the prompts to read."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,14 +69,21 @@ class DraftStepResult:
     seconds: float
 
 
-def plan_draft_step(
-    sessions: list[DraftSession], foresight: float, plan: Plan, settings: DraftSettings, kv: KVCache, number: int
-) -> DraftStep | None:
-    """Return the next step of these sessions, None if there is nothing to do. number: of the step, from 1 on.
+class Work(NamedTuple):
+    """The sessions for which a step could do something.
 
-    Of the sessions with a round to draft one micro-batch is taken: first those whose target waits for a round, those
-    that have waited longest before the others, then those whose next round can be drafted ahead. foresight: how often a
-    session's verdicts must have met what was drafted ahead. Sessions that are drafted are told to be ready.
+    near: those whose prompt is read; due: those of them with a round to draft. reading: those with a prompt to read.
+    """
+
+    near: list[DraftSession]
+    due: list[DraftSession]
+    reading: list[DraftSession]
+
+
+def find_work(sessions: list[DraftSession], foresight: float, settings: DraftSettings) -> Work | None:
+    """Return what there is to do for these sessions; None if it is nothing.
+
+    foresight: how often a session's verdicts must have met what was drafted ahead.
     """
     # A few tokens behind is catching up, not reading a prompt.
     behind = 2 * (settings.most_drafted + 1)
@@ -82,8 +91,32 @@ def plan_draft_step(
     reading = [session for session in sessions if len(session.tokens) - session.kv.length > behind]
     near = [session for session in near if not session.waits_for_grammar]
     due = [session for session in near if session.drafted is None or _goes_ahead(session, foresight, settings)]
-    if not due and not reading:
-        return None
+    return Work(near, due, reading) if due or reading else None
+
+
+def put_off_until(work: Work, seconds: float, settings: DraftSettings) -> float:
+    """Return the time until which a step of so many seconds should not begin unless more comes up; 0: it may begin.
+
+    A step that no target waits for, since all its rounds are drafted ahead, is put off where verdicts are expected
+    before it would end: the rounds that these make urgent would have to wait, and the sessions of a target would fall
+    into two groups that go by turns, each with a step of its own on both sides.
+    """
+    peers = {session.peer for session in work.near}
+    urgent = any(session.drafted is None for session in work.due)
+    if work.reading or urgent or len(work.due) == len(work.near) or len(peers) > 1 or settings.micro_batches > 1:
+        return 0.0
+    (peer,) = peers
+    return peer.verdicts.put_off_until(time.perf_counter(), seconds)
+
+
+def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache, number: int) -> DraftStep:
+    """Return the next step. number: of the step, from 1 on.
+
+    Of the sessions with a round to draft one micro-batch is taken: first those whose target waits for a round, those
+    that have waited longest before the others, then those whose next round can be drafted ahead. Sessions that are
+    drafted are told to be ready.
+    """
+    near, due, reading = work.near, list(work.due), work.reading
     for session in due:
         session.waiting = session.waiting or number
     due.sort(key=lambda session: (session.drafted is not None, session.waiting))
