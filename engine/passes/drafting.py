@@ -50,7 +50,7 @@ def draft_tokens(
         attend = LayerAttention(heads, each, kv.layer_pages, attention, listed, tables_of=tables_of)
         if shape.dense_layers:
             attend.dense_work = plan_reads(heads, each, attention)
-        row = {name: given[name].view(sizes)[:, index].contiguous() for name in of_tokens}
+        row: dict[str, Tensor] = {name: given[name].view(sizes)[:, index].contiguous() for name in of_tokens}
         slots = slots_of_layers(shape, kv, row)
         logits = decoder.run(row["token_ids"], row["positions"], slots, kv.k_pages, kv.v_pages, attend)
         listed = replace(listed, wait=None)  # the first pass has waited
