@@ -171,7 +171,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--read-share", type=float, default=0.1, help="of later draft steps")
     parser.add_argument(
         "--hot", type=float, default=0.0, metavar="SHARE",
-        help="measure again with the target's KV in tiers, of which this share lies on its GPU",
+        help="measure approximate, or none and self, again with this share of the target's KV on its GPU, in tiers",
     )  # fmt: skip
     parser.add_argument(
         "--replay",

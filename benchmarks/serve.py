@@ -117,8 +117,8 @@ def _check(flags: argparse.Namespace) -> None:
     least = 8 * (most + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with gamma {most} it takes {least} for rounds to be timed")
-    if "self" in flags.modes and ({*flags.modes} - {"self", "none"} or flags.hot):
-        raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone, and without --hot")
+    if "self" in flags.modes and {*flags.modes} - {"self", "none"}:
+        raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
 
@@ -148,7 +148,7 @@ def _most_drafted(flags: argparse.Namespace) -> int:
 
 def _trace(flags: argparse.Namespace) -> ReadTrace | None:
     """The trace that approximate sessions read by, if any."""
-    name = flags.replay or ("1/10" if flags.hot else "no")
+    name = flags.replay or ("1/10" if flags.hot and "approximate" in flags.modes else "no")
     return None if name == "no" else next(trace for trace in load_reads() if trace.name == name)
 
 
@@ -183,10 +183,10 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, deployment, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
-            for mode in _ALONE if not hot else ():
+            for mode in _ALONE if not hot or "self" in flags.modes else ():
                 if mode in flags.modes:
                     deployment.control(Controls(attached=False, self_drafting=mode == "self"))
-                    _measure_row(run, deployment, shape, Way(mode))
+                    _measure_row(run, deployment, shape, Way(mode, hot=hot))
         for shape in shapes if modes else []:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
@@ -280,7 +280,7 @@ def _measure_row(run: _Run, deployment: Deployment, shape: Shape, way: Way) -> N
 
 def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -> ServeRow:
     """The row of the run that is kept, beside the rows that it is compared with."""
-    none = run.results.rate_of(shape, Way("none"))
+    none = run.results.rate_of(shape, Way("none", hot=way.hot)) or run.results.rate_of(shape, Way("none"))
     resident = run.results.rate_of(shape, replace(way, hot=0.0)) if way.hot else None
     rate = kept.tokens_a_second
     return ServeRow(

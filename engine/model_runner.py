@@ -37,6 +37,7 @@ PINNED_SEQUENCES = 8  # of every step of a deterministic runner
 PINNED_ROWS = 512  # of every pass over a prompt there
 MEMORIES = 64  # of sequences that share budgets out, unless keep_memories says otherwise
 MAX_OVERHANG = 2 * 65  # tokens beyond the context: two rounds of the largest γ that is served
+ShapeOf = Callable[[list[SequenceInput]], PassShape]  # the shape that some inputs run in
 _WIDE = Support(np.zeros(WIDE_SUPPORT, np.int64), np.zeros(WIDE_SUPPORT, np.float32))  # of a screened token
 
 
@@ -146,24 +147,51 @@ class ModelRunner(Runner):
             (output,) = self._run_pass([part], captured=False, rows=PINNED_ROWS)
         return output
 
-    def _run_over_tiers(
-        self, inputs: list[SequenceInput], shape_of: Callable[[list[SequenceInput]], PassShape]
-    ) -> list[SequenceOutput]:
+    def _run_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
         """Run inputs whose KV has partly left the GPU. shape_of: the shape that some of them run in.
 
         What is listed is fetched, at once if it fits, else in halves; otherwise whole sequences are brought together.
-        Nothing is drafted then.
+        What the model drafts by itself is drafted over fetched lists first, and judged by a pass of its own.
         """
-        if inputs[0].read is not None and inputs[0].read.drafts:
-            return self._run([_without_drafting(item) for item in inputs])
         shape = shape_of(inputs)
+        if shape.weighs:
+            fetched = self._draft_over_tiers(inputs, shape_of)
+            outputs = self._run_staged(inputs, lambda part: replace(shape_of(part), drafts=False))
+            for output, tokens in zip(outputs, fetched, strict=True):
+                output.tokens_fetched += tokens
+            return outputs
         if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
-            fetched = self._passes.run_step(inputs, replace(shape, fetches=True))
-            if fetched is not None:
-                return fetched
+            fetching = self._passes.run_step(inputs, replace(shape, fetches=True))
+            if fetching is not None:
+                return fetching
             if len(inputs) > 1:
                 half = len(inputs) // 2
                 return self._run(inputs[:half]) + self._run(inputs[half:])
+        return self._run_staged(inputs, shape_of)
+
+    def _draft_over_tiers(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[int]:
+        """Have the inputs' tokens drafted by passes that fetch what they list, at once if it fits, else in halves.
+
+        A sequence whose lists do not fit alone, or cannot be fetched, drafts nothing: its first token alone is left.
+        Returns how many (layer, KV head, token) triples were fetched for each.
+        """
+        shape = shape_of(inputs)
+        if not shape.drafts:
+            return [0] * len(inputs)
+        if self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size):
+            drafted = self._passes.run_step(inputs, replace(shape, fetches=True))
+            if drafted is not None:
+                return [output.tokens_fetched for output in drafted]
+            if len(inputs) > 1:
+                half = len(inputs) // 2
+                return self._draft_over_tiers(inputs[:half], shape_of) + self._draft_over_tiers(inputs[half:], shape_of)
+        for item in inputs:
+            assert item.drafted is not None
+            del item.tokens[1:], item.drafted.tokens[:]
+        return [0] * len(inputs)
+
+    def _run_staged(self, inputs: list[SequenceInput], shape_of: ShapeOf) -> list[SequenceOutput]:
+        """Run inputs over whole sequences that are brought together, in as many passes as there must be."""
         outputs = []
         left = iter(inputs)
         for staged in self.kv.stage([item.kv for item in inputs]):
@@ -226,7 +254,7 @@ class ModelRunner(Runner):
                 self._passes.step_of(shape)
                 if (
                     item.drafted
-                    and not shape.drafts
+                    and (shape.drafts or not shape.weighs)
                     and self.kv.can_fetch(shape.width, shape.dense_layers, shape.block_size)
                 ):
                     self._passes.step_of(replace(shape, fetches=True))
@@ -270,10 +298,3 @@ class ModelRunner(Runner):
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
         return self._rounds.draft(requests)
-
-
-def _without_drafting(item: SequenceInput) -> SequenceInput:
-    """Return an input that runs its first token alone; it shares the tokens with `item`, of which none was drafted."""
-    assert item.drafted is not None
-    del item.tokens[1:], item.drafted.tokens[:]
-    return replace(item, read=None)

@@ -106,8 +106,8 @@ class PassRunner:
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None
     ) -> None:
         if shape.groups:
-            # What is always read wholly has nothing that means would stand in for, nor room for them.
-            self._kv.extend_group_means([item.kv for item in inputs if not item.kv.dense])
+            # What no pass reads sparsely has nothing that means would stand in for, nor room for them.
+            self._kv.extend_group_means([item.kv for item in inputs if item.kv.drafts or not item.kv.dense])
         budgets = [item.read.budget for item in inputs if item.read and item.read.budget]
         indices = [self.memories.index_of(budget.memory) for budget in budgets]
         lay_out_pass(buffers.inputs, shape, inputs, indices, self._kv, tables)

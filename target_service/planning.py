@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from config import TargetSettings
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.judging import Drafted
+from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
+from engine.runner import Runner
 from engine.sampling import Sampling, one_hot
 from engine.step_loop import share_prefill
 from sparsity.prompts import sparse_tokens
@@ -88,15 +90,15 @@ def plan_verify_step(
     sessions: Iterable[TargetSession],
     settings: TargetSettings,
     drafting: SelfDrafting | None,
-    deterministic: bool,
+    runner: Runner,
     counters: Counter[str],
     now: float,
 ) -> VerifyStep | None:
     """Return the next step of these sessions, in order of their arrival; None if there is nothing to run.
 
     A session that waits for its draft too long at the time `now` is decoded plainly until the draft is ready again.
-    drafting: how sessions draft for themselves, if they do. deterministic: whether KV has to be that of the first time
-    also where it is read again.
+    drafting: how sessions draft for themselves, if they do. runner: what will run the step. The KV of a deterministic
+    one has to be that of the first time also where it is read again.
     """
     step = VerifyStep()
     reading: list[TargetSession] = []
@@ -112,22 +114,24 @@ def plan_verify_step(
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
         elif not session.next_round.gamma or _may_decode_plainly(session, settings.draft_timeout, counters, now):
             alone.append(session)
-    step.rounds += _plan_alone(alone, settings, drafting, now)
+    step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now)
     starts = [session.kv.length for session in reading]
     shares = share_prefill(starts, _readable(reading), settings.prefill_chunk)
+    how = settings.most_drafted + 1, runner.deterministic
     for session, share in zip(reading, shares, strict=True):
         if share:
-            step.prefills.append((session, _plan_reading(session, share, settings.most_drafted + 1, deterministic)))
+            step.prefills.append((session, _plan_reading(session, share, *how)))
     return step if step.rounds or step.prefills else None
 
 
 def _plan_alone(
-    sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, now: float
+    sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, kv: KVCache, now: float
 ) -> list[VerifyRound]:
     """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
     able = [session for session in sessions if session.memory is not None and not session.is_paused]
     tokens = sum(len(session.tokens) for session in able)
-    if drafting is None or not able or not drafting.pays(tokens):
+    away = sum(len(session.tokens) for session in able if not kv.is_resident(session.kv))
+    if drafting is None or not able or not drafting.pays(tokens, away):
         return [plan_round(session, None, session.look_up(settings.most_drafted), now) for session in sessions]
     rounds = []
     for session in sessions:
@@ -137,7 +141,7 @@ def _plan_alone(
         base = len(session.tokens)
         drafted = drafting.drafted(session.weighed, base)
         item = plan_round(session, None, [0] * drafted, now)
-        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(tokens)
+        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(tokens, away)
         rounds.append(item)
     return rounds
 

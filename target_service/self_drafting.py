@@ -17,6 +17,7 @@ from sparsity.selection import row_words
 
 DECAY = 0.9  # of remembered weights, a round
 EXPECTED = 0.7  # of the drafted tokens, that must pay for a round before any is tried
+LINK = 60  # tokens of KV that a GPU reads from its own memory while one comes from the host's
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,21 @@ class SelfDrafting:
     weight_tokens: float
     least_tokens: int
 
-    def cost(self, tokens: int) -> float:
+    def cost(self, tokens: int, away: int = 0) -> float:
         """Return what drafting adds to a step over so many tokens of KV, in plain steps: so many tokens of each session
         have to be accepted. A step takes the time of reading weights and KV.
+
+        away: those of sessions whose KV has partly left the GPU. A plain step brings it from the host as well, and the
+        drafting passes find most of what they read still on the GPU, so that they add little to such a step.
         """
         pass_tokens = self.weight_tokens + self.plan.budget * tokens
-        return self.gamma * pass_tokens / (self.weight_tokens + tokens)
+        return self.gamma * pass_tokens / (self.weight_tokens + tokens + LINK * away)
 
-    def pays(self, tokens: int) -> bool:
+    def pays(self, tokens: int, away: int = 0) -> bool:
         """Return whether a step over so many tokens of KV is to draft."""
         if self.least_tokens >= 0:
             return tokens >= self.least_tokens
-        return self.cost(tokens) < EXPECTED * self.gamma
+        return self.cost(tokens, away) < EXPECTED * self.gamma
 
     def new_memory(self) -> ReadMemory:
         """Return what a session that drafts for itself begins with, where nothing was weighed."""

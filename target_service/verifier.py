@@ -196,7 +196,7 @@ class Verifier:
 
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
-        how = self.settings, self._drafting, self.runner.deterministic
+        how = self.settings, self._drafting, self.runner
         step = plan_verify_step(running, *how, self.counters, now)
         for item in step.rounds if step else []:
             if item.held:  # the pass writes the KV of these tokens anew

@@ -44,13 +44,12 @@ class Way:
     replayed: bool = False
 
     def __str__(self) -> str:
-        if self.mode == "none":
-            return "no draft"
-        if self.mode == "self":
-            return "self, exact"
+        hot = f", hot {self.hot:g}" if self.hot else ""
+        if self.mode in ("none", "self"):
+            return ("no draft" if self.mode == "none" else "self, exact") + hot
         outcomes = f", {self.branches} branches" if self.branches > 1 else ""
-        extras = [outcomes if self.ahead else ", not ahead", f", hot {self.hot:g}" if self.hot else ""]
-        return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{''.join(extras)}"
+        ahead = outcomes if self.ahead else ", not ahead"
+        return f"{self.mode}, {self.waves} wave{'s' * (self.waves > 1)}{ahead}{hot}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class PromptRow:
 @dataclass(frozen=True)
 class ServeRow:
     """The run of median tokens a second. runs: of each run, its tokens a second. of_none, of_resident: tokens a second
-    over those without a draft, and those of KV wholly on the GPU, in the same shape. drafted_after: seconds of runs
+    over those without a draft (over the same tiers, if that was measured), and those of KV wholly on the GPU, in the
+    same shape. drafted_after: seconds of runs
     before until nearly all rounds were drafted: in a shape's first row the draft reads its prompts then."""
 
     shape: Shape

@@ -1,8 +1,11 @@
 """Drafting by the model itself, before the pass that judges (PillarAttn of SparseSpec).
 
 The drafting passes run one token of each sequence and read lists, which stay the same for all of them: what earlier
-passes over everything have weighed most. The KV that they write is written again by the pass that judges.
+passes over everything have weighed most. The KV that they write is written again by the pass that judges. What of the
+lists has left the GPU is fetched once for all of them, ahead of the layers of the first.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,37 +13,47 @@ from torch import Tensor
 from engine.decoder import Decoder
 from engine.judging import WIDE_SUPPORT
 from engine.kv.cache import KVCache
+from engine.kv.fetch import FetchPlan
 from engine.layer_attention import LayerAttention, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.next_tokens import draw_tokens
-from engine.passes.reads import heads_of, listed_reads
+from engine.passes.reads import heads_of, listed_reads, slots_of_layers, tables_of_layers
 from engine.passes.shape import PassShape
 from kernels.backends import Backend, default_backend
 from kernels.top_few import top_few
 
 
 def draft_tokens(
-    decoder: Decoder | ModulesDecoder, kv: KVCache, shape: PassShape, given: dict[str, Tensor], attention: Backend
+    decoder: Decoder | ModulesDecoder,
+    kv: KVCache,
+    shape: PassShape,
+    given: dict[str, Tensor],
+    attention: Backend,
+    fetched: FetchPlan | None = None,
 ) -> None:
     """Draft all tokens of a pass but the first of each sequence, and put them where the pass takes them from.
 
     given: the buffers of the pass, lists among them; what is drafted goes to token_ids, draft_tokens, support_ids and
-    support_probs. It launches only.
+    support_probs. fetched: what brings the listed pages, if some are not on the GPU. It launches only.
     """
     heads, tables, ends = heads_of(decoder, kv), given["block_tables"], given["lengths"]
     drafted, present = shape.queries - 1, ends > 0
     sizes = shape.sequences, shape.queries
-    tokens, positions, slots = (given[name].view(sizes) for name in ("token_ids", "positions", "slots"))
+    of_tokens = [name for name in ("token_ids", "positions", "slots", "kept_slots") if name in given]
+    tokens = given["token_ids"].view(sizes)
     starts = torch.arange(shape.sequences + 1, dtype=torch.int32, device=ends.device)
-    listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention)
+    listed = listed_reads(heads, Rows(starts, ends, tables, 1), kv, shape, given, attention, fetched)
+    tables_of = tables_of_layers(shape, kv, given)
     for index in range(drafted):
         lengths = (ends - drafted + index).where(present, 0)
         each = Rows(starts, lengths, tables, 1)
-        attend = LayerAttention(heads, each, kv.layer_pages, attention, listed)
+        attend = LayerAttention(heads, each, kv.layer_pages, attention, listed, tables_of=tables_of)
         if shape.dense_layers:
             attend.dense_work = plan_reads(heads, each, attention)
-        token, position, slot = (rows[:, index].contiguous() for rows in (tokens, positions, slots))
-        logits = decoder.run(token, position, slot, kv.k_pages, kv.v_pages, attend)
+        row: dict[str, Tensor] = {name: given[name].view(sizes)[:, index].contiguous() for name in of_tokens}
+        slots = slots_of_layers(shape, kv, row)
+        logits = decoder.run(row["token_ids"], row["positions"], slots, kv.k_pages, kv.v_pages, attend)
+        listed = replace(listed, wait=None)  # the first pass has waited
         drawn = _draw(logits, given, index)
         tokens[:, index + 1] = drawn
         given["draft_tokens"][:, index] = drawn

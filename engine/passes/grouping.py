@@ -127,7 +127,8 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache) -> Pas
     if read.budget is not None:
         support = WIDE_SUPPORT if read.drafts and shape.support else shape.support
         shape = replace(shape, width=shape.blocks, decay=read.budget.memory.decay, support=support)
-        return replace(shape, read_weights=not read.drafts, drafts=read.drafts)
+        drafts = read.drafts and len(first.tokens) > 1  # a pinned shape has room for more
+        return replace(shape, read_weights=not read.drafts, drafts=drafts, weighs=read.drafts)
     width = max((entry[0].shape[1] for entry in _lists(inputs)), default=0)
     return replace(shape, width=max(1, width), read_weights=read.emit_weights)
 

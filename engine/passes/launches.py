@@ -10,7 +10,7 @@ from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
 from engine.passes.drafting import draft_tokens
-from engine.passes.reads import heads_of, listed_layers, listed_reads
+from engine.passes.reads import heads_of, listed_layers, listed_reads, slots_of_layers, tables_of_layers
 from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
@@ -36,18 +36,20 @@ def run_pass(
     given = buffers.tensors
     if shape.shares_out:
         _share_out(given, shape, kv.kv_heads)
-    if shape.drafts and shape.queries > 1:
-        draft_tokens(decoder, kv, shape, given, attention)
     fetched = None
     if shape.fetches:
         listed = given["lists"], given["counts"], shape.block_size, given["block_tables"]
         fetched = kv.fetch_plan(*listed, given["round"])
+    if shape.drafts:
+        draft_tokens(decoder, kv, shape, given, attention, fetched)
+        buffers.results.device["drafted"].copy_(given["draft_tokens"])
+    if fetched is not None:
+        _leave_fetched(buffers, fetched)
+    if shape.drafts_alone:
+        return
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
-    slots: Tensor | list[Tensor] = given["slots"]
-    if shape.kept:
-        slots = [given["kept_slots" if layer in kv.kept_layers else "slots"] for layer in range(kv.num_layers)]
-    tokens = given["token_ids"], given["positions"], slots
+    tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
     given["logits"] = decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
     _leave_results(shape, buffers, fetched)
 
@@ -69,11 +71,10 @@ def _attention_of(
     rows = Rows(given["query_starts"], given["lengths"], given["block_tables"], shape.queries)
     tuning = pinned_tuning(heads.dim) if shape.pinned else None
     attend = LayerAttention(heads, rows, kv.layer_pages, attention)
-    if not shape.width or shape.dense_layers or shape.drafts:
+    if not shape.width or shape.dense_layers or shape.weighs:
         attend.dense_work = plan_reads(heads, rows, attention, tuning)
-    if shape.kept:
-        attend.tables_of = lambda layer: given["kept_tables"] if layer in kv.kept_layers else rows.tables
-    if shape.drafts:
+    attend.tables_of = tables_of_layers(shape, kv, given)
+    if shape.weighs:
         assert shape.decay is not None
         memory, index = given["memory"][:, :, : shape.blocks], listed_layers(shape, kv)
         attend.weights = BlockMemory(memory, given["indices"], index, shape.decay, shape.block_size, shape.pinned)
@@ -85,27 +86,29 @@ def _attention_of(
     return attend
 
 
+def _leave_fetched(buffers: Buffers, fetched: FetchPlan) -> None:
+    """Leave what of the lists was fetched, and whether all of it found room."""
+    given, results = buffers.tensors, buffers.results.device
+    results["listed"].copy_(given["counts"].sum())
+    results["overflow"].copy_(fetched.overflow)
+    results["fetched"].copy_(fetched.transfers.counts.sum())
+    results["missed"].copy_(fetched.missed)
+
+
 def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None) -> None:
     """Leave what the host is to know, and remember the weights that were read."""
     given, results = buffers.tensors, buffers.results.device
     backend = default_backend(given["logits"].device)
-    if fetched is not None:
-        results["listed"].copy_(given["counts"].sum())
-        results["overflow"].copy_(fetched.overflow)
-        results["fetched"].copy_(fetched.transfers.counts.sum())
-        results["missed"].copy_(fetched.missed)
     if shape.judged:
         by_sequence = given["logits"].view(shape.sequences, shape.queries, -1)
         accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=shape.pinned, cuts=shape.cuts)
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
-    if shape.drafts:
-        results["drafted"].copy_(given["draft_tokens"])
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))
-    if shape.drafts:  # the memory has what the pass weighed
+    if shape.weighs:  # the memory has what the pass weighed
         return
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again

@@ -17,10 +17,9 @@ def read_outputs(
 ) -> list[SequenceOutput]:
     """Return what each input asked for, copied out of the buffers, and advance the lengths of their KV.
 
-    results: of the buffers, once they are on the host.
+    results: of the buffers, once they are on the host. Of passes that only draft the outputs say what was fetched, and
+    lengths stay: the pass that judges writes this KV again.
     """
-    for item in inputs:
-        item.kv.length += len(item.tokens)
     outputs = [SequenceOutput() for _ in inputs]
     for i, output in enumerate(outputs):
         if "blocks_read" in results:
@@ -31,7 +30,11 @@ def read_outputs(
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
     if shape.drafts:
-        _tell_drafted(buffers, inputs, results["drafted"])
+        _tell_drafted(buffers, shape, inputs, results["drafted"])
+    if shape.drafts_alone:
+        return outputs
+    for item in inputs:
+        item.kv.length += len(item.tokens)
     if shape.judged:
         _judge_by_rules(buffers, shape, inputs, outputs)
     else:
@@ -46,15 +49,16 @@ def read_outputs(
     return outputs
 
 
-def _tell_drafted(buffers: Buffers, inputs: list[SequenceInput], tokens: np.ndarray) -> None:
-    """Put what was drafted in the place of the inputs' tokens, with what it was drawn from if the host is to judge it.
+def _tell_drafted(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tokens: np.ndarray) -> None:
+    """Put what was drafted in the place of the inputs' tokens, with what it was drawn from if the host or another pass
+    is to judge it.
 
     tokens: [sequences, drafted] int32.
     """
     for i, item in enumerate(inputs):
         assert item.drafted is not None
         item.tokens[1:] = item.drafted.tokens[:] = tokens[i].tolist()
-        if not item.drafted.is_plain and not item.drafted.sampling.greedy:
+        if (shape.drafts_alone or not item.drafted.is_plain) and not item.drafted.sampling.greedy:
             ids, probs = (buffers.tensors[name][i].cpu().numpy() for name in ("support_ids", "support_probs"))
             item.drafted.supports[:] = [Support(*of_token) for of_token in zip(ids, probs, strict=True)]
 

@@ -19,7 +19,8 @@ class PassShape:
     min_p. pinned: whether splits of attention are independent of the batch. kept: whether some layers' pages lie at
     their own numbers, others' where the KV put them. fetches: whether block tables name pages of the backing store,
     and listed ones are fetched first. drafts: whether all tokens but the first of each sequence are drafted before by
-    passes over lists (SparseRead.drafts); the pass itself has none then.
+    passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
+    and has the budget's memory take up what it weighs (SparseRead.drafts).
     """
 
     sequences: int
@@ -39,11 +40,17 @@ class PassShape:
     kept: bool = False
     fetches: bool = False
     drafts: bool = False
+    weighs: bool = False
 
     @property
     def shares_out(self) -> bool:
-        """Whether lists are made of a budget; a pass that drafts nothing needs none."""
-        return self.decay is not None and not (self.drafts and self.queries == 1)
+        """Whether lists are made of a budget; a pass that weighs needs none but to draft."""
+        return self.decay is not None and (self.drafts or not self.weighs)
+
+    @property
+    def drafts_alone(self) -> bool:
+        """Whether nothing runs but the passes that draft."""
+        return self.drafts and self.fetches
 
     @property
     def blocks(self) -> int:

@@ -23,7 +23,7 @@ from benchmarks.serving.breakdown import RoundParts, break_down
 from benchmarks.serving.clients import Load, prompt_of, run_clients
 from benchmarks.serving.deployment import kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
-from benchmarks.serving.rows import Shape
+from benchmarks.serving.rows import Shape, Way
 from benchmarks.serving.service import replayed_words
 from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
@@ -225,6 +225,16 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
     assert plot.stat().st_size > 0
     assert "approximate, 2 waves, 2 branches, hot 0.6" in capsys.readouterr().out
+
+
+def test_rows_over_tiers_say_so() -> None:
+    ways = Way("none", hot=0.25), Way("self", hot=0.25), Way("exact", 2, True, hot=0.25), Way("self")
+    assert list(map(str, ways)) == [
+        "no draft, hot 0.25",
+        "self, exact, hot 0.25",
+        "exact, 2 waves, hot 0.25",
+        "self, exact",
+    ]
 
 
 @pytest.mark.slow

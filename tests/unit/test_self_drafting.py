@@ -30,6 +30,7 @@ def test_drafting_pays_at_length_and_not_before() -> None:
     assert drafting.cost(0) == 8, "without KV each drafting pass is a whole step"
     assert drafting.cost(8 * 102_400) == pytest.approx(1.46, abs=0.01)
     assert not drafting.pays(8 * 4_096) and drafting.pays(8 * 16_384) and drafting.pays(102_400)
+    assert drafting.pays(4_096, 4_096) and drafting.cost(102_400, 102_400) < 0.2, "each step waits for the host's link"
     forced = replace(drafting, least_tokens=100)
     assert not forced.pays(99) and forced.pays(100)
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ import models
 from config import TargetSettings
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.judging import Drafted
-from engine.kv.pages import SequenceKV
+from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.kv.tiered import TieredKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.logit_rules import rules_of
@@ -35,7 +37,8 @@ SAMPLED = Sampling(1.0, seed=1)
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that looks at some tokens more than at others."""
     folder: Path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
@@ -49,20 +52,38 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
             ):
                 part.weight *= 10
     model.save_pretrained(folder)
-    made = make_runner(load_model(str(folder), torch.float32, DEVICE), 16000, max_context=400, step_queries=GAMMA + 1)
+    return folder
+
+
+def runner_of(folder: Path, gpu_pages: int = 1000, backing_pages: int = 0, **how: Any) -> ModelRunner:
+    sizes = gpu_pages * PAGE_SIZE, backing_pages * PAGE_SIZE, 400
+    made = make_runner(load_model(str(folder), torch.float32, DEVICE), *sizes, step_queries=GAMMA + 1, **how)
     made.kv.keep_group_means(PLAN.group_size, 1000)
     made.keep_memories(600)
     return made
 
 
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    return runner_of(folder)
+
+
+def tiers_of(runner: ModelRunner) -> TieredKV:
+    assert isinstance(runner.kv, TieredKV)
+    return runner.kv
+
+
 class Session:
     """One sequence that is drafted for by itself."""
 
-    def __init__(self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY) -> None:
+    def __init__(
+        self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY, plan: Plan = PLAN
+    ) -> None:
         self.runner, self.tokens, self.sampling, self.kv = runner, list(prompt), sampling, SequenceKV()
-        self.drafting = SelfDrafting(replace(PLAN, budget=share), GAMMA, 0.0, 0)
+        self.drafting = SelfDrafting(replace(plan, budget=share), GAMMA, 0.0, 0)
         self.memory = self.drafting.new_memory()
-        runner.forward([SequenceInput(self.kv, prompt[:-1])])
+        for start in range(0, len(prompt) - 1, 64):
+            runner.forward([SequenceInput(self.kv, prompt[start : min(start + 64, len(prompt) - 1)])])
 
     def plan(self, drafted: int, **how: object) -> SequenceInput:
         base = len(self.tokens)
@@ -200,28 +221,117 @@ def test_rules_and_log_probabilities_are_of_what_was_drafted(runner: ModelRunner
         runner.kv.release(session.kv)
 
 
+# Over tiers
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("kept", [(), (1,)], ids=["", "kept"])
+@pytest.mark.parametrize("gpu_pages", [60, 24, 7])
+def test_greedy_tokens_over_tiers_are_those_of_plain_decoding_without(
+    runner: ModelRunner, folder: Path, gpu_pages: int, kept: tuple[int, ...], deterministic: bool
+) -> None:
+    """All pages on the GPU, half of them, and as many as are written at once; one session leaves on the way."""
+    tiered = runner_of(folder, gpu_pages, 100, dense_layers=kept, deterministic=deterministic)
+    kv, plan = tiers_of(tiered), replace(PLAN, dense_layers=kept)
+    prompts = [tokens(n, n) for n in (300, 131, 17)]
+    sessions = [Session(tiered, prompt, 0.2, plan=plan) for prompt in prompts]
+    running, drafted = list(zip(sessions, prompts, strict=True)), 0
+    for step in range(8):
+        if step == 4:
+            leaver, _ = running.pop(1)
+            kv.release(leaver.kv)
+        items = [session.plan(GAMMA if step else 0) for session, _ in running]
+        for (session, _), item, output in zip(running, items, tiered.forward(items), strict=True):
+            drafted += len(item.tokens) - 1
+            session.commit(item, output)
+        kv.check_integrity()
+    counted = kv.counters
+    assert (counted.stages > 0, counted.overflow_pages > 0) == (gpu_pages < 60, gpu_pages < 24)
+    assert drafted == GAMMA * 17 or (gpu_pages < 24 and drafted > 0)
+    for session, prompt in running:
+        assert session.tokens == decoded(runner, prompt, len(session.tokens) - len(prompt))
+        check_committed(session, runner)
+
+
+def check_committed(session: Session, runner: ModelRunner) -> None:
+    """The KV of a session over tiers, and the group means that it has, are those of its tokens read as a prompt."""
+    fresh, kv = SequenceKV(), tiers_of(session.runner)
+    runner.forward([SequenceInput(fresh, session.tokens[:-1])])
+    full = session.kv.length // PAGE_SIZE
+    pages_of, table = kv.layer_pages, kv.gpu_pages(session.kv)
+    if not kv.is_resident(session.kv):
+        (staged,) = kv.stage([session.kv])
+        pages_of, table = staged.layer, staged.tables[0]
+    for layer in range(kv.num_layers):
+        places = session.kv.table() if layer in kv.kept_layers else table
+        for found, wanted in zip(pages_of(layer), runner.kv.layer_pages(layer), strict=True):
+            torch.testing.assert_close(found[places[:full]], wanted[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
+    pool = runner.kv.extend_group_means([fresh])
+    assert kv.means is not None and len(session.kv.groups) >= len(fresh.groups) - 1
+    of_both = kv.means.k[:, session.kv.groups], pool.k[:, fresh.groups[: len(session.kv.groups)]]
+    torch.testing.assert_close(*of_both, atol=1e-4, rtol=1e-3)
+    runner.kv.release(fresh)
+
+
+@pytest.mark.parametrize("ruled", [False, True], ids=["plain", "ruled"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.06, seed=1, top_k=60)], ids=["greedy", "sampled"])
+def test_rounds_over_tiers_are_those_without(
+    runner: ModelRunner, folder: Path, sampling: Sampling, ruled: bool
+) -> None:
+    """The same is drafted and, by the same draws, accepted; what came over the link is told."""
+    tiered = runner_of(folder, 16, 100)
+    prompt, counted, accepted = tokens(300, 4), tiers_of(tiered).counters, 0
+    if ruled:
+        sampling = replace(sampling, logit_bias={prompt[5]: -1e9})
+    sides = [Session(each, prompt, 0.3, sampling) for each in (runner, tiered)]
+    for step in range(6):
+        how = {"rules": rules_of(sampling, len(prompt), []), "logprobs": 1} if ruled else {}
+        before = counted.fetched_pages + counted.staged_pages
+        items = [session.plan(GAMMA if step else 0, **how) for session in sides]
+        outputs = [session.runner.forward([item])[0] for session, item in zip(sides, items, strict=True)]
+        assert items[0].tokens == items[1].tokens and outputs[0].verdict == outputs[1].verdict
+        assert outputs[0].verdict is not None
+        accepted += outputs[0].verdict[0]
+        assert outputs[0].tokens_fetched == 0 < outputs[1].tokens_fetched
+        # Of groups that are complete now means were made, of what was brought together for that.
+        assert outputs[1].tokens_fetched <= PAGE_SIZE * (counted.fetched_pages + counted.staged_pages - before)
+        for session, item, output in zip(sides, items, outputs, strict=True):
+            session.commit(item, output)
+    assert 0 < accepted < 5 * GAMMA and counted.fetched_pages > 0
+    runner.kv.release(sides[0].kv)
+
+
 @pytest.mark.parametrize("backing_tokens", [0, 8000])
 def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers(backing_tokens: int) -> None:
-    """Served sessions; with a backing store most of their KV leaves the device on the way."""
+    """Served sessions, one of which is aborted; with a backing store most of their KV leaves the device on the way."""
     model = load_model(str(models.TARGET), torch.float32, "cpu", "sdpa")
     texts = [[(7 * i * i + 3 * i) % 4000 + n for i in range(length)] for n, length in ((50, 300), (90, 700))]
-    plan: Plan = load_plan(models.PLAN)
+    plan: Plan = replace(load_plan(models.PLAN), group_size=64)
     runner = make_runner(model, 640 if backing_tokens else 4000, backing_tokens, 1000, (), step_queries=GAMMA + 1)
     settings = TargetSettings(
-        draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=2, prefill_chunk=128
+        draft="self", self_from=0, self_read_share=0.2, max_context=1000, max_sessions=3, prefill_chunk=128
     )
     verifier = Verifier(runner, plan, settings)
-    served: dict[str, list[int]] = {"0": [], "1": []}
+    served: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+    fetched = 0
 
     def emit(event: m.ServedEvent) -> None:
+        nonlocal fetched
         assert isinstance(event, m.Commit)
         served[event.at.session] += event.tokens
+        fetched += event.kv_tokens_fetched
 
-    for name, text in enumerate(texts):
+    for name, text in enumerate([*texts, texts[0]]):
         verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)
     while (step := verifier.plan_step()) is not None:
         verifier.finish_step(step, verifier.execute(step))
-    assert (verifier.counters["self_accepted_tokens"] > 20) == (not backing_tokens), "over tiers nothing is drafted"
+        if len(served["2"]) > 20:
+            verifier.abort("2")
+        for item in step.rounds:
+            if item.session.id in verifier.admission.running:
+                assert item.session.kv.groups, "group means stand in for what the drafting passes leave out"
+    assert verifier.counters["self_accepted_tokens"] > 20
+    assert (fetched > 0, verifier.totals.get("kv_fetched_pages", 0) > 0) == (backing_tokens > 0,) * 2
     for name, text in enumerate(texts):
         expected = model.generate(  # type: ignore[operator]
             torch.tensor([text]), do_sample=False, max_new_tokens=48, eos_token_id=None, pad_token_id=0
