@@ -5,6 +5,8 @@ positions, which gives rounds their acceptance. Random choices play no part.
 """
 
 import argparse
+import random
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -27,6 +29,7 @@ from wire.server import RunningServer, keep_loaded, serve_until_signal
 VOCAB = 4096  # the bundled tokenizer's
 LAYERS, KV_HEADS, HEADS = 2, 2, 4
 _PERIOD, _ERRORS = 61, (7, 18, 29, 40, 51)  # positions of a period at which the draft errs: one in twelve
+_UNFORESEEN = 3000  # a token that follows no other
 _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
 _CHANGING = 0.13  # share of a block's weight that changes from position to position
 
@@ -36,9 +39,15 @@ class ScriptedRunner(Runner):
 
     Block weights are random and change from position to position so that about a third of a round's selection is new,
     as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
+
+    step_ms: milliseconds that a step takes, in any case and for each of its rounds, as if there were a model.
+    unforeseen: the share of its verdicts that are none of what a draft expects; these are drawn.
     """
 
-    def __init__(self, errs: bool, pages: int = 20_000) -> None:
+    def __init__(
+        self, errs: bool, pages: int = 20_000, step_ms: tuple[float, float] = (0.0, 0.0), unforeseen: float = 0.0
+    ) -> None:
+        self._step_ms, self._unforeseen, self._random = step_ms, unforeseen, random.Random(0)
         self.vocab_size = VOCAB
         self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
@@ -46,7 +55,13 @@ class ScriptedRunner(Runner):
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
         self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
 
+    def _take_time(self, rounds: int) -> None:
+        in_any_case, each = self._step_ms
+        if rounds:
+            time.sleep((in_any_case + each * rounds) / 1000)
+
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
+        self._take_time(sum(item.drafted is not None for item in inputs))
         outputs = []
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
@@ -63,6 +78,8 @@ class ScriptedRunner(Runner):
     def _judge(self, drafted: Drafted) -> tuple[int, int]:
         if not drafted.sampling.greedy:
             raise NotImplementedError("the scripted model decodes greedily: ask for temperature 0")
+        if drafted.tokens and self._random.random() < self._unforeseen:
+            return 0, _UNFORESEEN
         own = self._tokens_from(drafted.base, len(drafted.tokens) + 1)
         agree = [a == b for a, b in zip(drafted.tokens, own, strict=False)]
         accepted = len(agree) if all(agree) else agree.index(False)
@@ -76,6 +93,7 @@ class ScriptedRunner(Runner):
         self._alternatives = settings.alternatives
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        self._take_time(len(requests))
         outputs = []
         for item in requests:
             base = item.kv.length + len(item.tokens)
@@ -126,18 +144,22 @@ def main() -> None:
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="for the draft: what to dial")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--branches", type=int, default=DraftSettings.branches, help="for the draft")
+    parser.add_argument("--waves", type=int, default=DraftSettings.micro_batches, help="for the draft")
+    parser.add_argument("--step-ms", type=float, nargs=2, default=(0.0, 0.0))
+    parser.add_argument("--unforeseen", type=float, default=0.0)
     flags = parser.parse_args()
     torch.set_num_threads(1)
     plan = scripted_plan()
     hello = Hello(flags.side, "scripted", VOCAB, "scripted", plan.hash, flags.gamma, plan.block_size)
 
     async def run(on_ready: Callable[[RunningServer], None]) -> None:
-        runner = ScriptedRunner(errs=flags.side == "draft")
+        step_ms = (flags.step_ms[0], flags.step_ms[1])
+        runner = ScriptedRunner(errs=flags.side == "draft", step_ms=step_ms, unforeseen=flags.unforeseen)
         if flags.side == "target":
             settings = TargetSettings(port=flags.port, gamma=flags.gamma)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
-            drafting = {"gamma": flags.gamma, "branches": flags.branches}
+            drafting = {"gamma": flags.gamma, "branches": flags.branches, "micro_batches": flags.waves}
             draft_settings = DraftSettings(targets=(flags.target,), port=flags.port, **drafting)
             await draft_service.serve(draft_settings, runner, plan, hello, on_ready)
 

@@ -66,16 +66,22 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
 
     Raises ValueError for numbers that give nothing to measure, OSError if a process does not start.
     """
-    sessions, tokens, gamma, branches = flags.sessions, flags.tokens, flags.gamma, flags.branches
+    sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
     _check(sessions, tokens, gamma)
-    command = f"--sessions {' '.join(map(str, sessions))} --tokens {tokens} --gamma {gamma} --branches {branches}"
+    target = ["--gamma", str(gamma), "--unforeseen", str(flags.unforeseen)]
+    draft = ["--gamma", str(gamma), "--branches", str(flags.branches), "--waves", str(flags.waves)]
+    command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), *draft, *target[2:]]
+    for side, own in (("target", target), ("draft", draft)):
+        milliseconds = [f"{each:g}" for each in getattr(flags, f"{side}_ms")]
+        own += ["--step-ms", *milliseconds]
+        command += [f"--{side}-ms", *milliseconds]
     head = {
         "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench stack {command}",
+        "command": f"specahead bench stack {' '.join(command)}",
     }
     cases = list(itertools.product(EXACTNESS, sessions))
-    with _stack(gamma, branches) as (address, processes):
+    with _stack(gamma, target, draft) as (address, processes):
         # The first pass warms up: connections, prompts to reuse, code paths.
         passes = [
             [asyncio.run(_measure(address, processes, n, tokens, exactness)) for exactness, n in cases]
@@ -170,13 +176,11 @@ async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: in
 
 
 @contextlib.contextmanager
-def _stack(gamma: int, branches: int) -> Iterator[tuple[str, list[int]]]:
+def _stack(gamma: int, target_flags: list[str], draft_flags: list[str]) -> Iterator[tuple[str, list[int]]]:
     """Scripted target and draft, and the client endpoints over them; yields the gRPC address, and the ids of the
     processes of SIDES, of which this one is the last.
     """
     target, draft = free_addresses(2)
-    shared = ("--gamma", str(gamma))
-    drafting = ("--port", port_of(draft), "--target", target, "--branches", str(branches))
     processes: list[int] = []
     with children() as start:
 
@@ -185,9 +189,10 @@ def _stack(gamma: int, branches: int) -> Iterator[tuple[str, list[int]]]:
             processes.append(process.pid)
             return process
 
-        start_noted("benchmarks.scripted", "target", "--port", port_of(target), *shared)
-        start_noted("benchmarks.scripted", "draft", *drafting, *shared)
-        address = start_endpoints(start_noted, "--target-address", target, "--draft-address", draft, *shared)
+        start_noted("benchmarks.scripted", "target", "--port", port_of(target), *target_flags)
+        start_noted("benchmarks.scripted", "draft", "--port", port_of(draft), "--target", target, *draft_flags)
+        services = ("--target-address", target, "--draft-address", draft)
+        address = start_endpoints(start_noted, *services, "--gamma", str(gamma))
         yield address, [*processes, os.getpid()]
 
 

@@ -88,7 +88,7 @@ class Service:
         self._busy = step is not None
         if step is not None:
             self._clock.call_in(self._seconds(step), partial(self._finish, step))
-        elif isinstance(self.actor, Verifier) and (seconds := self.actor.next_deadline()) is not None:
+        elif (seconds := self.actor.next_deadline()) is not None:
             self._clock.call_in(seconds, self.wake)
 
     def _finish(self, step: Any) -> None:
