@@ -280,8 +280,9 @@ class DraftSettings(ServiceSettings):
     )
     ahead: bool = _rounds(True, "draft the next round while one is verified, where verdicts are mostly foreseen")
     micro_batches: int = _rounds(
-        2,
-        "micro-batches that sessions are drafted in, so that one is verified while the next is drafted",
+        1,
+        "micro-batches that sessions are drafted in; with 2 one is verified while the next is drafted, which may pay "
+        "where verdicts are seldom foreseen",
         name="draft_waves",
         flag="waves",
         least=1,

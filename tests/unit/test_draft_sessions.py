@@ -32,7 +32,7 @@ class DraftStand:
 
     def __post_init__(self) -> None:
         runner = FakeRunner(FakeModel().draft, False, DRAFT_LAYERS, DRAFT_HEADS, self.pages)
-        self.drafter = Drafter(runner, PLAN, DraftSettings(gamma=4, ahead=self.ahead))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=2, gamma=4, ahead=self.ahead))
         self.peer = TargetPeer(self.sent.append)
         self.drafter.attach(self.peer)
         self.tokens = [7] * 40
