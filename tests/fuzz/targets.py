@@ -18,6 +18,8 @@ from pydantic_core import from_json
 from engine.loading.tokenizer import load_tokenizer
 from engine.sampling import Sampling, Support
 from models import TARGET
+from orchestrator.access import OPEN, guard_http
+from orchestrator.callers import Callers
 from orchestrator.chat import render_chat
 from orchestrator.chat_request import ChatRequest
 from orchestrator.generation import Frontend
@@ -288,7 +290,9 @@ def gateway() -> Target:
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    app = make_app(ServedModels([frontend]), read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    models = ServedModels([frontend])
+    app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
+    guarded = guard_http(app, Callers([]), OPEN, models)
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:
@@ -306,7 +310,7 @@ def gateway() -> Target:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        await app(scope, receive, send)
+        await guarded(scope, receive, send)
         assert statuses and statuses[0] < 500, f"{path}: {statuses}"
         assert not router.running, "a session is left"
         router.opened.clear()

@@ -224,7 +224,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert rows["none", 0]["figures"]["tokens_a_round"] == 1
     assert 1 < rows["exact", 0]["figures"]["tokens_a_round"] <= 5
     assert plot.stat().st_size > 0
-    assert "approximate, 2 waves, 2 branches, hot 0.6" in capsys.readouterr().out
+    assert "approximate, 1 wave, 2 branches, hot 0.6" in capsys.readouterr().out
 
 
 def test_rows_over_tiers_say_so() -> None:
