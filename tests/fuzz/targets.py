@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from engine.loading.tokenizer import load_tokenizer
 from engine.sampling import Sampling, Support
 from models import TARGET
-from orchestrator.access import OPEN, guard_http
+from orchestrator.access import guard_http
 from orchestrator.callers import Callers
 from orchestrator.chat import render_chat
 from orchestrator.chat_request import ChatRequest
@@ -292,7 +292,7 @@ def gateway() -> Target:
 
     models = ServedModels([frontend])
     app = make_app(models, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    guarded = guard_http(app, Callers([]), OPEN, models)
+    guarded = guard_http(app, Callers([]), (), models)
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:
