@@ -58,10 +58,10 @@ def greedy() -> Proof:
     return is_greedy
 
 
-# All prompts with the setting that is served most, every third with others. share: of the drafted tokens at
+# Every second prompt with the setting that is served most, every third with another. share: of the drafted tokens at
 # least so many are accepted; measured 0.75 and 0.50, and below 0.33.
 @pytest.mark.parametrize(
-    ("gamma", "branches", "share", "every"), [(1, 1, 0.7, slice(0, None, 3)), (4, 8, 0.45, slice(None))]
+    ("gamma", "branches", "share", "every"), [(1, 1, 0.7, slice(0, None, 3)), (4, 8, 0.45, slice(1, None, 2))]
 )
 def test_greedy_exact_equals_transformers(
     gamma: int,
