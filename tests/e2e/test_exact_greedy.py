@@ -108,7 +108,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     file.write_text(MODELS)
     stack = launch("--config", str(file))
     assert list(stack.services) == ["target@pair", "draft@pair", "target@ngram", "target@self"]
-    drafted, accepted = check(stack, "pair", prompts[1::4], greedy)
+    drafted, accepted = check(stack, "pair", prompts[1::5], greedy)
     assert accepted > 0.17 * drafted, "fewer drafted tokens were accepted than these books give"
     assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name="pair") == accepted
     names = "confirmed_tokens", "screened_tokens"
@@ -118,8 +118,8 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     assert confirmed > 0.5 * screened > 100, "fewer were confirmed than these books give"
     for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
-        drafted, accepted = check(stack, model, prompts[2::4], greedy)
-        assert accepted > share * drafted > 100, "fewer were accepted than these books give"  # ngram: 251 of 441
+        drafted, accepted = check(stack, model, prompts[2::5], greedy)
+        assert accepted > share * drafted > 80, "fewer were accepted than these books give"  # ngram: 251 of 441
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
         assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted
