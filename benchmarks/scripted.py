@@ -1,7 +1,7 @@
 """A model that costs next to nothing, to measure everything else: `python -m benchmarks.scripted target|draft`.
 
 The next token is a fixed function of the position, so both sides agree; the draft errs at a fixed share of the
-positions, which gives rounds their acceptance. Random choices play no part.
+positions, which gives rounds their acceptance. Random choices play no part, but where verdicts are to be unforeseen.
 """
 
 import argparse

@@ -72,7 +72,8 @@ class DraftStepResult:
 class Work(NamedTuple):
     """The sessions for which a step could do something.
 
-    near: those whose prompt is read; due: those of them with a round to draft. reading: those with a prompt to read.
+    near: those whose prompt has been read. due: those of them with a round to draft. reading: those with a prompt to
+    read.
     """
 
     near: list[DraftSession]

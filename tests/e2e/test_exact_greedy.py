@@ -119,7 +119,7 @@ def test_greedy_exact_of_several_models_in_one_launch_equals_transformers(
     for model, share in (("ngram", 0.4), ("self", 0.35)):  # when self drafts is up to how busy the machine is
         assert metric(stack.http, "spec_decode_num_draft_tokens_total", model_name=model) == 0
         drafted, accepted = check(stack, model, prompts[2::5], greedy)
-        assert accepted > share * drafted > 80, "fewer were accepted than these books give"  # ngram: 251 of 441
+        assert accepted > share * drafted > 80, "fewer were accepted than these books give"  # ngram: some 57 %
         events = {"service": f"target@{model}", "name": f"{model}_accepted_tokens"}
         assert metric(stack.http, "service_events_total", **events) == accepted
         assert metric(stack.http, "spec_decode_num_accepted_tokens_total", model_name=model) == accepted
