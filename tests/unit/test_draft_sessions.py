@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,6 +297,25 @@ def test_drafting_ahead_stops_where_guesses_fail() -> None:
     crowd.drafter.receive(crowd.peer, m.End("b"))
     crowd.run()
     assert all(goes_ahead("a") for _ in range(4))
+
+
+def test_a_step_that_was_put_off_begins_with_the_next_verdict_or_when_that_is_late() -> None:
+    for comes in (True, False):
+        crowd = Crowd("ab")
+        crowd.peer.verdicts.latest, crowd.peer.verdicts.gap = time.perf_counter() - 100, 100.0
+        crowd.reject("a")
+        planned = crowd.drafter.plan_step()  # its target waits
+        assert planned is not None
+        crowd.drafter.finish_step(planned, replace(crowd.drafter.execute(planned), seconds=200.0))
+        assert crowd.step() == []  # what is behind it can wait until the verdict on the other one
+        deadline = crowd.drafter.next_deadline()
+        assert deadline is not None and 150 < deadline < 160
+        if comes:
+            crowd.reject("b")
+        else:
+            crowd.peer.verdicts.latest -= 161
+        assert set(crowd.step()) == ({"a", "b"} if comes else {"a"})
+        assert crowd.drafter.next_deadline() is None
 
 
 def test_no_micro_batch_is_refused() -> None:
