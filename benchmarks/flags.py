@@ -218,6 +218,7 @@ def add_shared_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--waves", type=int, default=1, help="micro-batches that sessions are drafted in")
     parser.add_argument("--branches", type=int, default=1, help="outcomes that are drafted for ahead")
+    parser.add_argument("--ahead", default="yes", choices=["yes", "no"], help="draft on before a verdict is here")
     parser.add_argument("--read-share", type=float, default=1.0, help="of later draft steps")
     parser.add_argument(
         "--two-drafts",

@@ -77,7 +77,7 @@ def _measure(
         )
         deployment.start(with_draft=True)
         clients = _Clients(flags, shape, deployment.targets, deployment.endpoints)
-        deployment.control(Controls(flags.waves, True, flags.branches, foresight=flags.foresight))
+        deployment.control(Controls(flags.waves, flags.ahead == "yes", flags.branches, foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}
         ways = [[name] for name in deployment.targets] if alone is None else []
