@@ -96,7 +96,8 @@ class SequenceInput:
 
     read, prompt: how queries read sparsely; with neither, they read everything. drafted: of `tokens` all but the first,
     to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
-    behind the first are put in the place of those given, in `drafted` as well.
+    behind the first are put in the place of those given, in `drafted` as well. follows: the place that the sequence had
+    in the step before, which still runs (Runner.launch): its one token is the one that step leaves, not the one given.
     """
 
     kv: SequenceKV
@@ -105,6 +106,7 @@ class SequenceInput:
     read: SparseRead | None = None
     drafted: Drafted | None = None
     prompt: SparsePrompt | None = None
+    follows: int | None = None
 
     @property
     def logits_rows(self) -> int:

@@ -23,6 +23,7 @@ from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
 from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
+from engine.passes.outputs import StepUnderWay
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
@@ -85,6 +86,9 @@ class ModelRunner(Runner):
         # On a CPU reading all by lists costs more than reading the weights twice. What a deterministic step gives must
         # not depend on what runs beside it.
         self._joins = self._captures and not deterministic
+        # Where launches are no graphs the host is busy as long as the device.
+        self.goes_ahead = self._captures and not deterministic and not kv.offloads
+        self._turn = 1
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
         memories = ReadMemories(MEMORIES)
@@ -106,6 +110,12 @@ class ModelRunner(Runner):
         for members in groups.values():
             outputs.update(zip(members, self._run([inputs[i] for i in members]), strict=True))
         return [outputs[i] for i in range(len(inputs))]
+
+    @torch.inference_mode()
+    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+        self.kv.begin_pass([(item.kv, 1) for item in inputs])
+        self._turn = 3 - self._turn
+        return self._passes.launch_step(inputs, replace(step_shape(inputs, self.kv, self._limits), turn=self._turn))
 
     def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run inputs of one kind."""
@@ -252,6 +262,9 @@ class ModelRunner(Runner):
             for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
                 shape = step_shape([item] * count, self.kv, self._limits)
                 self._passes.step_of(shape)
+                if self.goes_ahead and item.drafted and item.read is None and len(item.tokens) == 1:
+                    for turn in (1, 2):
+                        self._passes.step_of(replace(shape, turn=turn))
                 if (
                     item.drafted
                     and (shape.drafts or not shape.weighs)

@@ -17,7 +17,7 @@ from engine.passes.buffers import make_buffers
 from engine.passes.grouping import StepLimits
 from engine.passes.launches import run_pass
 from engine.passes.layout import lay_out_pass
-from engine.passes.outputs import read_outputs
+from engine.passes.outputs import MOST_UNDER_WAY, StepUnderWay, read_outputs
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.staging import Buffers
@@ -48,6 +48,7 @@ class PassRunner:
         self._attention = attention or default_backend(kv.device)
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
         self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
+        self._left = torch.zeros(MOST_UNDER_WAY, dtype=torch.int64, device=kv.device)
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
 
@@ -71,6 +72,18 @@ class PassRunner:
         if shape.fetches and not self._kv.count_step(results, shape.block_size):
             return None
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
+
+    def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
+        """Launch the captured step of a shape with a turn, and advance the lengths of the inputs' KV."""
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, None)
+        step.run()
+        done = torch.cuda.Event() if self._kv.device.type == "cuda" else None
+        if done is not None:
+            done.record()
+        for item in inputs:
+            item.kv.length += 1
+        return StepUnderWay(step.buffers.results, len(inputs), done)
 
     def run_exact(
         self,
@@ -100,7 +113,7 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        return make_buffers(shape, self._kv, memory, logits_rows)
+        return make_buffers(shape, self._kv, memory, logits_rows, self._left if shape.turn else None)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None

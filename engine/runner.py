@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
+from engine.passes.outputs import StepUnderWay
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
 
 
@@ -11,13 +12,15 @@ class Runner:
     """Runs a model over paged KV. One call is one step; the caller decides what is in it.
 
     vocab_size: token ids that there are. deterministic: whether what a sequence gives depends on nothing that runs
-    beside it. weight_tokens: tokens of KV that take as much memory as the weights.
+    beside it. weight_tokens: tokens of KV that take as much memory as the weights. goes_ahead: whether it pays to
+    launch a step of plain decoding before the host has seen the one before (`launch`).
     """
 
     kv: KVCache
     vocab_size: int
     deterministic = False
     weight_tokens = 0.0
+    goes_ahead = False
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs, write their KV and advance their lengths. Returns outputs in input order.
@@ -25,6 +28,15 @@ class Runner:
         Raises OutOfPages before anything has changed.
         """
         raise NotImplementedError
+
+    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+        """Launch a step in which each sequence decodes one token plainly, without waiting for it: its KV is written and
+        lengths advance, its verdicts come later.
+
+        A token may be that which the step launched last leaves (SequenceInput.follows); at most two steps are under
+        way. Raises OutOfPages before anything has changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} waits for each step")
 
     def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
         """Make ready for steps that read so, of up to so many sequences. There may be nothing to do."""

@@ -310,7 +310,9 @@ class Admission:
         self._counters["preemptions"] += 1
 
     def release_closed(self) -> None:
-        """Release the pages of sessions that have ended. No step may be running."""
+        """Release the pages of sessions that have ended. No step may be running, but for one that was left running:
+        what it writes behind their text is written before whatever a later step writes there.
+        """
         for session in self._closed:
             self._kv.release(session.kv)
         self._closed.clear()

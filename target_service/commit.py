@@ -59,7 +59,8 @@ def commit_round(
     )
     session.prompt_logprobs = None
     session.commit(tokens, agreed, judged)
-    kv.truncate(session.kv, len(session.tokens) - 1)
+    if len(item.input.tokens) > 1:  # a step of plain decoding that is under way already goes on behind this one's token
+        kv.truncate(session.kv, len(session.tokens) - 1)
     at = before._replace(epoch=session.epoch, round=session.round)
     return commit, Verdict(at, commit.accepted, tokens, judged is None)
 

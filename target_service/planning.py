@@ -12,6 +12,7 @@ from engine.judging import Drafted
 from engine.kv.cache import KVCache
 from engine.kv.pages import SequenceKV
 from engine.logprobs import TokenLogprobs
+from engine.passes.outputs import StepUnderWay
 from engine.runner import Runner
 from engine.sampling import Sampling, one_hot
 from engine.step_loop import share_prefill
@@ -53,10 +54,19 @@ class VerifyRound:
 
 @dataclass
 class VerifyStep:
-    """What one pass of the model runs."""
+    """What one pass of the model runs.
+
+    left_running: whether executing it does not wait for it; the next step does (target_service.going_ahead). under_way:
+    what is to be waited for then. before: the step that was left running, for which this one waits. began: when it was
+    launched, by time.perf_counter.
+    """
 
     rounds: list[VerifyRound] = field(default_factory=list)
     prefills: list[tuple[TargetSession, SequenceInput]] = field(default_factory=list)
+    left_running: bool = False
+    before: "VerifyStep | None" = None
+    under_way: StepUnderWay | None = None
+    began: float = 0.0
 
     @property
     def inputs(self) -> list[SequenceInput]:
@@ -74,11 +84,18 @@ class VerifyStep:
         yield from (item.session for item in self.rounds)
         yield from (session for session, _ in self.prefills)
 
+    @property
+    def ending(self) -> "VerifyStep | None":
+        """The step whose results executing this one gives: the one before, where that was left running."""
+        return self.before or (None if self.left_running else self)
+
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What a pass gave. outputs: of each round, in order. prompts: of each part of a prompt, the log probabilities of
-    the tokens behind its tokens, if they are asked for.
+    """What the pass gave that has ended (VerifyStep.ending).
+
+    outputs: of each round, in order. prompts: of each part of a prompt, the log probabilities of the tokens behind its
+    tokens, if they are asked for. seconds: that it took.
     """
 
     outputs: list[SequenceOutput]

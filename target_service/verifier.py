@@ -28,6 +28,7 @@ from sparsity.selection import BlockSelection
 from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
+from target_service.going_ahead import can_be_left, plan_behind
 from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
@@ -101,6 +102,8 @@ class Verifier:
         self.controller = Controller(settings.most_drafted, adaptive, self.counters)
         self.reading = ReadingRate()
         self._on_round, self._spans = on_round, spans
+        self._under_way: VerifyStep | None = None  # the step that was left running
+        self._ended = 0.0  # when the last one had ended, by time.perf_counter
         self._drafting = self_drafting(settings, plan, runner.weight_tokens)
         of_sessions = on_round is not None, grammars, self._drafting
         self.admission = Admission(runner, plan, settings, self.counters, *of_sessions)
@@ -188,10 +191,15 @@ class Verifier:
                 session.pace = self.controller.first_pace(self._load(), tokens, bool(session.announced_by))
                 session.next_round = self.controller.effective(session.pace, tokens)
             self.protocol.assign(session, wait=True)
+        if self._under_way is not None:
+            behind = plan_behind(self._under_way, list(self.admission.running.values()))
+            return behind if self.runner.kv.reserve(behind.work) else VerifyStep(before=self._under_way)
         while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
             *_, youngest = self.admission.running.values()
             self.protocol.end(youngest)
             self.admission.preempt_youngest()
+        if step is not None:
+            step.left_running = self.runner.goes_ahead and can_be_left(step)
         return step
 
     def _plan_running(self) -> VerifyStep | None:
@@ -213,15 +221,27 @@ class Verifier:
 
     def execute(self, step: VerifyStep) -> VerifyResult:
         """Run a step, in the model's thread; touches no session but through its KV."""
-        started = time.perf_counter()
-        outputs = self.runner.forward(step.inputs)
-        rounds = len(step.rounds)
-        read = zip(step.prefills, outputs[rounds:], strict=True)
+        step.began = time.perf_counter()
+        if step.left_running:
+            step.under_way = self.runner.launch(step.inputs)
+        ending = step.ending
+        if ending is None:
+            return VerifyResult([], [], 0.0)
+        outputs = ending.under_way.outputs() if ending.under_way is not None else self.runner.forward(ending.inputs)
+        rounds = len(ending.rounds)
+        read = zip(ending.prefills, outputs[rounds:], strict=True)
         prompts = [_prompt_logprobs(session, output) for (session, _), output in read]
-        return VerifyResult(outputs[:rounds], prompts, time.perf_counter() - started)
+        before, self._ended = self._ended, time.perf_counter()
+        return VerifyResult(outputs[:rounds], prompts, self._ended - max(before, ending.began))
 
     def finish_step(self, step: VerifyStep, result: VerifyResult) -> None:
-        """Commit what a step gave; sessions that have ended meanwhile are passed over."""
+        """Commit what a step gave, or the one that it waited for; sessions that have ended are passed over."""
+        ending, step.before = step.ending, None
+        self._under_way = step if step.left_running else None
+        if ending is not None:
+            self._commit(ending, result)
+
+    def _commit(self, step: VerifyStep, result: VerifyResult) -> None:
         read = sum(len(given.tokens) for _, given in step.prefills)
         if 2 * read > self.settings.prefill_chunk:
             self.reading.add(read, result.seconds)
@@ -247,7 +267,9 @@ class Verifier:
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can go on."""
-        failed = [session for session in step.sessions if self.admission.is_open(session)]
+        taking_part = [*step.sessions, *(step.before.sessions if step.before is not None else ())]
+        failed = [session for session in dict.fromkeys(taking_part) if self.admission.is_open(session)]
+        self._under_way = None
         reason = describe(error)
         log.error("a step of the target failed, which ends its %d sessions: %s", len(failed), reason)
         log.debug("the step that failed", exc_info=error)

@@ -215,7 +215,8 @@ async def _keep_link(controls_file: str, *link: Any) -> None:
 
 
 def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
-    return [(item.session.id, *item.session.key) for item in step.rounds], len(step.prefills)
+    ending = step.ending or VerifyStep()
+    return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prefills)
 
 
 def _rounds_drafted(step: DraftStep) -> tuple[list[RoundKey], int]:

@@ -112,11 +112,13 @@ class GraphClock:
         patch.object(torch.cuda.CUDAGraph, "replay", timed_replay).start()
 
     def take(self) -> float:
-        """Return the seconds that graphs have run since the last call; 0 if none has."""
-        events, self._events = self._events, []
-        if events:
-            events[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in events) / 1e3
+        """Return the seconds of the graphs that have ended since the last call; 0 if none has.
+
+        A service waits for its step, or leaves the last graph running and waits for those before.
+        """
+        ended = [pair for pair in self._events if pair[1].query()]
+        self._events = self._events[len(ended) :]
+        return sum(begin.elapsed_time(end) for begin, end in ended) / 1e3
 
 
 def read_timeline(file: Path) -> Timeline:

@@ -12,12 +12,17 @@ from kernels.shared_budget import WORD
 
 
 def make_buffers(
-    shape: PassShape, kv: KVCache, memory: Tensor | None = None, logits_rows: int | None = None
+    shape: PassShape,
+    kv: KVCache,
+    memory: Tensor | None = None,
+    logits_rows: int | None = None,
+    left: Tensor | None = None,
 ) -> Buffers:
     """Return the buffers of a shape, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: what is remembered of many sequences.
-    logits_rows: how many rows give logits, where the pass is not judged; None: all.
+    logits_rows: how many rows give logits, where the pass is not judged; None: all. left: int64, for a shape with a
+    turn: the tokens that the last step of these has left, by its sequences.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it makes them, lists and counts as
     `_lists_layout` has them; read_weights [sparse layers, sequences, kv_heads, width] float32.
@@ -27,6 +32,8 @@ def make_buffers(
     if shape.groups:
         layout["group_tables"] = (shape.sequences, shape.groups), torch.int32
         layout["group_counts"] = (shape.sequences,), torch.int32
+    if shape.turn:
+        layout["follows"] = (shape.sequences,), torch.int32  # places in the last step; -1: the host gives the token
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
     drawn_from = {
@@ -38,6 +45,9 @@ def make_buffers(
     if memory is not None:
         buffers.tensors["memory"] = memory
         buffers.inputs.host["indices"][:] = -1
+    if left is not None:
+        buffers.tensors["left"] = left
+        buffers.inputs.host["follows"][:] = -1
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers

@@ -49,9 +49,16 @@ def run_pass(
         return
     attend = _attention_of(heads_of(decoder, kv), kv, shape, given, attention, fetched)
     attend.prompts, attend.pages = prompts, layer_pages or kv.layer_pages
-    tokens = given["token_ids"], given["positions"], slots_of_layers(shape, kv, given)
+    token_ids = _tokens_left(given) if shape.turn else given["token_ids"]
+    tokens = token_ids, given["positions"], slots_of_layers(shape, kv, given)
     given["logits"] = decoder.run(*tokens, kv.k_pages, kv.v_pages, attend, given.get("logits_rows"))
     _leave_results(shape, buffers, fetched)
+
+
+def _tokens_left(given: dict[str, Tensor]) -> Tensor:
+    """Return the tokens to run, of which the last step has left some."""
+    follows = given["follows"].long()
+    return given["left"][follows.clamp(min=0)].where(follows >= 0, given["token_ids"])
 
 
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
@@ -105,6 +112,8 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["accepted"].copy_(accepted)
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
+        if shape.turn:
+            given["left"][: shape.sequences].copy_(following)
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))

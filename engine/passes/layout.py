@@ -28,6 +28,10 @@ def lay_out_pass(
     host = staging.host
     gpu_pages = [kv.gpu_pages(item.kv) for item in inputs]
     lay_out_rows(host, [(item.kv, item.tokens) for item in inputs], gpu_pages, tables)
+    if shape.turn:
+        host["follows"][:] = -1
+        for i, item in enumerate(inputs):
+            host["follows"][i] = -1 if item.follows is None else item.follows
     if shape.fetches:
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are

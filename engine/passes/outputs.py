@@ -1,5 +1,7 @@
 """From the buffers that a pass has left to what each of its sequences gets."""
 
+import itertools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,7 +11,25 @@ from engine.kv.cache import KVCache
 from engine.passes.shape import PassShape
 from engine.ruled_judging import judge_by_rules
 from engine.sampling import Support
-from engine.staging import Buffers
+from engine.staging import Buffers, Staging
+
+MOST_UNDER_WAY = 1024  # sequences of a step that the next one follows before the host has seen it
+
+
+class StepUnderWay:
+    """A step that has been launched and not been waited for. results: where it leaves verdicts. count: its sequences.
+
+    done: comes when it has ended; None: it has.
+    """
+
+    def __init__(self, results: Staging, count: int, done: torch.cuda.Event | None) -> None:
+        self._results, self._count, self._done = results, count, done
+
+    def outputs(self) -> list[SequenceOutput]:
+        """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
+        if self._done is not None:
+            self._done.synchronize()
+        return read_verdicts(self._results.host, self._count)
 
 
 def read_outputs(
@@ -20,13 +40,10 @@ def read_outputs(
     results: of the buffers, once they are on the host. Of passes that only draft the outputs say what was fetched, and
     lengths stay: the pass that judges writes this KV again.
     """
-    outputs = [SequenceOutput() for _ in inputs]
+    outputs = read_verdicts(results, len(inputs)) if shape.judged else [SequenceOutput() for _ in inputs]
     for i, output in enumerate(outputs):
         if "blocks_read" in results:
             output.blocks_read = int(results["blocks_read"][i])
-        if shape.judged:
-            output.verdict = int(results["accepted"][i]), int(results["following"][i])
-            output.finite = bool(results["finite"][i])
         if shape.fetches:
             output.tokens_fetched = int(results["missed"][i]) * shape.block_size
     if shape.drafts:
@@ -47,6 +64,15 @@ def read_outputs(
             ones = torch.ones_like(buffers.tensors["lists"][:, i], dtype=torch.float32)
             output.blocks = _by_layer(buffers, shape, kv, i, blocks, ones, 1.0) > 0
     return outputs
+
+
+def read_verdicts(results: dict[str, np.ndarray], count: int) -> list[SequenceOutput]:
+    """Return the verdicts of the first `count` sequences of a pass."""
+    every = zip(results["accepted"].tolist(), results["following"].tolist(), results["finite"].tolist(), strict=True)
+    return [
+        SequenceOutput(verdict=(accepted, following), finite=bool(finite))
+        for accepted, following, finite in itertools.islice(every, count)
+    ]
 
 
 def _tell_drafted(buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tokens: np.ndarray) -> None:

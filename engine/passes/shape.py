@@ -20,7 +20,9 @@ class PassShape:
     their own numbers, others' where the KV put them. fetches: whether block tables name pages of the backing store,
     and listed ones are fetched first. drafts: whether all tokens but the first of each sequence are drafted before by
     passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
-    and has the budget's memory take up what it weighs (SparseRead.drafts).
+    and has the budget's memory take up what it weighs (SparseRead.drafts). turn: 1 or 2 for a step of one token a
+    sequence that may begin before the host has seen the last one: it takes tokens that the last one has left on the
+    device, and leaves its own. Such steps take turns between two sets of buffers. 0: for all others.
     """
 
     sequences: int
@@ -41,6 +43,7 @@ class PassShape:
     fetches: bool = False
     drafts: bool = False
     weighs: bool = False
+    turn: int = 0
 
     @property
     def shares_out(self) -> bool:

@@ -138,6 +138,13 @@ MUTANTS: list[Mutant] = [
         ("a round of an epoch that is over counts", "proposal is not None and (proposal.at.epoch, proposal.at.round) == key", "proposal is not None"),
     ),
     *_of(
+        "target_service/going_ahead.py",
+        "test_going_ahead",
+        ("a session that comes waits for ever", "if all(id(session) in places and", "if all("),
+        ("a session runs beyond its length", "if len(session.tokens) + 1 < session.max_length", "if True"),
+        ("a token is drawn by the last one's number", "session.sampling, len(session.tokens) + 1)", "session.sampling, len(session.tokens))"),
+    ),
+    *_of(
         "target_service/screening.py",
         "test_screening",
         ("what gave way is told nevertheless", "        del tokens[self.confirmed :], self.supports[:]\n", "        del self.supports[:]\n"),

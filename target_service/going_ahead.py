@@ -1,0 +1,47 @@
+"""Plain decoding without a pause between steps: the next one is launched before the host has seen the one that runs.
+
+A session that decodes plainly needs nothing but its last token, which lies on the device already. So the host commits
+and sends the tokens of one step, and plans and launches the next but one, while the device runs the next. A session
+that ends at a stop token has run one row in vain; what it wrote lies behind its text, in pages of its own.
+"""
+
+from engine.inputs import SequenceInput
+from engine.judging import Drafted
+from engine.passes.outputs import MOST_UNDER_WAY
+from target_service.planning import VerifyRound, VerifyStep
+from target_service.session import TargetSession
+
+
+def can_be_left(step: VerifyStep) -> bool:
+    """Return whether the next step may be launched while this one runs: all of its sessions decode plainly."""
+    plainly = all(len(item.input.tokens) == 1 and _decodes_plainly(item.session) for item in step.rounds)
+    return bool(step.rounds) and not step.prefills and plainly and len(step.rounds) <= MOST_UNDER_WAY
+
+
+def plan_behind(running: VerifyStep, sessions: list[TargetSession]) -> VerifyStep:
+    """Return the step to execute while `running` is under way, which it waits for.
+
+    sessions: all that run. It has rounds if each of them either goes on plainly behind that step or is known to end in
+    it; else it does nothing but wait.
+    """
+    places = {id(item.session): place for place, item in enumerate(running.rounds)}
+    ahead = VerifyStep(before=running)
+    if all(id(session) in places and _decodes_plainly(session) for session in sessions):
+        going_on = [session for session in sessions if len(session.tokens) + 1 < session.max_length]
+        ahead.rounds = [_plan_round(session, places[id(session)]) for session in going_on]
+        ahead.left_running = bool(ahead.rounds)
+    return ahead
+
+
+def _decodes_plainly(session: TargetSession) -> bool:
+    """Return whether a session's next round needs nothing that the host is still to find out."""
+    proposed = session.draft is not None or session.lookup is not None or session.memory is not None
+    looked_at = session.logprobs is not None or bool(session.rules)
+    return not proposed and not looked_at and session.reader is None and session.screening is None
+
+
+def _plan_round(session: TargetSession, place: int) -> VerifyRound:
+    """Return a session's part of a step behind the one in which it had this place."""
+    drafted = Drafted([], [], session.sampling, len(session.tokens) + 1)
+    item = SequenceInput(session.kv, [0], logits="all", drafted=drafted, follows=place)
+    return VerifyRound(session, None, item, 0.0)

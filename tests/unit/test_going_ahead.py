@@ -1,0 +1,211 @@
+"""Plain decoding whose next step is launched before the last one has been looked at: the tokens are the same.
+
+Without a GPU the steps run at once; on a GPU they are captured and run while the host plans the next one.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from config import TargetSettings
+from engine.inputs import SequenceInput
+from engine.kv.pages import PAGE_SIZE
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.model_runner import ModelRunner
+from engine.passes.outputs import StepUnderWay
+from engine.sampling import Sampling
+from sparsity.plan import uniform_plan
+from target_service.session import DraftPeer
+from target_service.verifier import Verifier
+from tests.unit.test_graphs import CONFIGS, DEVICE
+from wire import messages as m
+
+PLAN = uniform_plan(3, 2, 1, 1)
+GREEDY, SEEDED = Sampling(0.0), Sampling(1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A session: opened before step `at`, and aborted before step `aborted`, if that is not 0."""
+
+    at: int
+    prompt: int
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    stops: tuple[int, ...] = ()
+    aborted: int = 0
+    logprobs: bool = False
+
+
+@dataclass
+class Target:
+    """A target without a draft, and what it tells the owners of its sessions."""
+
+    verifier: Verifier
+    told: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, m.FinishReason] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    left: int = 0  # steps that were left running
+
+    def open(self, name: str, ask: Ask) -> None:
+        tokens = [(7 * i + ask.prompt) % 90 + 1 for i in range(ask.prompt)]
+        exact = ask.sampling, m.Exactness.EXACT
+        limits = len(tokens), ask.max_tokens, list(ask.stops)
+        request = m.Open(name, tokens, *limits, *exact, wants_logprobs=ask.logprobs)
+        self.told[name] = []
+        self.verifier.admission.open(request, self._take)
+
+    def _take(self, event: m.ServedEvent) -> None:
+        if isinstance(event, m.Closed):
+            self.failed.add(event.session)
+        elif isinstance(event, m.Commit):
+            self.told[event.at.session] += event.tokens
+            if event.finish_reason is not m.FinishReason.NONE:
+                self.ended[event.at.session] = event.finish_reason
+
+    def step(self) -> bool:
+        step = self.verifier.plan_step()
+        if step is None:
+            return False
+        self.left += step.left_running
+        self.verifier.finish_step(step, self.verifier.execute(step))
+        return True
+
+    def run(self, asks: list[Ask]) -> None:
+        """Open and abort sessions as asked, and step until all have ended."""
+        number, last = 0, max(max(ask.at, ask.aborted) for ask in asks)
+        while True:
+            for i, ask in enumerate(asks):
+                if ask.at == number:
+                    self.open(str(i), ask)
+                if ask.aborted == number and ask.aborted:
+                    self.verifier.abort(str(i))
+            if not self.step() and number > last:
+                return
+            number += 1
+
+
+def target_of(folder: Path, goes_ahead: bool, pages: int = 200) -> Target:
+    loaded = load_model(str(folder), torch.float32, DEVICE)
+    runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
+    runner.goes_ahead = goes_ahead
+    return Target(Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=300, max_sessions=4)))
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path) -> Target:
+    return target_of(folder, True)
+
+
+@pytest.fixture(scope="module")
+def waiting(folder: Path) -> Target:
+    return target_of(folder, False)
+
+
+asks = st.builds(
+    Ask,
+    at=st.integers(0, 12),
+    prompt=st.integers(1, 40),
+    max_tokens=st.integers(1, 24),
+    sampling=st.sampled_from([GREEDY, SEEDED]),
+    stops=st.sampled_from([(), (), tuple(range(0, 97, 9))]),
+    aborted=st.sampled_from([0, 0, 3, 5, 9]),
+    logprobs=st.sampled_from([False, False, False, True]),
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(asks, min_size=1, max_size=6))
+def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waiting: Target, asked: list[Ask]) -> None:
+    """Whoever comes, ends, is aborted or needs the host at each step meanwhile."""
+    ahead.run(asked)
+    for i, ask in enumerate(asked):
+        waiting.run([Ask(0, ask.prompt, ask.max_tokens, ask.sampling, ask.stops, logprobs=ask.logprobs)])
+        alone, beside = waiting.told["0"], ahead.told[str(i)]
+        if not ask.aborted:
+            assert (beside, ahead.ended[str(i)]) == (alone, waiting.ended["0"])
+        else:
+            assert beside == alone[: len(beside)]
+    for target in (ahead, waiting):
+        assert not target.failed
+        target.verifier.admission.release_closed()
+        assert target.verifier.runner.kv.pool.held == 0
+
+
+def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
+    """The last one is not: that a session ends by its length is known ahead."""
+    target = target_of(folder, True)
+    target.run([Ask(0, 20, 10), Ask(0, 30, 10)])
+    assert [len(told) for told in target.told.values()] == [10, 10]
+    assert target.left == 10
+    waited = target_of(folder, False)
+    waited.run([Ask(0, 20, 10), Ask(0, 30, 10)])
+    assert waited.left == 0 and waited.told == target.told
+
+
+def test_a_session_gives_way_where_pages_run_out_and_loses_nothing(folder: Path, waiting: Target) -> None:
+    target = target_of(folder, True, pages=9)
+    target.run([Ask(0, 40, 60), Ask(0, 35, 60)])
+    assert target.verifier.counters["preemptions"] > 0 and target.left > 40
+    for name, prompt in (("0", 40), ("1", 35)):
+        waiting.run([Ask(0, prompt, 60)])
+        assert target.told[name] == waiting.told["0"]
+
+
+def test_a_draft_that_comes_meanwhile_knows_where_the_session_stands(folder: Path) -> None:
+    target = target_of(folder, True)
+    target.open("a", Ask(0, 20, 40))
+    for _ in range(5):
+        target.step()
+    sent: list[m.TargetEvent] = []
+    target.verifier.protocol.attach(DraftPeer("draft", sent.append))
+    session = target.verifier.admission.running["a"]
+    begin = sent[0]
+    assert isinstance(begin, m.Begin) and begin.tokens == session.tokens
+    step = target.verifier.plan_step()
+    assert step is not None and not step.rounds and not step.left_running
+    target.verifier.finish_step(step, target.verifier.execute(step))
+    verdict = sent[1]
+    assert isinstance(verdict, m.Verdict)
+    assert [*begin.tokens, *verdict.tokens] == session.tokens
+    assert session.kv.length == len(session.tokens) - 1
+
+
+def test_a_step_that_fails_ends_the_sessions_of_the_one_under_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, waiting: Target
+) -> None:
+    target = target_of(folder, True)
+    target.open("a", Ask(0, 20, 40))
+    for _ in range(4):
+        target.step()
+    known = list(target.told["a"])
+
+    def fail(runner: ModelRunner, inputs: list[SequenceInput]) -> StepUnderWay:
+        raise ValueError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", fail)
+        step = target.verifier.plan_step()
+        assert step is not None and step.rounds
+        with pytest.raises(ValueError, match="no") as raised:
+            target.verifier.execute(step)
+        assert target.verifier.fail_step(step, raised.value)
+    assert target.failed == {"a"} and target.told["a"] == known
+    target.failed.clear()
+    target.run([Ask(0, 20, 8)])
+    waiting.run([Ask(0, 20, 8)])
+    assert target.told["0"] == waiting.told["0"]
