@@ -193,14 +193,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--breakdown", action="store_true", help="say what a round waits for")
     parser.add_argument(
-        "--pairs", type=int, default=1, metavar="N",
-        help="targets, each with a draft of its own, over which the sessions of a shape are spread evenly; rows are of "
-        "all of them together",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[], metavar="N",
-        help="devices of target and draft, then of those of the second pair, and so on; else as torch finds",
-    )  # fmt: skip
+        "--gpus", type=int, nargs=2, metavar=("TARGET", "DRAFT"), help="device of each service; else as torch finds"
+    )
     parser.add_argument("--target-flags", default="", metavar="FLAGS", help="more flags of the target service, quoted")
     parser.add_argument("--draft-flags", default="", metavar="FLAGS", help="more flags of the draft service, quoted")
     parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after so many seconds (0: none)")

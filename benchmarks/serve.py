@@ -3,7 +3,7 @@
 Target and draft have random weights in the shapes of real models, so that what they say means nothing: acceptance is
 imposed, and what is read follows a uniform plan or a recorded trace. Services are processes of their own, without Ray.
 The target serves alone first, then a draft joins it; prompts are read once and found again by prefix. The target's KV
-may lie in tiers (docs/architecture.md). Several pairs of target and draft share the sessions of a row evenly.
+may lie in tiers (docs/architecture.md).
 """
 
 import argparse
@@ -28,7 +28,6 @@ from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 from benchmarks.serving.service import Controls
-from orchestrator.directory import name_services
 
 _ALONE = ("none", "self")  # modes of a target without a draft
 _ADAPTED = 4
@@ -62,7 +61,6 @@ def run(flags: argparse.Namespace) -> None:
     """
     shapes = [Shape.parse(text) for text in flags.shapes]
     _check(flags)
-    _check_pairs(flags, shapes)
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
@@ -80,7 +78,7 @@ def run(flags: argparse.Namespace) -> None:
         adaptive=flags.gamma == "auto",
         target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
-        gpus=_devices(flags),
+        gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
     )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
     measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
@@ -103,7 +101,7 @@ def _command(flags: argparse.Namespace) -> list[str]:
     """The command line, as far as it says what was measured."""
     words = ["bench", "serve"]
     for name, value in vars(flags).items():
-        if value in (None, False, 0, "", []) or name in ("run", "command", "bench", "json", "plot"):
+        if value in (None, False, 0, "") or name in ("run", "command", "bench", "json", "plot"):
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
@@ -121,24 +119,6 @@ def _check(flags: argparse.Namespace) -> None:
         raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
-
-
-def _check_pairs(flags: argparse.Namespace, shapes: list[Shape]) -> None:
-    if flags.pairs < 1:
-        raise ValueError(f"--pairs {flags.pairs}: expected at least 1")
-    if flags.gpus and len(flags.gpus) != 2 * flags.pairs:
-        raise ValueError(
-            f"--gpus: {len(flags.gpus)} devices, expected {2 * flags.pairs}: of target and draft of each pair in turn"
-        )
-    for shape in shapes:
-        if shape.sessions % flags.pairs:
-            raise ValueError(f"--shapes {shape}: its sessions cannot be spread evenly over {flags.pairs} pairs")
-
-
-def _devices(flags: argparse.Namespace) -> dict[str, int]:
-    """The device of each service by name, where devices are given."""
-    pairs = zip(name_services("target", flags.pairs), name_services("draft", flags.pairs), strict=True)
-    return dict(zip(itertools.chain(*pairs), flags.gpus, strict=True)) if flags.gpus else {}
 
 
 def _most_drafted(flags: argparse.Namespace) -> int:
@@ -172,28 +152,26 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     """Start the services for these shapes and measure all their rows."""
     flags, room = run.flags, _room(run, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
-        deployment = Deployment(
-            start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds, flags.pairs, flags.pairs
-        )
+        deployment = Deployment(start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds)
         modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
-        deployment.start(with_draft=bool(modes))
+        (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
         known: set[int] = set()
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
-                _read_prompts(run, deployment, shape, is_new=shape.context not in known and not hot)
+                _read_prompts(run, address, shape, is_new=shape.context not in known and not hot)
                 known.add(shape.context)
             for mode in _ALONE if not hot or "self" in flags.modes else ():
                 if mode in flags.modes:
                     deployment.control(Controls(attached=False, self_drafting=mode == "self"))
-                    _measure_row(run, deployment, shape, Way(mode, hot=hot))
+                    _measure_row(run, deployment, address, shape, Way(mode, hot=hot))
         for shape in shapes if modes else []:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
                 replayed = bool(replay) and mode == "approximate"
                 controls = Controls(waves, ahead, branches, replay if replayed else "", foresight=flags.foresight)
                 deployment.control(controls)
-                _measure_row(run, deployment, shape, Way(mode, waves, ahead, branches, hot, replayed))
+                _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
         note("stopping the services")
 
 
@@ -204,11 +182,8 @@ def _guesses(flags: argparse.Namespace) -> list[tuple[bool, int]]:
 
 
 def _room(run: _Run, shapes: list[Shape], hot: float) -> Room:
-    """Return what each of the pairs is to have room for."""
     longest = max(shape.context for shape in shapes)
-    return Room(
-        max(shape.sessions for shape in shapes) // run.flags.pairs, longest + run.flags.tokens + _MARGIN, longest, hot
-    )
+    return Room(max(shape.sessions for shape in shapes), longest + run.flags.tokens + _MARGIN, longest, hot)
 
 
 @contextlib.contextmanager
@@ -220,10 +195,10 @@ def _noted_failure(run: _Run, what: str) -> Iterator[None]:
         run.results.fail(what, error)
 
 
-def _read_prompts(run: _Run, deployment: Deployment, shape: Shape, is_new: bool) -> None:
-    """Have the targets read the prompts of a shape. is_new: none of them was read before, so that it is a row."""
+def _read_prompts(run: _Run, address: str, shape: Shape, is_new: bool) -> None:
+    """Have the target read the prompts of a shape. is_new: none of them was read before, so that it is a row."""
     note(f"{shape}: reading the prompts")
-    figures = run_clients(deployment.endpoints, _load(run, "prompts", shape, 2, "exact", 0))
+    figures = run_clients(address, _load(run, "prompts", shape, 2, "exact", 0))
     if is_new:
         seconds = figures.all_seconds
         run.results.add_prompts(
@@ -247,14 +222,14 @@ def _expected_tokens(flags: argparse.Namespace) -> float:
     return sum(flags.acceptance**i for i in range(_most_drafted(flags) + 1))
 
 
-def _measure_row(run: _Run, deployment: Deployment, shape: Shape, way: Way) -> None:
+def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, way: Way) -> None:
     """Measure one row, as often as is asked for."""
     with _noted_failure(run, f"{shape}, {way}"):
         exactness = "approximate" if way.mode == "approximate" else "exact"
 
         def measure(tokens: int, repeat: int) -> Figures:
             name = f"{shape} {way} {repeat}"
-            return run_clients(deployment.endpoints, _load(run, name, shape, tokens, exactness, max(0, repeat)))
+            return run_clients(address, _load(run, name, shape, tokens, exactness, max(0, repeat)))
 
         drafted_after = 0.0
         if way.mode in _ALONE:
@@ -272,8 +247,7 @@ def _measure_row(run: _Run, deployment: Deployment, shape: Shape, way: Way) -> N
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                drafts = [] if way.mode in _ALONE else deployment.drafts
-                breakdown = deployment.breakdown(kept.name, deployment.targets, drafts)
+                breakdown = deployment.breakdown(kept.name, "target", "" if way.mode in _ALONE else "draft")
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 

@@ -75,8 +75,7 @@ def _measure(
         deployment = Deployment(
             start, Path(folder), _pair(flags, drafts), room, True, False, lambda: flags.part_limit, TARGETS, drafts
         )
-        deployment.start(with_draft=True)
-        clients = _Clients(flags, shape, deployment.targets, deployment.endpoints)
+        clients = _Clients(flags, shape, deployment.targets, deployment.start(with_draft=True))
         deployment.control(Controls(flags.waves, flags.ahead == "yes", flags.branches, foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}
@@ -88,7 +87,7 @@ def _measure(
         alone, rows = dict(alone or {}), []
         for (others, name), measured in sorted(runs.items()):
             draft = deployment.drafts[deployment.targets.index(name) % drafts]
-            idle = deployment.breakdown(measured[-1].name, [name], [draft]).draft_idle
+            idle = deployment.breakdown(measured[-1].name, name, draft).draft_idle
             rates = [each.tokens_a_second for each in measured]
             if not all(rates):
                 raise ValueError(f"{name}: at no moment did all {shape.sessions} sessions generate; give more --tokens")
@@ -148,7 +147,7 @@ class _Clients:
         load = Load(
             name, sessions, context, tokens, self._flags.exactness, max(0, repeat), self._flags.part_limit, first
         )
-        return run_clients([self._addresses[target]], load)
+        return run_clients(self._addresses[target], load)
 
     def wait_until_drafted(self) -> None:
         """Have all prompts read, and wait until hardly a round is decoded plainly. Raises ValueError if none is."""

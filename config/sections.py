@@ -380,12 +380,6 @@ class ClusterSettings(Section):
 
     targets: int = _placement(1, "target services that Ray is to run", by_model=True, least=1)
     drafts: int = _placement(1, "draft services that Ray is to run; each serves all targets", by_model=True, least=1)
-    share_gpus: bool = _placement(
-        False,
-        "target and draft of a number share a GPU, and the draft serves that target alone; takes as many --drafts as "
-        "--targets, and --kv-memory",
-        by_model=True,
-    )
     max_targets: int = _scaling(
         0,
         "target services that Ray is to run at most, where the load asks for more than --targets, with drafts in "
@@ -429,11 +423,6 @@ class ClusterSettings(Section):
         super().__post_init__()
         if 0 < self.max_targets < self.targets:
             raise SettingsError(f"max_targets {self.max_targets} is less than targets {self.targets}")
-        if self.share_gpus and self.drafts != self.targets:
-            raise SettingsError(
-                f"share_gpus: {self.targets} targets and {self.drafts} drafts; each target has a draft beside it: give "
-                "as many drafts as targets"
-            )
         placed_by_others = "join" if self.join else "target_address" if self.target_address else ""
         if self.max_targets and placed_by_others:
             raise SettingsError(f"max_targets: with {placed_by_others} this launch places no services")
@@ -454,14 +443,6 @@ class Config:
     clients: ClientSettings = field(default_factory=ClientSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     several: tuple["Config", ...] = ()
-
-    def __post_init__(self) -> None:
-        sides = [self.target, self.draft] if self.has_draft else []
-        if self.cluster.share_gpus and not all(side.kv_memory or side.kv_tokens for side in sides):
-            raise SettingsError(
-                "share_gpus: by gpu_memory_utilization each of two services would take all memory that is free: give "
-                "kv_memory, GiB of KV of each, or target_kv_tokens and draft_kv_tokens"
-            )
 
     @property
     def by_model(self) -> tuple["Config", ...]:

@@ -17,7 +17,7 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What the chart says itself, what is secret, and what is only for Ray.
 _NOT_OFFERED = {
     *("target_address", "draft_address", "ray_address", "namespace", "service_token", "service_token_file", "api_key"),
-    *("targets", "drafts", "share_gpus", "target_resource", "draft_resource"),
+    *("targets", "drafts", "target_resource", "draft_resource"),
     *("service_tls_cert", "service_tls_key", "service_tls_ca", "service_tls_name"),
     *("api_keys_file", "tls_cert", "tls_key"),
 }

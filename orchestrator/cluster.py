@@ -4,10 +4,10 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import ray
@@ -38,7 +38,7 @@ class RayFleet:
 
     def __init__(self, config: Config, label: str) -> None:
         self._config, self._label = config, label
-        self._gpus = 0.0  # of each service
+        self._gpus = 0  # of each service
         self._groups: dict[tuple[str, ...], Any] = {}  # by the names of the services that are near each other
         self._start: dict[str, Callable[[], Any]] = {}  # an actor for a service, and return its handle
         self._asked: dict[str, Any] = {}  # what is to say where a service is
@@ -48,15 +48,9 @@ class RayFleet:
         """Return the settings of each service, for so many targets or those that the launch begins with."""
         return placed_settings(self._config, targets, self._label)
 
-    @property
-    def users(self) -> int:
-        """How many take a GPU, where they take one: services, or pairs of them."""
-        settings = self.settings()
-        return len(pairs_of(settings) if self._config.cluster.share_gpus else settings)
-
-    def reserve(self, gpus: float, users: int) -> None:
-        """Ask Ray for room. gpus: that Ray has; users: how many of all models take one."""
-        self._gpus = gpus_of(self._config.target.device, gpus, users)
+    def reserve(self, gpus: float, services: int) -> None:
+        """Ask Ray for room. gpus: that Ray has; services: how many of all models share them."""
+        self._gpus = gpus_of(self._config.target.device, gpus, services)
         for pair in pairs_of(self.settings()):
             self._group(pair)
 
@@ -70,15 +64,12 @@ class RayFleet:
         self.actors = {name: start() for name, start in self._start.items()}
 
     def _group(self, near: list[TargetSettings | DraftSettings]) -> None:
-        """Ask Ray for room for some services near each other, and note how each is started there. Those that share a
-        GPU do so in one bundle, which has that one."""
+        """Ask Ray for room for some services near each other, and note how each is started there."""
         cluster = self._config.cluster
-        gpus = self._gpus / len(near) if cluster.share_gpus else self._gpus
-        needs = [{"CPU": _CPUS, "GPU": gpus} | resources_of(settings.side, cluster) for settings in near]
-        bundles = [together(needs)] if cluster.share_gpus else needs
-        group = self._groups[tuple(settings.name for settings in near)] = placement_group(bundles, strategy="PACK")
+        needs = [{"CPU": _CPUS, "GPU": self._gpus} | resources_of(settings.side, cluster) for settings in near]
+        group = self._groups[tuple(settings.name for settings in near)] = placement_group(needs, strategy="PACK")
         for index, (settings, needed) in enumerate(zip(near, needs, strict=True)):
-            place = PlacementGroupSchedulingStrategy(group, 0 if cluster.share_gpus else index)
+            place = PlacementGroupSchedulingStrategy(group, index)
             self._start[settings.name] = partial(_start_actor, settings, needed, place)
 
     @property
@@ -155,9 +146,9 @@ class RayPlacement:
 
     def start(self) -> None:
         """Start the services and wait until all listen. Raises ClusterError with a service's own words."""
-        gpus, users = ray.cluster_resources().get("GPU", 0), sum(fleet.users for fleet in self.fleets)
+        gpus, services = ray.cluster_resources().get("GPU", 0), sum(len(fleet.settings()) for fleet in self.fleets)
         for fleet in self.fleets:
-            fleet.reserve(gpus, users)
+            fleet.reserve(gpus, services)
         for fleet in self.fleets:
             fleet.start()
         self.services = _wait_for({name: actor for fleet in self.fleets for name, actor in fleet.actors.items()})
@@ -311,17 +302,12 @@ def resources_of(side: str, cluster: ClusterSettings) -> dict[str, float]:
     return {resource: 0.001} if resource else {}
 
 
-def together(needs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what some services need of one node."""
-    return {name: sum(need.get(name, 0.0) for need in needs) for name in dict.fromkeys(chain.from_iterable(needs))}
-
-
-def gpus_of(device: str, there: float, users: int) -> int:
-    """How many of the `there` GPUs of Ray's cluster each of its users gets: one or none."""
-    if device == "auto" and 0 < there < users:
+def gpus_of(device: str, there: float, services: int) -> int:
+    """How many of the `there` GPUs of Ray's cluster each of the services gets: one or none."""
+    if device == "auto" and 0 < there < services:
         log.warning(
-            "Ray has %g of the %d GPUs that the services take, so none is kept for any, and all use the first of their "
-            "node; with --share-gpus a target and its draft take one",
-            *(there, users),
+            "Ray has %g of the %d GPUs that the services take, so none is kept for any of them, and all use the first "
+            "of their node",
+            *(there, services),
         )
-    return int(device == "cuda" or (device == "auto" and there >= users))
+    return int(device == "cuda" or (device == "auto" and there >= services))

@@ -24,11 +24,6 @@ def side_of(name: str) -> str:
     return name.partition("@")[0].partition("-")[0]
 
 
-def number_of(name: str) -> str:
-    """Return what the names of a target and of the draft that was placed beside it have in common behind their side."""
-    return name.removeprefix(side_of(name))
-
-
 def services_of(model: str, services: Mapping[str, Value]) -> dict[str, Value]:
     """Return those of some services, by name, that run this model; all of them where no other is served."""
     return {name: value for name, value in services.items() if name.partition("@")[2] in ("", model)}

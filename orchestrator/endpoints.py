@@ -174,14 +174,9 @@ async def run(
     _call_on_signals(starting.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         lines = Lines([each for where in directories for each in where.values()], access.peers)
-        told = zip(config.by_model, directories, strict=True) if placement else ()
+        told = directories if placement else []
         async with (
-            _meanwhile(
-                *(
-                    keep_told(Lines(where.values(), access.peers), where["target"], model.cluster.share_gpus)
-                    for model, where in told
-                )
-            ),
+            _meanwhile(*(keep_told(Lines(where.values(), access.peers), where["target"]) for where in told)),
             serve_clients(config, access, directories, Asks(lines)) as (grpc_address, http_address, models),
         ):
             stop_on_signals()

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from orchestrator.directory import Directory, number_of, side_of
+from orchestrator.directory import Directory, side_of
 from protos import control_pb2, control_pb2_grpc
 from wire.access import PeerAccess
 from wire.convert import status_from_pb
@@ -114,27 +114,20 @@ async def _status(ask: AskStatus) -> ServiceStatus | None:
         return None
 
 
-async def keep_told(lines: Mapping[str, ControlLine], targets: Directory, in_pairs: bool) -> None:
+async def keep_told(lines: Mapping[str, ControlLine], targets: Directory) -> None:
     """Tell the drafts among the services which targets there are, at every change and every second, until cancelled.
 
-    Every second, since a draft that was started anew knows of none. in_pairs: each is told of the target of its number
-    alone.
+    Every second, since a draft that was started anew knows of none.
     """
     while True:
-        there = targets.addresses.items()
-        told = {
-            name: [address for target, address in there if not in_pairs or number_of(target) == number_of(name)]
-            for name in lines
-            if side_of(name) == "draft"
-        }
-        await asyncio.gather(*(_tell(lines[name], addresses) for name, addresses in told.items()))
+        await asyncio.gather(*(_tell(line, targets) for name, line in lines.items() if side_of(name) == "draft"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(targets.changed(), BEAT_SECONDS)
 
 
-async def _tell(draft: ControlLine, targets: Iterable[str]) -> None:
+async def _tell(draft: ControlLine, targets: Directory) -> None:
     try:
-        await draft.set_targets(targets)
+        await draft.set_targets(targets.addresses.values())
     except grpc.aio.AioRpcError:
         pass  # it is told again in a moment
     except Exception:

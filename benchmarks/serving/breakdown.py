@@ -1,4 +1,4 @@
-"""What a session's round waits for, from the services' timelines: no moment counted twice, none left out.
+"""What a session's round waits for, from the timelines of both services: no moment counted twice, none left out.
 
 A round lasts from one commit of its session to the next. Its way: the verdict travels to the draft, waits until the
 draft is done with other sessions, the round is drafted and said, the proposal travels to the target, waits for the
@@ -8,7 +8,7 @@ nothing.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -41,8 +41,8 @@ class RoundParts:
 @dataclass(frozen=True)
 class Breakdown:
     """Of the time in which all sessions of a run had rounds. rounds: how many the parts are the mean of. target_idle,
-    draft_idle: the share of that time in which the model of such a service did not run, the mean of several; 1 where
-    there was none. met: the share of verdicts for which the next round was drafted ahead."""
+    draft_idle: the share of that time in which the service's model did not run. met: the share of verdicts for which
+    the next round was drafted ahead."""
 
     rounds: int
     parts: RoundParts
@@ -51,19 +51,18 @@ class Breakdown:
     met: float
 
 
-def break_down(targets: Sequence[Timeline], drafts: Sequence[Timeline], run: str, settled: int) -> Breakdown:
+def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
     """Return the parts of the rounds of a run, whose sessions are named `run/…`, in the time in which all had rounds.
 
-    targets, drafts: those of the run; it may have had no draft. settled: rounds of each session that come before.
-    Raises ValueError if there was no such time, or one of the timelines has no round of the run.
+    draft: None if the run had none. settled: rounds of each session that come before. Raises ValueError if there was no
+    such time, or the draft's timeline has no round of the run.
     """
-    by_target = [list(_rounds_by_session(timeline, run).values()) for timeline in targets]
-    if not all(by_target) or min(len(steps) for sessions in by_target for steps in sessions) <= settled:
-        raise ValueError(f"{run}: expected more than {settled} rounds of every session in each target's timeline")
-    if not all(_rounds_by_session(timeline, run) for timeline in drafts):
-        raise ValueError(f"{run}: expected its rounds in each draft's timeline")
-    sessions = [steps for of_target in by_target for steps in of_target]
-    target, draft = _joined(targets), _joined(drafts)
+    sessions = list(_rounds_by_session(target, run).values())
+    if not sessions or min(map(len, sessions)) <= settled:
+        raise ValueError(f"{run}: expected more than {settled} rounds of every session in the target's timeline")
+    if draft is not None and not _rounds_by_session(draft, run):
+        raise ValueError(f"{run}: expected its rounds in the draft's timeline")
+    draft = draft or Timeline()
     began = max(steps[settled - 1][1].finished for steps in sessions)
     ended = min(steps[-1][1].finished for steps in sessions)
     pairs = (pair for steps in sessions for pair in pairwise(steps))
@@ -77,16 +76,10 @@ def break_down(targets: Sequence[Timeline], drafts: Sequence[Timeline], run: str
     return Breakdown(
         rounds=len(rounds),
         parts=_mean_parts(rounds, target, draft),
-        target_idle=_idle(targets, began, ended),
-        draft_idle=_idle(drafts, began, ended),
+        target_idle=_idle(target.steps, began, ended),
+        draft_idle=_idle(draft.steps, began, ended),
         met=_share_met(rounds, draft),
     )
-
-
-def _joined(timelines: Sequence[Timeline]) -> Timeline:
-    """Return what happened in several services; in order within each of them, and so within each session."""
-    steps = [step for timeline in timelines for step in timeline.steps]
-    return Timeline(steps, [arrival for timeline in timelines for arrival in timeline.arrivals])
 
 
 def _share_met(rounds: list[tuple[float, RoundKey, StepTimes]], draft: Timeline) -> float:
@@ -164,12 +157,8 @@ def _step_parts(step: StepTimes, host: str, gpu: str) -> Iterator[tuple[str, flo
     yield host, step.finished
 
 
-def _idle(timelines: Sequence[Timeline], began: float, ended: float) -> float:
-    """Return the share of a window in which a service's model did not run, the mean of all of them; 1 for none."""
-    busy = 0.0
-    for steps in (timeline.steps for timeline in timelines):
-        first = bisect_right([step.ended for step in steps], began)
-        busy += sum(
-            step.gpu_share * max(0.0, min(step.ended, ended) - max(step.began, began)) for step in steps[first:]
-        )
-    return max(0.0, 1 - busy / (ended - began) / max(1, len(timelines)))
+def _idle(steps: list[StepTimes], began: float, ended: float) -> float:
+    """Return the share of a window in which the model did not run."""
+    first = bisect_right([step.ended for step in steps], began)
+    busy = sum(step.gpu_share * max(0.0, min(step.ended, ended) - max(step.began, began)) for step in steps[first:])
+    return max(0.0, 1 - busy / (ended - began))

@@ -2,9 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import grpc
@@ -78,18 +76,13 @@ class _Stream:
     summary: inference_pb2.SpeculationSummary
 
 
-def run_clients(addresses: Sequence[str], load: Load) -> Figures:
-    """Run all sessions of a load at once, spread evenly over the endpoints: the first ones against the first endpoint,
-    and so on, the same in every run. Raises grpc.RpcError if one fails or takes too long."""
-    # The channels close before the threads are waited for, so that an interruption ends their calls.
-    with ThreadPoolExecutor(load.sessions) as pool, ExitStack() as channels:
-        opened = [channels.enter_context(grpc.insecure_channel(address, options=OPTIONS)) for address in addresses]
-        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in opened]
+def run_clients(address: str, load: Load) -> Figures:
+    """Run all sessions of a load against the endpoint. Raises grpc.RpcError if one fails or takes too long."""
+    # The channel closes before the threads are waited for, so that an interruption ends their calls.
+    with ThreadPoolExecutor(load.sessions) as pool, grpc.insecure_channel(address, options=OPTIONS) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
         prompts = [prompt_of(load.first + i, load.context) for i in range(load.sessions)]
-        jobs = [
-            pool.submit(_stream, stubs[i * len(stubs) // load.sessions], load, prompt, i)
-            for i, prompt in enumerate(prompts)
-        ]
+        jobs = [pool.submit(_stream, stub, load, prompt, i) for i, prompt in enumerate(prompts)]
         return _figures(load.name, [job.result() for job in jobs])
 
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -75,7 +75,6 @@ class Deployment:
     """Targets, their drafts and endpoints over each target, in a folder of their own.
 
     A single draft drafts for all targets; of as many drafts as targets, each does for the target of its number.
-    endpoints: the addresses of those over each target, once they are started.
     """
 
     def __init__(
@@ -100,12 +99,11 @@ class Deployment:
         names = [*self.targets, *self.drafts]
         self._addresses = dict(zip(names, free_addresses(len(names)), strict=True))
         self._launched: dict[str, float] = {}
-        self.endpoints: list[str] = []
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
-    def start(self, with_draft: bool) -> None:
-        """Start the services and endpoints over each target.
+    def start(self, with_draft: bool) -> list[str]:
+        """Start the services and endpoints over each target; return the endpoints' addresses.
 
         Drafts, if there are to be any, load beside the targets where they have GPUs of their own, and stay away from
         the targets until controls say otherwise. Raises ChildProcessError for what does not start in time.
@@ -122,7 +120,7 @@ class Deployment:
         drafts = drafts or {name: self._launch_draft(name) for name in wanted}
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
         limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0")
-        self.endpoints = [
+        addresses = [
             start_endpoints(
                 self._start, *named, *limits, "--target-address", self._addresses[name], seconds=self._seconds()
             )
@@ -130,6 +128,7 @@ class Deployment:
         ]
         for name, process in drafts.items():
             self._wait_for(name, process)
+        return addresses
 
     def control(self, controls: Controls) -> None:
         """Say how the draft drafts from its next session on."""
@@ -141,16 +140,16 @@ class Deployment:
         """Return where a service writes its timeline."""
         return self.folder / f"{name}.timeline"
 
-    def breakdown(self, run: str, targets: Sequence[str], drafts: Sequence[str]) -> Breakdown:
-        """Return what the rounds of a run waited for. targets, drafts: the names of those that had sessions of it.
+    def breakdown(self, run: str, target: str, draft: str) -> Breakdown:
+        """Return what the rounds of a run waited for. draft: empty if it had none.
 
         Raises ValueError if a service has not written when its steps ran.
         """
         limit = time.monotonic() + _TIMELINE_SECONDS
         while True:
-            verified, drafted = ([read_timeline(self.timeline(name)) for name in names] for names in (targets, drafts))
+            drafted = read_timeline(self.timeline(draft)) if draft else None
             try:
-                return break_down(verified, drafted, run, SETTLED)
+                return break_down(read_timeline(self.timeline(target)), drafted, run, SETTLED)
             except ValueError:
                 if time.monotonic() > limit:
                     raise

@@ -1,33 +1,23 @@
 """What the serving benchmark computes and prints, and its smallest run. No claims about time."""
 
-import contextlib
 import json
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import transformers
 
 from benchmarks import serve
-from benchmarks.processes import Start
 from benchmarks.read_trace import load_reads
-from benchmarks.serving import deployment
 from benchmarks.serving.breakdown import RoundParts, break_down
-from benchmarks.serving.clients import Load, prompt_of, run_clients
-from benchmarks.serving.deployment import kv_gib, write_model
+from benchmarks.serving.deployment import Pair, kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
 from benchmarks.serving.rows import Shape, Way
 from benchmarks.serving.service import replayed_words
 from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
-from protos import inference_pb2, inference_pb2_grpc
 from sparsity.selection import BlockSelection
 
 S = "run/0"  # a session of the run
@@ -64,7 +54,7 @@ def step(
 
 
 def parts_of(target: Timeline, draft: Timeline) -> RoundParts:
-    result = break_down([target], [draft], "run", settled=1)
+    result = break_down(target, draft, "run", settled=1)
     assert result.rounds == 1
     return result.parts
 
@@ -77,7 +67,7 @@ def judged(planned: float, began: float, ended: float, finished: float, gpu: flo
 def test_a_round_after_its_verdict() -> None:
     target = Timeline(judged(20, 21, 28, 30, 5), [((S, 0, 1), 1.016)])
     draft = Timeline([step(4, 5, 11, 13, 4, 1)], [((S, 0, 1), 1.003)])
-    assert break_down([target], [draft], "run", settled=1).met == 0
+    assert break_down(target, draft, "run", settled=1).met == 0
     parts = parts_of(target, draft)
     assert parts == RoundParts(*map(pytest.approx, (3 + 3, 1, 1 + 2 + 2, 4, 4, 1 + 2 + 2, 5)))
     assert parts.whole == pytest.approx(30)
@@ -96,37 +86,23 @@ def test_a_round_said_again_waits_for_its_verdict() -> None:
     target = Timeline(judged(5, 5, 9, 9, 4, epoch=1), [((S, 0, 1), 0.999), ((S, 1, 1), 1.004)])
     draft = Timeline([step(-6, -5, -3, -2, 2, 1)], [((S, 1, 1), 1.002)])
     assert parts_of(target, draft) == RoundParts(*map(pytest.approx, (4, 0, 0, 0, 1, 0, 4)))
-    assert break_down([target], [draft], "run", settled=1).met == 1
+    assert break_down(target, draft, "run", settled=1).met == 1
 
 
 def test_without_a_draft_the_target_is_all_there_is() -> None:
-    result = break_down([Timeline(judged(1, 2, 7, 8, 4))], [], "run", settled=1)
+    result = break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "run", settled=1)
     assert result.parts == RoundParts(*map(pytest.approx, (0, 0, 0, 0, 1, 3, 4)))
     assert result.draft_idle == 1
     assert result.target_idle == pytest.approx(1 - 4 / 8)
 
 
-def test_pairs_are_broken_down_together() -> None:
-    """Their rounds count alike, and a service is as idle as they are on average in the time that all have rounds."""
-    second = f"{S[:-1]}1"
-    slow = Timeline([replace(each, rounds=[(second, 0, i)]) for i, each in enumerate(judged(1, 2, 7, 8, 4))])
-    fast = Timeline(judged(1, 1, 3, 4, 2))
-    fast.steps += [step(5, 5, 7, 8, 2, 2)]
-    both = break_down([fast, slow], [], "run", settled=1)
-    assert both.rounds == 3 and both.parts.whole == pytest.approx((4 + 4 + 8) / 3)
-    assert both.parts.verify_gpu == pytest.approx((2 + 2 + 4) / 3)
-    assert both.target_idle == pytest.approx((4 / 8 + 4 / 8) / 2) and both.draft_idle == 1
-    with pytest.raises(ValueError, match="in each target's timeline"):
-        break_down([fast, Timeline()], [], "run", settled=1)
-
-
 def test_a_run_without_rounds_of_all_sessions_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 2 rounds of every session"):
-        break_down([Timeline(judged(1, 2, 7, 8, 4))], [Timeline()], "run", settled=2)
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=2)
     with pytest.raises(ValueError, match="other: expected"):
-        break_down([Timeline(judged(1, 2, 7, 8, 4))], [], "other", settled=1)
-    with pytest.raises(ValueError, match="in each draft's timeline"):
-        break_down([Timeline(judged(1, 2, 7, 8, 4))], [Timeline()], "run", settled=1)
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), None, "other", settled=1)
+    with pytest.raises(ValueError, match="in the draft's timeline"):
+        break_down(Timeline(judged(1, 2, 7, 8, 4)), Timeline(), "run", settled=1)
 
 
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
@@ -136,38 +112,6 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> None:
     line = json.dumps(asdict(timeline)) + "\n"
     file.write_text(line + line[:-9])
     assert read_timeline(file) == timeline
-
-
-# The clients.
-
-
-class Endpoint(inference_pb2_grpc.InferenceServicer):
-    """Notes which requests come, and says ten tokens to each."""
-
-    def __init__(self) -> None:
-        self.asked: dict[str, list[int]] = {}
-
-    def Generate(self, request: Any, context: object) -> Iterator[inference_pb2.GenerateResponse]:
-        self.asked[request.request_id] = list(request.token_ids.ids)
-        for token in range(10):
-            time.sleep(0.002)
-            yield inference_pb2.GenerateResponse(token_ids=[token])
-
-
-def test_sessions_are_spread_over_endpoints_the_same_way_in_each_run() -> None:
-    endpoints, addresses = [Endpoint(), Endpoint()], []
-    with contextlib.ExitStack() as servers:
-        for endpoint in endpoints:
-            server = grpc.server(ThreadPoolExecutor(4))
-            servers.callback(server.stop, 0)
-            inference_pb2_grpc.add_InferenceServicer_to_server(endpoint, server)
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            server.start()
-        runs = [run_clients(addresses, Load(name, 4, 20, 10, "exact", 0, 30)) for name in ("a", "b")]
-    for endpoint, sessions in zip(endpoints, ((0, 1), (2, 3)), strict=True):
-        prompts = {f"{name}/{i}": prompt_of(i, 20) for name in ("a", "b") for i in sessions}
-        assert endpoint.asked == prompts
-    assert [figures.name for figures in runs] == ["a", "b"] and runs[0].all_seconds > 0.02
 
 
 # Recorded selections.
@@ -250,30 +194,13 @@ def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> 
     assert rows["self"]["of_none"] > 0 and rows["self"]["breakdown"]["target_idle"] < 1
 
 
-def test_each_pair_has_its_devices_and_its_draft_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All targets start at once; drafts on devices of theirs when they have loaded."""
-    started: list[tuple[tuple[str, ...], int | None]] = []
+def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(start: object, folder: Path, pair: Pair, *others: object) -> None:
+        raise ChildProcessError(f"devices: {pair.gpus}")
 
-    @contextlib.contextmanager
-    def played() -> Iterator[Start]:
-        yield lambda *command, stdout=0, gpu=None: started.append((command, gpu))
-
-    def start_endpoints(start: Start, *flags: str, seconds: float) -> str:
-        raise ChildProcessError(" ".join(flags))
-
-    monkeypatch.setattr(serve, "children", played)
-    monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
-    monkeypatch.setattr(deployment, "start_endpoints", start_endpoints)
-    with pytest.raises(SystemExit, match="1 parts failed"):
-        main([*TINY, "--shapes", "2x100", "--tokens", "100", "--pairs", "2", "--gpus", "5", "5", "6", "6"])
-    assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 5), ("draft", 6)]
-    ports = [_value(command, "--port") for command, _ in started[:2]]
-    assert [_value(command, "--target") for command, _ in started[2:]] == [f"127.0.0.1:{port}" for port in ports]
-    assert {_value(command, "--max-sessions") for command, _ in started} == {"1"}
-
-
-def _value(command: tuple[str, ...], flag: str) -> str:
-    return command[command.index(flag) + 1]
+    monkeypatch.setattr(serve, "Deployment", refuse)
+    with pytest.raises(SystemExit, match="'target': 5, 'draft': 6"):
+        main([*TINY, "--shapes", "1x100", "--tokens", "100", "--gpus", "5", "6"])
 
 
 def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,9 +216,6 @@ def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--waves", "0"], "must be positive"),
         (["--modes", "self", "exact"], "self is measured beside none alone"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
-        (["--pairs", "0"], "at least 1"),
-        (["--pairs", "2", "--shapes", "2x100", "3x100"], "3x100: its sessions cannot be spread evenly over 2 pairs"),
-        (["--pairs", "2", "--gpus", "0", "1"], "2 devices, expected 4: of target and draft of each pair"),
     ],
 )
 def test_flags_that_give_nothing_to_measure(flags: list[str], message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import shared_draft
+from benchmarks.serving import deployment
 from benchmarks.serving.clients import Load
 from cli.main import main
 
@@ -22,15 +23,15 @@ class PlayedDeployment:
         self.drafts = ["draft"] if drafts == 1 else ["draft-1", "draft-2"]
         self.gpus = arguments[2].gpus
 
-    def start(self, with_draft: bool) -> None:
+    def start(self, with_draft: bool) -> list[str]:
         assert with_draft
-        self.endpoints = ["first", "second"]
+        return ["first", "second"]
 
     def control(self, controls: Any) -> None:
         assert controls.attached
 
-    def breakdown(self, run: str, targets: list[str], drafts: list[str]) -> Any:
-        assert run.endswith(targets[0]) and drafts[0] in self.drafts
+    def breakdown(self, run: str, target: str, draft: str) -> Any:
+        assert run.endswith(target) and draft in self.drafts
         return SimpleNamespace(draft_idle=0.75)
 
 
@@ -39,8 +40,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Load]]:
     """Each endpoint gives 100 tokens a second, and 90 while both are loaded. Returned: what was asked of them."""
     asked: list[tuple[str, Load]] = []
 
-    def run_clients(addresses: list[str], load: Load) -> Any:
-        (address,) = addresses
+    def run_clients(address: str, load: Load) -> Any:
         asked.append((address, load))
         rate = 90.0 if load.name.startswith("target-1+target-2") else 100.0
         return SimpleNamespace(name=load.name, tokens_a_second=rate, plain_share=0.0)
@@ -77,3 +77,20 @@ def test_what_cannot_be_measured_is_refused(loads: list[tuple[str, Load]]) -> No
         with pytest.raises(SystemExit, match="error: --"):
             main([*COMMAND, *flags])
     assert not loads
+
+
+def test_each_of_two_drafts_has_its_device_and_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[tuple[str, ...], int | None]] = []
+
+    def start(*command: str, stdout: int, gpu: int | None) -> Any:
+        started.append((command, gpu))
+
+    monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
+    monkeypatch.setattr(deployment, "start_endpoints", lambda start, *flags, seconds: flags[-1])
+    devices = {"target-1": 5, "target-2": 6, "draft-1": 5, "draft-2": 6}
+    pair, room = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 1, gpus=devices), deployment.Room(2, 200, 100)
+    both = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2, 2)
+    addresses = both.start(with_draft=True)
+    assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 5), ("draft", 6)]
+    assert [command[command.index("--target") + 1] for command, _ in started[2:]] == addresses
+    assert {command[command.index("--max-sessions") + 1] for command, _ in started} == {"2"}

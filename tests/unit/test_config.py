@@ -272,44 +272,6 @@ def test_gpus_of_the_services(caplog: pytest.LogCaptureFixture) -> None:
     assert [message[:22] for message in caplog.messages] == ["Ray has 1 of the 2 GPU", "Ray has 2 of the 3 GPU"]
 
 
-def test_services_that_share_a_gpu_have_one_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs are enough for two pairs; each pair has one, and each of its services half of that."""
-    from orchestrator import cluster  # imports Ray
-
-    bundles: list[list[dict[str, float]]] = []
-    monkeypatch.setattr(cluster, "placement_group", lambda needs, strategy: bundles.append(needs) or len(bundles))
-    pairs = ["--targets", "2", "--drafts", "2", "--draft-resource", "small"]
-    for flags, users in ((pairs, 4), ([*pairs, "--share-gpus", "--kv-memory", "40"], 2)):
-        fleet = cluster.RayFleet(resolve(*flags), "")
-        assert fleet.users == users
-        fleet.reserve(2, fleet.users)
-    apart, shared = bundles[:2], bundles[2:]
-    assert apart == 2 * [[{"CPU": 0.1, "GPU": 0}, {"CPU": 0.1, "GPU": 0, "small": 0.001}]]
-    assert shared == 2 * [[{"CPU": 0.2, "GPU": 1, "small": 0.001}]]
-    places = {name: start.args[1:] for name, start in fleet._start.items()}  # type: ignore[attr-defined]
-    of_pair = {
-        name: (needs["GPU"], at.placement_group, at.placement_group_bundle_index)
-        for name, (needs, at) in places.items()
-    }
-    first, second = (0.5, 3, 0), (0.5, 4, 0)
-    assert of_pair == {"target-1": first, "draft-1": first, "target-2": second, "draft-2": second}
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--targets", "2"], "2 targets and 1 drafts; .* give as many drafts as targets"),
-        ([], "give kv_memory, GiB of KV of each, or target_kv_tokens and draft_kv_tokens"),
-        (["--target-kv-tokens", "1000"], "give kv_memory"),
-    ],
-)
-def test_a_gpu_is_shared_by_pairs_whose_kv_has_a_size(flags: list[str], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        resolve("--share-gpus", *flags)
-    assert resolve("--share-gpus", "--target-kv-tokens", "1000", "--draft-kv-tokens", "1000").cluster.share_gpus
-    assert resolve("--share-gpus", "--draft", "ngram").cluster.share_gpus
-
-
 def test_a_ray_that_is_not_there_is_told_of_at_once() -> None:
     from orchestrator.cluster import connect_ray  # imports Ray
 

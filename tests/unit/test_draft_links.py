@@ -82,7 +82,7 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
     targets, drafts = Directory({"target-1": "a:1"}), Directory()
     async with running(draft, access) as first, running(anew, access) as second:
         drafts.put("draft", first.address)
-        telling = asyncio.create_task(keep_told(Lines([targets, drafts], access), targets, in_pairs=False))
+        telling = asyncio.create_task(keep_told(Lines([targets, drafts], access), targets))
         await until_told(draft, ["a:1"])
         targets.put("target-2", "b:2")
         await until_told(draft, ["a:1", "b:2"])
@@ -95,19 +95,6 @@ async def test_drafts_are_told_of_targets_that_come_go_and_move_and_again_where_
         await until_told(anew, ["c:3"])
         telling.cancel()
     assert ["c:3"] not in draft.told
-
-
-async def test_drafts_of_pairs_are_told_of_their_own_target() -> None:
-    first, second, targets = Draft(), Draft(), Directory({"target-1@big": "a:1", "target-2@big": "b:2"})
-    async with running(first, PeerAccess()) as one, running(second, PeerAccess()) as two:
-        drafts = Directory({"draft-1@big": one.address, "draft-2@big": two.address})
-        telling = asyncio.create_task(keep_told(Lines([targets, drafts], PeerAccess()), targets, in_pairs=True))
-        await until_told(first, ["a:1"])
-        await until_told(second, ["b:2"])
-        targets.remove("target-2@big")
-        await until_told(second, [])
-        telling.cancel()
-    assert {tuple(told) for told in first.told} == {("a:1",)}
 
 
 async def test_a_service_is_asked_where_the_directory_says() -> None:
