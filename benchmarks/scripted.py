@@ -34,6 +34,11 @@ _MAX_BLOCKS = 2048  # of 16 tokens: the services' largest context
 _CHANGING = 0.13  # share of a block's weight that changes from position to position
 
 
+def right_tokens(position: int, count: int) -> list[int]:
+    """Return the target's tokens from a position on."""
+    return [(position - 1 + i) % _PERIOD + 1 for i in range(count)]
+
+
 class ScriptedRunner(Runner):
     """Tokens follow from positions; KV pages hold one number each. It knows greedy sessions and shared budgets alone.
 
@@ -41,13 +46,20 @@ class ScriptedRunner(Runner):
     as with the bundled pair on prose. errs: whether it is the draft, which errs now and then.
 
     step_ms: milliseconds that a step takes, in any case and for each of its rounds, as if there were a model.
+    prompt_ms: milliseconds that a thousand prompt tokens take. It sleeps for all of them.
     unforeseen: the share of its verdicts that are none of what a draft expects; these are drawn.
     """
 
     def __init__(
-        self, errs: bool, pages: int = 20_000, step_ms: tuple[float, float] = (0.0, 0.0), unforeseen: float = 0.0
+        self,
+        errs: bool,
+        pages: int = 20_000,
+        step_ms: tuple[float, float] = (0.0, 0.0),
+        unforeseen: float = 0.0,
+        prompt_ms: float = 0.0,
     ) -> None:
-        self._step_ms, self._unforeseen, self._random = step_ms, unforeseen, random.Random(0)
+        self._step_ms, self._prompt_ms = step_ms, prompt_ms
+        self._unforeseen, self._random = unforeseen, random.Random(0)
         self.vocab_size = VOCAB
         self.kv = KVCache(LAYERS, KV_HEADS, 1, pages)
         self._following = [0 if errs and i in _ERRORS else i + 1 for i in range(_PERIOD)]
@@ -55,13 +67,15 @@ class ScriptedRunner(Runner):
         self._weights = (1 - _CHANGING) * noise[-1:] + _CHANGING * noise[:-1]
         self._gamma = self._block_size = self._alternatives = 0  # until rounds are prepared
 
-    def _take_time(self, rounds: int) -> None:
+    def _take_time(self, rounds: int, prompt_tokens: int = 0) -> None:
         in_any_case, each = self._step_ms
-        if rounds:
-            time.sleep((in_any_case + each * rounds) / 1000)
+        milliseconds = self._prompt_ms * prompt_tokens / 1000 + (in_any_case + each * rounds if rounds else 0.0)
+        if milliseconds:
+            time.sleep(milliseconds / 1000)
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
-        self._take_time(sum(item.drafted is not None for item in inputs))
+        prompt_tokens = sum(len(item.tokens) for item in inputs if item.drafted is None)
+        self._take_time(sum(item.drafted is not None for item in inputs), prompt_tokens)
         outputs = []
         for item in inputs:
             self.kv.grow(item.kv, item.kv.length + len(item.tokens))
@@ -145,7 +159,10 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--branches", type=int, default=DraftSettings.branches, help="for the draft")
     parser.add_argument("--waves", type=int, default=DraftSettings.micro_batches, help="for the draft")
+    parser.add_argument("--max-sessions", type=int, default=TargetSettings.max_sessions, help="for the target")
+    parser.add_argument("--max-queued", type=int, default=TargetSettings.max_queued, help="for the target")
     parser.add_argument("--step-ms", type=float, nargs=2, default=(0.0, 0.0))
+    parser.add_argument("--prompt-ms", type=float, default=0.0)
     parser.add_argument("--unforeseen", type=float, default=0.0)
     flags = parser.parse_args()
     torch.set_num_threads(1)
@@ -154,9 +171,11 @@ def main() -> None:
 
     async def run(on_ready: Callable[[RunningServer], None]) -> None:
         step_ms = (flags.step_ms[0], flags.step_ms[1])
-        runner = ScriptedRunner(errs=flags.side == "draft", step_ms=step_ms, unforeseen=flags.unforeseen)
+        errs, unforeseen = flags.side == "draft", flags.unforeseen
+        runner = ScriptedRunner(errs, step_ms=step_ms, unforeseen=unforeseen, prompt_ms=flags.prompt_ms)
         if flags.side == "target":
-            settings = TargetSettings(port=flags.port, gamma=flags.gamma)
+            places = {"max_sessions": flags.max_sessions, "max_queued": flags.max_queued}
+            settings = TargetSettings(port=flags.port, gamma=flags.gamma, **places)
             await target_service.serve(settings, runner, plan, hello, on_ready)
         else:
             drafting = {"gamma": flags.gamma, "branches": flags.branches, "micro_batches": flags.waves}

@@ -4,8 +4,8 @@ python -m tests.chaos --minutes N [--seed S] [--pause SECONDS] [--recovery SECON
 
 Three parts: `processes`, a launch of two targets and two drafts whose processes are killed and stopped and whose raylet
 dies; `services`, as many without Ray which are killed, whose lines are slow, stand still or are cut, and whose gateway
-dies; `overload`, ten times the requests that a launch can take. Exit status 1 if an answer was wrong or lost, or if
-something is left at the end. Figures are printed as they come.
+dies; `overload`, ten times the requests that services with scripted models can take. Exit status 1 if an answer was
+wrong or lost, or if something is left at the end. Figures are printed as they come.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
         seconds = 60 * flags.minutes * PARTS[part] / sum(PARTS[each] for each in parts)
         pace = Pace(seconds, flags.pause, flags.recovery)
         if part == "overload":
-            violations += overload.run(min(60, seconds))
+            violations += overload.run(min(120, seconds))
             continue
         if part == "processes":
             outcome = broken_processes.run(pace, flags.seed, flags.clients, flags.keep_ray)

@@ -1,138 +1,94 @@
-"""Ten times the requests that a launch can take: some are answered as soon as ever, the others refused at once.
+"""Ten times the requests that the services can take: some are answered as soon as ever, the others refused at once.
 
 What is taken is compared with requests of as many clients as there are places, one after the other: as many sessions
-run beside each other then, and none is refused. How soon a request is answered that is alone is printed, too.
+run beside each other then, and none is refused.
 
-Clients share the machine with what they ask, so they are cheap: one event loop, HTTP written by hand, and connections
-that are used again, as the pools of clients' libraries do it.
+The models are scripted and sleep about as long as a GPU takes (benchmarks/scripted.py): models that compute on the
+processor would be slowed down by the clients, which have to share it. Whether answers are right is looked at when all
+have come.
 """
 
 import asyncio
+import contextlib
 import json
+import random
 import re
 import time
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import uvloop
 
+from benchmarks.scripted import right_tokens
+from engine.loading.tokenizer import load_tokenizer
+from models import TARGET
+from orchestrator.logprobs import Decode
+from tests.chaos.clients import Answer, Clients
 from tests.chaos.setting import Held
-from tests.stack import Stack, start_stack
+from tests.stack import Services, Stack, start_gateway, start_service
+from wire.server import keep_loaded
 
-SESSIONS, QUEUED, TOKENS = 4, 0, 32
-PROMPT = "The old man looked at the sea, and the sea looked at him."
-REFUSAL_SECONDS, SLOWER, TIMES = 0.1, 1.2, 10
-FULL_SECONDS, PATIENCE = 10, 60
-BODY = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "stream": True, "temperature": 0, "ignore_eos": True})
-REQUEST = (
-    "POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\n"
-    f"Content-Length: {len(BODY)}\r\n\r\n{BODY}"
-).encode()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """first: seconds to the first token's text, or to the refusal. status: 0 if there is no whole answer."""
-
-    status: int
-    first: float
+SESSIONS = 8
+PROMPTS, TOKENS = (100, 160), (24, 56)  # tokens of a prompt and of an answer: the least and the most
+TIMES, REFUSAL_SECONDS, SLOWER = 10, 0.1, 1.2
+SHARES = 0.5, 0.9, 0.99
+TARGET_FLAGS = "--max-sessions", str(SESSIONS), "--max-queued", "0", "--step-ms", "8", "0.25", "--prompt-ms", "100"
+DRAFT_FLAGS = "--step-ms", "3", "0", "--prompt-ms", "10"
+FIELDS = {"stream": True, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
 
 
 def run(seconds: float) -> list[str]:
-    """Return what must not be. First tokens and refusals that come later than the goal are printed alone."""
-    stack = start_stack("--max-sessions", str(SESSIONS), "--max-queued", str(QUEUED), "--target-kv-tokens", "20000")
+    """Return what must not be. Half of the time there is no overload.
+
+    First tokens and refusals that come later than the goal are printed alone.
+    """
+    with _stack() as stack:
+        return uvloop.run(_measure(stack, seconds / 2))
+
+
+@contextlib.contextmanager
+def _stack() -> Iterator[Stack]:
+    target, at = start_service("-m", "benchmarks.scripted", "target", *TARGET_FLAGS)
+    services = Services(at, "", [target])
     try:
-        return uvloop.run(_measure(stack, seconds))
+        draft, services.draft = start_service("-m", "benchmarks.scripted", "draft", "--target", at, *DRAFT_FLAGS)
+        services.processes.append(draft)
+        stack = start_gateway(services)
+        try:
+            yield stack
+        finally:
+            stack.stop()
     finally:
-        stack.stop()
+        services.stop()
 
 
 async def _measure(stack: Stack, seconds: float) -> list[str]:
-    clients = Clients(stack.http)
+    keep_loaded()
+    clients = Clients(stack.http, _request)
     for _ in range(3):
-        await clients.ask()
-    alone = [(await clients.ask()).first for _ in range(20)]
-    full = [answer.first for answer in await _fill(clients) if answer.status == 200]
-    rate = max(1.0, len(full) / FULL_SECONDS)
+        await asyncio.gather(*(clients.ask() for _ in range(SESSIONS)))
+    unloaded = await _fill(clients, seconds)
+    rate = TIMES * max(1, len(_firsts(unloaded, 200))) / seconds
     before = Held.by(stack.process.pid)
-    answers = await _offer(clients, TIMES * rate, seconds)
+    overloaded = await _offer(clients, rate, seconds)
     await clients.leave()
     after = Held.by(stack.process.pid)
-    taken = [answer.first for answer in answers if answer.status == 200]
-    refused = [answer.first for answer in answers if answer.status == 429]
-    print(
-        f"overload: {rate:.1f} requests a second fill it; {TIMES * rate:.0f} a second were offered for {seconds:.0f} s"
-    )
-    print(f"  first token of a request alone: {_shown(alone)}; of as many as there are places: {_shown(full)}")
-    _compare(f"{len(taken)} taken, first token", taken, f"{SLOWER} x as many without the others", SLOWER * _p99(full))
-    _compare(f"{len(refused)} refused", refused, "goal", REFUSAL_SECONDS)
+    print(f"overload: {rate / TIMES:.1f} requests a second fill it; {rate:.0f} a second came for {seconds:.0f} s")
+    _tell(_firsts(unloaded, 200), _firsts(overloaded, 200), _firsts(overloaded, 429), seconds)
     print(f"  the gateway held {before} and holds {after}", flush=True)
-    violations = [f"overload: HTTP {a.status} after {a.first:.1f} s" for a in answers if a.status not in (200, 429)]
-    if not refused or not taken:
-        violations.append(f"overload: {len(taken)} taken and {len(refused)} refused")
+    decode = load_tokenizer(str(TARGET)).decode
+    faults = (_fault(answer, decode) for answer in (*unloaded, *overloaded))
+    violations = [f"overload: {fault}" for fault in faults if fault]
+    if not {200, 429} <= {answer.status for answer in overloaded}:
+        violations.append("overload: none was taken, or none refused")
     if excess := after.excess(before):
         violations.append(f"overload: the gateway holds more than before: {excess}")
     return violations
 
 
-def _compare(what: str, seconds: list[float], goal: str, limit: float) -> None:
-    missed = "" if _p99(seconds) <= limit else ": MISSED"
-    print(f"  {what}: {_shown(seconds)}, {goal}: {1000 * limit:.0f} ms{missed}")
-
-
-def _shown(seconds: list[float]) -> str:
-    return f"p50 {1000 * _quantile(seconds, 0.5):.0f}, p99 {1000 * _p99(seconds):.0f} ms"
-
-
-def _p99(values: list[float]) -> float:
-    return _quantile(values, 0.99)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
-
-
-class Clients:
-    """Asks for the same again and again, over a connection that is idle or a new one."""
-
-    def __init__(self, http: str) -> None:
-        self._at = urlsplit(http)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-
-    async def ask(self) -> Answer:
-        start = time.monotonic()
-        try:
-            async with asyncio.timeout(PATIENCE):
-                line = self._idle.pop() if self._idle else await asyncio.open_connection(*self._at.netloc.split(":"))
-                reader, writer = line
-                writer.write(REQUEST)
-                head = await reader.readuntil(b"\r\n\r\n")
-                status = int(head.split()[1])
-                if status == 200:
-                    await reader.readuntil(b"data: {")  # before it there may be comments
-                    first = time.monotonic() - start
-                    await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-                else:
-                    length = re.search(rb"content-length: (\d+)", head.lower())
-                    await reader.readexactly(int(length[1]) if length else 0)
-                    first = time.monotonic() - start
-        except (OSError, EOFError):
-            return Answer(0, time.monotonic() - start)
-        self._idle.append(line)
-        return Answer(status, first)
-
-    async def leave(self) -> None:
-        """Close the connections, which the gateway has noticed soon after."""
-        for _, writer in self._idle:
-            writer.close()
-        self._idle.clear()
-        await asyncio.sleep(0.5)
-
-
-async def _fill(clients: Clients) -> list[Answer]:
+async def _fill(clients: Clients, seconds: float) -> list[Answer]:
     """Return what as many clients as there are places get, each asking again as soon as it is answered."""
     answers: list[Answer] = []
-    end = time.monotonic() + FULL_SECONDS
+    end = time.monotonic() + seconds
 
     async def work() -> None:
         while time.monotonic() < end:
@@ -145,9 +101,70 @@ async def _fill(clients: Clients) -> list[Answer]:
 
 
 async def _offer(clients: Clients, rate: float, seconds: float) -> list[Answer]:
-    """Send so many requests a second, whatever becomes of those before."""
-    asking, start = [], time.monotonic()
-    for number in range(round(rate * seconds)):
-        await asyncio.sleep(max(0.0, start + number / rate - time.monotonic()))
+    """Send so many requests a second at random, whatever becomes of those before."""
+    asking, rng, due = [], random.Random(0), time.monotonic()
+    for _ in range(round(rate * seconds)):
+        due += rng.expovariate(rate)
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
         asking.append(asyncio.create_task(clients.ask()))
     return await asyncio.gather(*asking)
+
+
+def _firsts(answers: list[Answer], status: int) -> list[float]:
+    """Return the seconds to the first tokens, or refusals, sorted. The first of them are left out, which all places had
+    to begin at once."""
+    return sorted([answer.first for answer in answers if answer.status == status][SESSIONS:])
+
+
+def _tell(unloaded: list[float], taken: list[float], refused: list[float], seconds: float) -> None:
+    """Print how soon first tokens and refusals came, sorted, and whether that was soon enough."""
+    print(f"  {len(unloaded)} first tokens of as many as there are places: {_shown(unloaded)}")
+    ratios = [_quantile(taken, share) / _quantile(unloaded, share) for share in SHARES]
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"  {len(taken)} overloaded: {_shown(taken)}; {shown} x{_missed(ratios[-1], SLOWER)}")
+    refusal = _quantile(refused, SHARES[-1])
+    print(f"  {len(refused) / seconds:.0f} refused a second: {_shown(refused)}{_missed(refusal, REFUSAL_SECONDS)}")
+
+
+def _shown(seconds: list[float]) -> str:
+    return ", ".join(f"p{100 * share:.0f} {1000 * _quantile(seconds, share):.1f}" for share in SHARES) + " ms"
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return values[int(share * (len(values) - 1))] if values else float("nan")
+
+
+def _missed(value: float, most: float) -> str:
+    return "" if value <= most else f": MISSED, {most:g} is the goal"
+
+
+# Requests, and what must be answered.
+
+
+def _request(number: int) -> bytes:
+    """Return a request whose prompt begins like no other, so that none of its KV is there."""
+    prompt, tokens = _sizes(number)
+    ids = [1000 + number // 1000, 1000 + number % 1000] + [1] * (prompt - 2)
+    body = json.dumps({"prompt": ids, "max_tokens": tokens, **FIELDS})
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: any\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+def _sizes(number: int) -> tuple[int, int]:
+    """Return the tokens of a request's prompt and answer. They differ, else sessions would keep step."""
+    rng = random.Random(number)
+    return rng.randint(*PROMPTS), rng.randint(*TOKENS)
+
+
+def _fault(answer: Answer, decode: Decode) -> str:
+    """Return what is wrong with an answer, empty if nothing is."""
+    if answer.status == 429:
+        return ""
+    if answer.status != 200:
+        return f"HTTP {answer.status} after {answer.first:.1f} s"
+    pieces = re.findall(rb"^data: (\{.*\})$", answer.content, re.MULTILINE)
+    text = "".join(choice["text"] for piece in pieces for choice in json.loads(piece)["choices"])
+    expected = decode(right_tokens(*_sizes(answer.number)))
+    return "" if text == expected else f"{text!r} was answered, not {expected!r}"
