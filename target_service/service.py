@@ -107,6 +107,7 @@ async def serve(
             wake,
             verifier.next_deadline,
             settings.step_timeout,
+            sends_first=False,  # drafts have drafted ahead
         )
     finally:
         verifier.close_all(Unavailable("the target is stopping"))

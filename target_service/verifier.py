@@ -46,6 +46,7 @@ WARM_SESSIONS = 16  # batches up to this size are made ready before the first re
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
+    "steps_ahead",  # launched before the host had seen the one before
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),
@@ -193,7 +194,10 @@ class Verifier:
             self.protocol.assign(session, wait=True)
         if self._under_way is not None:
             behind = plan_behind(self._under_way, list(self.admission.running.values()))
-            return behind if self.runner.kv.reserve(behind.work) else VerifyStep(before=self._under_way)
+            if not self.runner.kv.reserve(behind.work):
+                return VerifyStep(before=self._under_way)
+            self.counters["steps_ahead"] += behind.left_running
+            return behind
         while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
             *_, youngest = self.admission.running.values()
             self.protocol.end(youngest)

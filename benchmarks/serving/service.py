@@ -242,7 +242,7 @@ def _time_service(
             recorders[0].arrived(event.at.session, event.at.epoch, event.at.round)
         receive(owner, peer, event)
 
-    async def timed_loop(plan_step: Any, execute: Any, finish_step: Any, *rest: Any) -> None:
+    async def timed_loop(plan_step: Any, execute: Any, finish_step: Any, *rest: Any, **how: Any) -> None:
         recorder = recorder_of(plan_step.__self__)
         recorders.append(recorder)
         await run_step_loop(
@@ -250,6 +250,7 @@ def _time_service(
             lambda work: recorder.execute(execute, work),
             lambda work, result: recorder.finish(finish_step, work, result),
             *rest,
+            **how,
         )
 
     patches.enter_context(patch.object(receiver, "receive", timed_receive))

@@ -5,12 +5,14 @@ So a page that is wrong, stale or another session's gives other tokens than the 
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from engine.inputs import SequenceInput, SequenceOutput
 from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
+from engine.passes.outputs import StepUnderWay
 from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from engine.runner import Runner
 from sparsity.plan import uniform_plan
@@ -37,6 +39,16 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
     return tokens
 
 
+class _Launched(StepUnderWay):
+    """A step whose outputs are known already."""
+
+    def __init__(self, given: list[SequenceOutput]) -> None:
+        self._given = given
+
+    def outputs(self) -> list[SequenceOutput]:
+        return self._given
+
+
 class ScriptedRunner(Runner):
     """Cells of pages hold (position, token). Samples as it decodes greedily: its distributions are for show.
 
@@ -51,6 +63,7 @@ class ScriptedRunner(Runner):
         self._errs, self._report, self._fault = errs, report, fault
         self._cells = [[-1] * PAGE_SIZE for _ in range(pages)]
         self._rounds: RoundSettings | None = None
+        self._left: list[int] = []  # tokens of the step that was launched last
 
     # KV.
 
@@ -79,6 +92,12 @@ class ScriptedRunner(Runner):
         for item in inputs:
             item.kv.length += len(item.tokens)
         return outputs
+
+    def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+        known = [item if item.follows is None else replace(item, tokens=[self._left[item.follows]]) for item in inputs]
+        outputs = self.forward(known)
+        self._left = [output.verdict[1] for output in outputs if output.verdict is not None]
+        return _Launched(outputs)
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         output = SequenceOutput()

@@ -99,6 +99,11 @@ class Scenario:
         """How many tokens of an exact session sparse attention screens, at most: in a third of the seeds any."""
         return 0 if self.seed % 3 != 1 else self.gamma + 1 + self.seed // 3 % 12
 
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether targets launch steps of plain decoding ahead, as on a GPU."""
+        return self.seed // 3 % 2 == 0
+
     def targets_of(self, gateway: int) -> list[str]:
         """Return the names of the targets that a gateway routes to."""
         return [f"target-{target}" for target in self.gateways[gateway]]

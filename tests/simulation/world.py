@@ -100,6 +100,7 @@ class World:
         errs = 0 if is_target else self.scenario.draft_errs
         runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
         runner.is_sick = lambda: self.faults.is_sick(name)
+        runner.goes_ahead = self.scenario.goes_ahead
         await (run_target if is_target else run_draft)(name, self.scenario, runner)
 
     async def _run_gateway(self, index: int, services: list[str]) -> None:

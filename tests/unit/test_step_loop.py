@@ -58,6 +58,24 @@ class Loop:
             assert self.planned == self.steps
 
 
+@pytest.mark.parametrize("sends_first", [True, False])
+async def test_what_a_step_gave_is_sent_before_the_next_one_is_planned_or_while_it_runs(sends_first: bool) -> None:
+    told: list[str] = []
+
+    def plan() -> int | None:
+        told.append("planned")
+        return 0 if len(told) < 4 else None
+
+    def finish(work: int, result: int) -> None:
+        asyncio.get_running_loop().call_soon(told.append, "sent")
+
+    steps = plan, lambda work: work, finish, lambda work, error: False
+    loop = run_step_loop(*steps, asyncio.Event(), lambda: None, 60, sends_first)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loop, 0.2)
+    assert told[:3] == (["planned", "sent", "planned"] if sends_first else ["planned", "planned", "sent"])
+
+
 def test_a_failed_step_is_handed_over_and_the_next_ones_run() -> None:
     loop = Loop(5, {1: ValueError("no"), 3: RuntimeError("no")})
     loop.run()
