@@ -19,7 +19,7 @@ MAX_BRANCHES = 16
 MOST_GAMMA = 64
 MOST_JUDGED = 31  # proposed and screened tokens that a pass can judge (kernels.rejection)
 ROUTING = ("prefix", "least-loaded", "round-robin")  # orchestrator/routing.py
-WITHOUT_DRAFT = ("none", "ngram", "self")  # what may stand in place of a draft model
+WITHOUT_DRAFT = ("none", "ngram", "self", "auto")  # what may stand in place of a draft model
 
 _models = partial(setting, group="models and plan", by_model=True)
 _rounds = partial(setting, group="rounds", by_model=True)
@@ -35,8 +35,8 @@ _endpoints = partial(setting, group="client endpoints")
 # The draft's own model, of which the target has to know whether there is one.
 _DRAFT = Setting(
     "draft model: Hugging Face id or folder; or without a draft service self: the target drafts for itself, reading "
-    "little of its KV, ngram: it proposes what followed the same tokens earlier in the text, none: it runs one token a "
-    "step",
+    "little of its KV, where that pays, ngram: it proposes what followed the same tokens earlier in the text, auto: "
+    "self where it pays, else ngram, none: it runs one token a step",
     group="models and plan",
     name="draft",
     by_model=True,

@@ -114,7 +114,7 @@ class Admission:
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
             reader=self._reader(request, screened),
             screening=Screening(self._settings.confirm_every, len(request.tokens)) if screened else None,
-            lookup=PromptLookup() if self._settings.draft == "ngram" else None,
+            lookup=PromptLookup() if self._settings.draft in ("ngram", "auto") else None,
             traceparent=request.traceparent,
             caller=request.caller,
             choice=request.choice,

@@ -14,30 +14,32 @@ from target_service.session import TargetSession
 
 def can_be_left(step: VerifyStep) -> bool:
     """Return whether the next step may be launched while this one runs: all of its sessions decode plainly."""
-    plainly = all(len(item.input.tokens) == 1 and _decodes_plainly(item.session) for item in step.rounds)
+    plainly = all(
+        len(item.input.tokens) == 1 and item.input.read is None and _needs_no_host(item.session) for item in step.rounds
+    )
     return bool(step.rounds) and not step.prefills and plainly and len(step.rounds) <= MOST_UNDER_WAY
 
 
-def plan_behind(running: VerifyStep, sessions: list[TargetSession]) -> VerifyStep:
+def plan_behind(running: VerifyStep, sessions: list[TargetSession], gamma: int) -> VerifyStep:
     """Return the step to execute while `running` is under way, which it waits for.
 
-    sessions: all that run. It has rounds if each of them either goes on plainly behind that step or is known to end in
-    it; else it does nothing but wait.
+    sessions: all that run, none of which is to draft for itself. gamma: tokens that a text proposes, at most. The step
+    has rounds if each session either goes on plainly behind the one that runs or is known to end in it; else it does
+    nothing but wait. Where a text repeats itself the next token is waited for, which tells whether it goes on to.
     """
     places = {id(item.session): place for place, item in enumerate(running.rounds)}
     ahead = VerifyStep(before=running)
-    if all(id(session) in places and _decodes_plainly(session) for session in sessions):
+    if all(id(session) in places and _needs_no_host(session) and not session.look_up(gamma) for session in sessions):
         going_on = [session for session in sessions if len(session.tokens) + 1 < session.max_length]
         ahead.rounds = [_plan_round(session, places[id(session)]) for session in going_on]
         ahead.left_running = bool(ahead.rounds)
     return ahead
 
 
-def _decodes_plainly(session: TargetSession) -> bool:
-    """Return whether a session's next round needs nothing that the host is still to find out."""
-    proposed = session.draft is not None or session.lookup is not None or session.memory is not None
+def _needs_no_host(session: TargetSession) -> bool:
+    """Return whether nothing but its last token decides over a session's next one."""
     looked_at = session.logprobs is not None or bool(session.rules)
-    return not proposed and not looked_at and session.reader is None and session.screening is None
+    return session.draft is None and not looked_at and session.reader is None and session.screening is None
 
 
 def _plan_round(session: TargetSession, place: int) -> VerifyRound:

@@ -145,12 +145,9 @@ def _plan_alone(
     sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, kv: KVCache, now: float
 ) -> list[VerifyRound]:
     """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
-    able = [session for session in sessions if session.memory is not None and not session.is_paused]
-    tokens = sum(len(session.tokens) for session in able)
-    away = sum(len(session.tokens) for session in able if not kv.is_resident(session.kv))
-    if drafting is None or not able or not drafting.pays(tokens, away):
+    if drafting is None or not draft_for_themselves(sessions, drafting, kv):
         return [plan_round(session, None, session.look_up(settings.most_drafted), now) for session in sessions]
-    rounds = []
+    rounds, load = [], _load_of(sessions, kv)
     for session in sessions:
         if session.memory is None or session.is_paused:
             rounds.append(plan_round(session, None, [], now))
@@ -158,9 +155,22 @@ def _plan_alone(
         base = len(session.tokens)
         drafted = drafting.drafted(session.weighed, base)
         item = plan_round(session, None, [0] * drafted, now)
-        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(tokens, away)
+        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(*load)
         rounds.append(item)
     return rounds
+
+
+def draft_for_themselves(sessions: Iterable[TargetSession], drafting: SelfDrafting | None, kv: KVCache) -> bool:
+    """Return whether sessions without a proposal of a draft would draft for themselves in a step of their own."""
+    tokens, away = _load_of(sessions, kv)
+    return drafting is not None and tokens > 0 and drafting.pays(tokens, away)
+
+
+def _load_of(sessions: Iterable[TargetSession], kv: KVCache) -> tuple[int, int]:
+    """Return the tokens of those that can draft for themselves, and of these such whose KV has partly left the GPU."""
+    able = [session for session in sessions if session.memory is not None and not session.is_paused]
+    away = (len(session.tokens) for session in able if not kv.is_resident(session.kv))
+    return sum(len(session.tokens) for session in able), sum(away)
 
 
 def _readable(reading: list[TargetSession]) -> list[int]:

@@ -75,7 +75,7 @@ class SelfDrafting:
 
 def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) -> SelfDrafting | None:
     """Return how a target drafts for itself; None if it does not."""
-    if settings.draft != "self" or not plan.sparse_layers:
+    if settings.draft not in ("self", "auto") or not plan.sparse_layers:
         return None
     plan = replace(plan, budget=settings.self_read_share)
     return SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from)

@@ -29,7 +29,7 @@ from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.going_ahead import can_be_left, plan_behind
-from target_service.planning import VerifyResult, VerifyRound, VerifyStep, plan_verify_step
+from target_service.planning import VerifyResult, VerifyRound, VerifyStep, draft_for_themselves, plan_verify_step
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
@@ -193,11 +193,7 @@ class Verifier:
                 session.next_round = self.controller.effective(session.pace, tokens)
             self.protocol.assign(session, wait=True)
         if self._under_way is not None:
-            behind = plan_behind(self._under_way, list(self.admission.running.values()))
-            if not self.runner.kv.reserve(behind.work):
-                return VerifyStep(before=self._under_way)
-            self.counters["steps_ahead"] += behind.left_running
-            return behind
+            return self._plan_behind(self._under_way)
         while (step := self._plan_running()) is not None and not self.runner.kv.reserve(step.work):
             *_, youngest = self.admission.running.values()
             self.protocol.end(youngest)
@@ -205,6 +201,17 @@ class Verifier:
         if step is not None:
             step.left_running = self.runner.goes_ahead and can_be_left(step)
         return step
+
+    def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
+        """Return what to run while a step is under way, or a step that only waits for it."""
+        running = list(self.admission.running.values())
+        behind = VerifyStep(before=under_way)
+        if not draft_for_themselves(running, self._drafting, self.runner.kv):
+            behind = plan_behind(under_way, running, self.settings.most_drafted)
+        if not self.runner.kv.reserve(behind.work):
+            return VerifyStep(before=under_way)
+        self.counters["steps_ahead"] += behind.left_running
+        return behind
 
     def _plan_running(self) -> VerifyStep | None:
         running, now = self.admission.running.values(), time.monotonic()
@@ -378,7 +385,7 @@ class Verifier:
         self.counters["foreseen_rounds"] += item.session.foreseen
         self.counters[f"rounds_gamma_{commit.drafted}"] += 1
         if commit.drafted and item.proposal is None:
-            proposer = self.settings.draft  # ngram or self
+            proposer = "self" if item.drafting_cost else "ngram"
             self.counters[f"{proposer}_rounds"] += 1
             self.counters[f"{proposer}_draft_tokens"] += commit.drafted
             self.counters[f"{proposer}_accepted_tokens"] += commit.accepted

@@ -302,7 +302,7 @@ def test_the_bundled_plan_with_another_pair_is_refused(flags: tuple[str, ...]) -
     assert resolve(*flags, "--plan", "mine.json").target.plan == "mine.json"
 
 
-@pytest.mark.parametrize("choice", ["none", "ngram", "self"])
+@pytest.mark.parametrize("choice", ["none", "ngram", "self", "auto"])
 def test_without_a_draft_model_there_is_one_service_and_any_target_has_a_plan(choice: str, tmp_path: Path) -> None:
     from orchestrator.cluster import placed_settings  # imports Ray
 

@@ -3,8 +3,9 @@
 Without a GPU the steps run at once; on a GPU they are captured and run while the host plans the next one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,16 +100,23 @@ class Target:
             number += 1
 
 
-def target_of(folder: Path, goes_ahead: bool, pages: int = 200) -> Target:
+def target_of(folder: Path, goes_ahead: bool, pages: int = 200, **how: Any) -> Target:
     loaded = load_model(str(folder), torch.float32, DEVICE)
     runner = make_runner(loaded, pages * PAGE_SIZE, 0, 300, step_queries=5)
     runner.goes_ahead = goes_ahead
-    return Target(Verifier(runner, PLAN, TargetSettings(gamma=4, max_context=300, max_sessions=4)))
+    settings = TargetSettings(gamma=4, max_context=300, max_sessions=4, draft="none")
+    return Target(Verifier(runner, PLAN, replace(settings, **how)))
 
 
 @pytest.fixture(scope="module")
 def ahead(folder: Path) -> Target:
     return target_of(folder, True)
+
+
+@pytest.fixture(scope="module")
+def proposing(folder: Path) -> Target:
+    """It drafts for itself from 60 tokens on, and looks up below."""
+    return target_of(folder, True, draft="auto", self_from=60, self_read_share=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +152,26 @@ def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waitin
         assert not target.failed
         target.verifier.admission.release_closed()
         assert target.verifier.runner.kv.pool.held == 0
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(asks.filter(lambda ask: ask.sampling is GREEDY and not ask.aborted), min_size=1, max_size=5))
+def test_what_the_target_proposes_by_itself_changes_no_token(
+    proposing: Target, waiting: Target, asked: list[Ask]
+) -> None:
+    proposing.run(asked)
+    for i, ask in enumerate(asked):
+        waiting.run([Ask(0, ask.prompt, ask.max_tokens, ask.sampling, ask.stops, logprobs=ask.logprobs)])
+        assert proposing.told[str(i)] == waiting.told["0"]
+    assert not proposing.failed
+
+
+def test_a_target_left_to_itself_goes_ahead_looks_up_and_drafts(folder: Path) -> None:
+    """As its sessions become longer: the prompt of the first one repeats itself."""
+    target = target_of(folder, True, draft="auto", self_from=90, self_read_share=0.3)
+    target.run([Ask(0, 12, 30), Ask(40, 60, 40)])
+    counted = target.verifier.counters
+    assert counted["steps_ahead"] > 0 and counted["ngram_rounds"] > 0 and counted["self_rounds"] > 0
 
 
 def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
