@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,32 +104,37 @@ class ControlledDrafter(Drafter):
 
     def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
         """Return the rounds of a step with imposed tokens among the draft's choices."""
-        rounds, vocab = [], self.runner.vocab_size
-        for planned, output in zip(step.rounds, result.rounds, strict=True):
-            starts = [branch.length + 1 for branch in planned.request.branches] or [planned.base]
-            branches = [
-                foreseeing(drafted, start, foresight, vocab)
-                for start, drafted in zip(starts, output.branches, strict=True)
-            ]
-            rounds.append(replace(output, branches=branches))
-        return rounds
+        starts = [
+            start
+            for planned in step.rounds
+            for start in [branch.length + 1 for branch in planned.request.branches] or [planned.base]
+        ]
+        drafted = [branch for output in result.rounds for branch in output.branches]
+        imposed = iter(foreseeing(drafted, starts, foresight, self.runner.vocab_size))
+        return [replace(output, branches=[next(imposed) for _ in output.branches]) for output in result.rounds]
 
 
-def foreseeing(drafted: DraftedTokens, start: int, foresight: float, vocab: int) -> DraftedTokens:
-    """Return what was drafted from position `start` on, with the imposed token of some positions as the next choice.
+def foreseeing(
+    drafted: list[DraftedTokens], starts: list[int], foresight: float, vocab: int
+) -> Iterable[DraftedTokens]:
+    """Yield what was drafted from each of the positions on, with the imposed token of some as the draft's next choice.
 
-    Which positions these are follows from the position alone.
+    Which positions these are follows from the position alone. drafted: of as many tokens each; all of a step in one
+    array, since the draft waits for this.
     """
-    positions = start + np.arange(len(drafted.tokens))
+    tokens = np.array([each.tokens for each in drafted])
+    positions = np.array(starts)[:, None] + np.arange(tokens.shape[1])
     known = positions * 2654435761 % 2**32 < foresight * 2**32
     imposed = imposed_token(positions, vocab)
-    tokens = [*drafted.tokens[:-1], int(imposed[-1]) if known[-1] else drafted.tokens[-1]]
-    if drafted.alternatives is None:
-        return replace(drafted, tokens=tokens)
-    alternatives = drafted.alternatives.copy()
-    alternatives[:, 0] = tokens
+    tokens[:, -1] = np.where(known[:, -1], imposed[:, -1], tokens[:, -1])
+    if any(each.alternatives is None for each in drafted):
+        yield from (replace(each, tokens=own) for each, own in zip(drafted, tokens.tolist(), strict=True))
+        return
+    alternatives = np.stack([each.alternatives for each in drafted if each.alternatives is not None])
+    alternatives[:, :, 0] = tokens
     alternatives[known, 1] = imposed[known]
-    return replace(drafted, tokens=tokens, alternatives=alternatives)
+    for each, own, others in zip(drafted, tokens.tolist(), alternatives, strict=True):
+        yield DraftedTokens(own, each.ids, each.probs, others)
 
 
 def _drafted(step: DraftStep) -> list[tuple[DraftSession, int, int]]:

@@ -15,10 +15,12 @@ from benchmarks.serving.breakdown import RoundParts, break_down
 from benchmarks.serving.deployment import Pair, kv_gib, write_model
 from benchmarks.serving.replay import lay_out, write_replay
 from benchmarks.serving.rows import Shape, Way
-from benchmarks.serving.service import replayed_words
+from benchmarks.serving.service import foreseeing, replayed_words
 from benchmarks.serving.timeline import StepTimes, Timeline, read_timeline
 from cli.main import main
+from engine.rounds.requests import DraftedTokens
 from sparsity.selection import BlockSelection
+from target_service.commit import imposed_token
 
 S = "run/0"  # a session of the run
 TINY = ["bench", "serve", "--target-shape", "tiny", "--draft-shape", "tiny", "--read-share", "1"]
@@ -221,3 +223,19 @@ def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_that_give_nothing_to_measure(flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main([*TINY, *flags])
+
+
+def test_the_imposed_token_is_the_next_choice_at_a_share_of_the_positions() -> None:
+    drafted = [DraftedTokens([1, 2, 3], alternatives=np.full((3, 4), 9)) for _ in range(200)]
+    starts = list(range(100, 700, 3))
+    known = 0
+    for start, before, after in zip(starts, drafted, foreseeing(drafted, starts, 0.85, 1000), strict=True):
+        assert after.alternatives is not None
+        imposed = [imposed_token(start + i, 1000) for i in range(3)]
+        assert after.tokens[:2] == before.tokens[:2] and after.tokens[2] in (3, imposed[2])
+        assert after.alternatives[:, 0].tolist() == after.tokens
+        assert all(second in (9, token) for second, token in zip(after.alternatives[:, 1], imposed, strict=True))
+        known += int((after.alternatives[:, 1] != 9).sum())
+    assert 0.8 < known / 600 < 0.9
+    alone = [DraftedTokens([1, 2, 3]), DraftedTokens([4, 5, 6])]
+    assert [each.tokens[:2] for each in foreseeing(alone, [7, 9], 1.0, 1000)] == [[1, 2], [4, 5]]
