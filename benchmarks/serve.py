@@ -18,16 +18,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import grpc
 
 from benchmarks.processes import children
-from benchmarks.read_trace import ReadTrace, load_reads
 from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
+from benchmarks.serving.controls import Controls
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
-from benchmarks.serving.replay import write_replay
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
-from benchmarks.serving.service import Controls
+
+if TYPE_CHECKING:
+    from benchmarks.read_trace import ReadTrace
 
 _ALONE = ("none", "self")  # modes of a target without a draft
 _ADAPTED = 4
@@ -44,7 +46,7 @@ class _Run:
     flags: argparse.Namespace
     pair: Pair
     shapes: list[Shape]
-    trace: ReadTrace | None
+    trace: "ReadTrace | None"
     results: Results
     ends: float
 
@@ -126,8 +128,10 @@ def _most_drafted(flags: argparse.Namespace) -> int:
     return flags.max_gamma if flags.gamma == "auto" else int(flags.gamma)
 
 
-def _trace(flags: argparse.Namespace) -> ReadTrace | None:
+def _trace(flags: argparse.Namespace) -> "ReadTrace | None":
     """The trace that approximate sessions read by, if any."""
+    from benchmarks.read_trace import load_reads  # it loads the engine, which takes seconds
+
     name = flags.replay or ("1/10" if flags.hot and "approximate" in flags.modes else "no")
     return None if name == "no" else next(trace for trace in load_reads() if trace.name == name)
 
@@ -208,6 +212,8 @@ def _read_prompts(run: _Run, address: str, shape: Shape, is_new: bool) -> None:
 
 def _write_replay(run: _Run, deployment: Deployment, shape: Shape) -> str:
     """Lay the trace out for a shape; return the file."""
+    from benchmarks.serving.replay import write_replay  # as in _trace
+
     file, flags = deployment.folder / f"{shape}.npy", run.flags
     rounds = round(1.5 * flags.tokens / _expected_tokens(flags)) + 10
     blocks = -(-(shape.context + flags.tokens + _MARGIN) // 16)

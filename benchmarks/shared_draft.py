@@ -18,9 +18,9 @@ from statistics import median
 
 from benchmarks.processes import children
 from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
+from benchmarks.serving.controls import Controls
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.rows import Shape
-from benchmarks.serving.service import Controls
 
 TARGETS = 2
 _MARGIN = 64  # tokens of room beside prompt and output

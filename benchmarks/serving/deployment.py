@@ -15,7 +15,7 @@ import models
 from benchmarks.processes import Start, free_addresses, port_of, start_endpoints, wait_for_service
 from benchmarks.serving.breakdown import Breakdown, break_down
 from benchmarks.serving.clients import SETTLED
-from benchmarks.serving.service import Controls
+from benchmarks.serving.controls import Controls
 from benchmarks.serving.timeline import read_timeline
 from benchmarks.shapes import SHAPES
 from evaluation.plans import save_plan

@@ -7,13 +7,11 @@ row without starting anew, and sessions can read what a recorded trace says in p
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +21,7 @@ import uvloop
 
 import draft_service.service
 import target_service.service
+from benchmarks.serving.controls import Controls
 from benchmarks.serving.timeline import Recorder, RoundKey
 from config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from draft_service.drafter import Drafter
@@ -42,28 +41,6 @@ from target_service.verifier import Verifier
 from wire.messages import Proposals, Verdict
 from wire.server import serve_until_signal
 from wire.session_names import name_of_client
-
-
-@dataclass(frozen=True)
-class Controls:
-    """How a draft drafts from the next row on.
-
-    attached: whether it may dial the target yet. replay: a file of selections (benchmarks/serving/replay.py), or none.
-    foresight: at this share of all positions the token that the target adds, which is imposed, is the draft's next one.
-    branches: at most as many as the service was started with. self_drafting: whether a target does so that can.
-    """
-
-    micro_batches: int = 2
-    ahead: bool = True
-    branches: int = 1
-    replay: str = ""
-    attached: bool = True
-    foresight: float = 0.0
-    self_drafting: bool = False
-
-    @staticmethod
-    def read(file: str) -> "Controls":
-        return Controls(**json.loads(Path(file).read_text()))
 
 
 class ControlledDrafter(Drafter):
