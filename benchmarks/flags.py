@@ -192,8 +192,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="approximate reads what a recorded trace says (with --hot: 1/10)",
     )
     parser.add_argument("--breakdown", action="store_true", help="say what a round waits for")
+    parser.add_argument("--targets", type=int, default=1, help="target services that share the sessions")
     parser.add_argument(
-        "--gpus", type=int, nargs=2, metavar=("TARGET", "DRAFT"), help="device of each service; else as torch finds"
+        "--draft-in-target", action="store_true", help="each target runs the draft itself, in place of a draft service"
+    )
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", help="device of each service, targets first; else as torch finds"
     )
     parser.add_argument("--target-flags", default="", metavar="FLAGS", help="more flags of the target service, quoted")
     parser.add_argument("--draft-flags", default="", metavar="FLAGS", help="more flags of the draft service, quoted")
@@ -215,17 +219,7 @@ def add_shared_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ahead", default="yes", choices=["yes", "no"], help="draft on before a verdict is here")
     parser.add_argument("--read-share", type=float, default=1.0, help="of later draft steps")
     parser.add_argument(
-        "--two-drafts",
-        action="store_true",
-        help="measure also both targets at once with a draft each: what they lose there is not the draft's doing",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="devices of both targets and the draft, then with --two-drafts of the second draft",
+        "--gpus", type=int, nargs="+", default=[], metavar="N", help="devices of both targets and the draft"
     )
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE")

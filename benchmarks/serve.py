@@ -27,6 +27,7 @@ from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, 
 from benchmarks.serving.controls import Controls
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
+from orchestrator.directory import name_services
 
 if TYPE_CHECKING:
     from benchmarks.read_trace import ReadTrace
@@ -80,7 +81,8 @@ def run(flags: argparse.Namespace) -> None:
         adaptive=flags.gamma == "auto",
         target_flags=(*shlex.split(flags.target_flags), *(["--draft", "self"] if "self" in flags.modes else [])),
         draft_flags=tuple(shlex.split(flags.draft_flags)),
-        gpus=dict(zip(("target", "draft"), flags.gpus, strict=True)) if flags.gpus else {},
+        draft_in_target=flags.draft_in_target,
+        gpus=_gpus(flags),
     )
     ends = time.monotonic() + flags.limit if flags.limit else float("inf")
     measured = _Run(flags, pair, shapes, _trace(flags), Results(head, flags.json), ends)
@@ -97,6 +99,14 @@ def run(flags: argparse.Namespace) -> None:
         plot_rows(results.rows, Path(flags.plot))
     if results.failures:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")
+
+
+def _gpus(flags: argparse.Namespace) -> dict[str, int]:
+    """The device of each service by name. Raises ValueError for another number of them than there are services."""
+    names = [*name_services("target", flags.targets), *([] if flags.draft_in_target else ["draft"])]
+    if flags.gpus and len(flags.gpus) != len(names):
+        raise ValueError(f"--gpus {' '.join(map(str, flags.gpus))}: expected one each for {', '.join(names)}")
+    return dict(zip(names, flags.gpus or [], strict=False))
 
 
 def _command(flags: argparse.Namespace) -> list[str]:
@@ -119,6 +129,10 @@ def _check(flags: argparse.Namespace) -> None:
         raise ValueError(f"--tokens {flags.tokens}: with gamma {most} it takes {least} for rounds to be timed")
     if "self" in flags.modes and {*flags.modes} - {"self", "none"}:
         raise ValueError(f"--modes {' '.join(flags.modes)}: self is measured beside none alone")
+    if flags.draft_in_target and ("self" in flags.modes or flags.hot):
+        raise ValueError("--draft-in-target is measured with KV on the GPU, and not beside self")
+    if flags.targets < 1:
+        raise ValueError(f"--targets {flags.targets}: expected at least 1")
     if min(*flags.waves, *flags.branches, flags.repeat) < 1 or flags.part_limit <= 0 or flags.limit < 0:
         raise ValueError("--waves, --branches, --repeat and --part-limit must be positive, --limit at least 0")
 
@@ -156,7 +170,8 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
     """Start the services for these shapes and measure all their rows."""
     flags, room = run.flags, _room(run, shapes, hot)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, f"services, hot {hot:g}"):
-        deployment = Deployment(start, Path(folder), run.pair, room, flags.breakdown, bool(run.trace), run.seconds)
+        of_run = run.pair, room, flags.breakdown, bool(run.trace), run.seconds
+        deployment = Deployment(start, Path(folder), *of_run, flags.targets, together=True)
         modes = [mode for mode in flags.modes if mode not in _ALONE and (not hot or mode == "approximate")]
         (address,) = deployment.start(with_draft=bool(modes))
         run.results.starts.append(deployment.start_seconds)
@@ -173,7 +188,8 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
             replay = _write_replay(run, deployment, shape) if run.trace and "approximate" in modes else ""
             for waves, (ahead, branches), mode in itertools.product(flags.waves, _guesses(flags), modes):
                 replayed = bool(replay) and mode == "approximate"
-                controls = Controls(waves, ahead, branches, replay if replayed else "", foresight=flags.foresight)
+                foresight = flags.foresight if ahead else 0.0  # nobody asks what a verdict will be
+                controls = Controls(waves, ahead, branches, replay if replayed else "", foresight=foresight)
                 deployment.control(controls)
                 _measure_row(run, deployment, address, shape, Way(mode, waves, ahead, branches, hot, replayed))
         note("stopping the services")
@@ -181,13 +197,16 @@ def _measure_deployment(run: _Run, shapes: list[Shape], hot: float) -> None:
 
 def _guesses(flags: argparse.Namespace) -> list[tuple[bool, int]]:
     """How rows draft ahead: whether, and for how many outcomes."""
+    if flags.draft_in_target:
+        return [(False, 1)]
     pairs = [(ahead == "yes", branches) for ahead in flags.ahead for branches in flags.branches]
     return list(dict.fromkeys((ahead, branches if ahead else 1) for ahead, branches in pairs))
 
 
 def _room(run: _Run, shapes: list[Shape], hot: float) -> Room:
     longest = max(shape.context for shape in shapes)
-    return Room(max(shape.sessions for shape in shapes), longest + run.flags.tokens + _MARGIN, longest, hot)
+    sessions = -(-max(shape.sessions for shape in shapes) // run.flags.targets)
+    return Room(sessions, longest + run.flags.tokens + _MARGIN, longest, hot)
 
 
 @contextlib.contextmanager
@@ -253,7 +272,8 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
-                breakdown = deployment.breakdown(kept.name, "target", "" if way.mode in _ALONE else "draft")
+                draft = "" if way.mode in _ALONE else "draft"
+                breakdown = deployment.breakdown(kept.name, deployment.targets[0], draft)
         row = _row(run, shape, way, rates, kept)
         run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
 

@@ -2,8 +2,8 @@
 
 The services are those of `bench serve`: processes of their own, random weights, imposed acceptance. First each target
 runs its sessions while the other is idle, then both do at once, in turns. Where the draft's time suffices both keep
-their pace. With a GPU for each service nothing else is shared; where targets share one, `--two-drafts` tells what that
-alone costs.
+their pace. With a GPU for each service nothing else is shared. Where targets share one they disturb each other whatever
+the draft does: how much longer rounds wait for the draft is told apart.
 """
 
 import argparse
@@ -12,35 +12,41 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.processes import children
 from benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
 from benchmarks.serving.controls import Controls
 from benchmarks.serving.deployment import Deployment, Pair, Room, note
 from benchmarks.serving.rows import Shape
+from orchestrator.directory import name_services
 
 TARGETS = 2
+SERVICES = (*name_services("target", TARGETS), "draft")
 _MARGIN = 64  # tokens of room beside prompt and output
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """A target's runs. drafts: of both targets together. others: whether the other target had sessions as well.
+    """A target's runs. others: whether the other target had sessions as well.
 
-    runs: tokens a second of each run; rate: their median. kept: of the rate of the same target with its draft for
-    itself, None in that row. draft_busy: the share of the time in which the draft's model ran, of the last run.
+    runs: tokens a second of each run; rate: their median. kept: of the rate while the other target had none; None in
+    that row. Means over the runs: draft_busy is the share of the time in which the draft's model ran, round the
+    milliseconds of a round, for_draft those of them that it waited for its proposals. lost: by how much that is more
+    than while the other target had none, as a share of the round then.
     """
 
     target: str
-    drafts: int
     others: bool
     runs: list[float]
     rate: float
-    kept: float | None
     draft_busy: float
+    round: float
+    for_draft: float
+    kept: float | None = None
+    lost: float | None = None
 
 
 def run(flags: argparse.Namespace) -> list[SharedRow]:
@@ -51,59 +57,73 @@ def run(flags: argparse.Namespace) -> list[SharedRow]:
     shape = Shape.parse(flags.shape)
     if flags.repeat < 1 or flags.tokens < 8 * (flags.gamma + 1):
         raise ValueError(f"--repeat must be positive, --tokens {8 * (flags.gamma + 1)} or more with this gamma")
-    services = TARGETS + 1 + flags.two_drafts
-    if flags.gpus and len(flags.gpus) != services:
-        raise ValueError(f"--gpus: {len(flags.gpus)} devices for {services} services, two of them targets")
+    if flags.gpus and len(flags.gpus) != len(SERVICES):
+        raise ValueError(f"--gpus: {len(flags.gpus)} devices for {', '.join(SERVICES)}")
     print(
-        f"{'target':>10} {'drafts':>6} {'other':>7} {'tokens/s':>10} {'kept':>7} {'draft busy':>10}  runs", flush=True
+        f"{'target':>10} {'other':>7} {'tokens/s':>10} {'kept':>7} {'draft busy':>10} {'a round':>8} {'for draft':>9} "
+        f"{'lost':>7}  runs",
+        flush=True,
     )
-    rows = _measure(flags, shape, 1)
-    if flags.two_drafts:
-        rows += _measure(flags, shape, 2, {row.target: row.rate for row in rows if not row.others})
-    print("kept: of the tokens a second of the same target while the other one was idle and the draft was its own.")
+    rows = _measure(flags, shape)
+    print(
+        "Kept: of the tokens a second of the same target while the other one was idle. A round, and what of it passes\n"
+        "until the draft's proposals are here: ms. Lost: what of that the other target adds, of a round without it."
+    )
     if flags.json:
         Path(flags.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return rows
 
 
-def _measure(
-    flags: argparse.Namespace, shape: Shape, drafts: int, alone: dict[str, float] | None = None
-) -> list[SharedRow]:
-    """Start services with so many drafts and return their rows. alone: rates that were measured before, by target."""
+def _measure(flags: argparse.Namespace, shape: Shape) -> list[SharedRow]:
+    """Start the services and return their rows."""
     room = Room(shape.sessions, shape.context + flags.tokens + _MARGIN, shape.context)
     with tempfile.TemporaryDirectory() as folder, children() as start:
         deployment = Deployment(
-            start, Path(folder), _pair(flags, drafts), room, True, False, lambda: flags.part_limit, TARGETS, drafts
+            start, Path(folder), _pair(flags), room, True, False, lambda: flags.part_limit, targets=TARGETS
         )
         clients = _Clients(flags, shape, deployment.targets, deployment.start(with_draft=True))
         deployment.control(Controls(flags.waves, flags.ahead == "yes", flags.branches, foresight=flags.foresight))
         clients.wait_until_drafted()
         runs: dict[tuple[bool, str], list[Figures]] = {}
-        ways = [[name] for name in deployment.targets] if alone is None else []
         for repeat in range(flags.repeat):
-            for loaded in (*ways, deployment.targets):
+            for loaded in (*([name] for name in deployment.targets), deployment.targets):
                 for name, figures in clients.run(loaded, flags.tokens, repeat).items():
                     runs.setdefault((len(loaded) > 1, name), []).append(figures)
-        alone, rows = dict(alone or {}), []
+        alone: dict[str, SharedRow] = {}
+        rows = []
         for (others, name), measured in sorted(runs.items()):
-            draft = deployment.drafts[deployment.targets.index(name) % drafts]
-            idle = deployment.breakdown(measured[-1].name, name, draft).draft_idle
-            rates = [each.tokens_a_second for each in measured]
-            if not all(rates):
-                raise ValueError(f"{name}: at no moment did all {shape.sessions} sessions generate; give more --tokens")
-            row = SharedRow(name, drafts, others, rates, median(rates), None, 1 - idle)
+            row = _row(deployment, name, others, measured)
             if others:
-                row = SharedRow(**asdict(row) | {"kept": row.rate / alone[name]})
+                before = alone[name]
+                lost = (row.for_draft - before.for_draft) / before.round
+                row = replace(row, kept=row.rate / before.rate, lost=lost)
             else:
-                alone[name] = row.rate
+                alone[name] = row
             rows.append(row)
             _print(row)
         note("stopping the services")
         return rows
 
 
-def _pair(flags: argparse.Namespace, drafts: int) -> Pair:
-    names = ["target-1", "target-2", *(["draft"] if drafts == 1 else ["draft-1", "draft-2"])]
+def _row(deployment: Deployment, target: str, others: bool, runs: list[Figures]) -> SharedRow:
+    """Return a target's row, without what compares it. Raises ValueError for a run that was too short."""
+    rates = [each.tokens_a_second for each in runs]
+    if not all(rates):
+        raise ValueError(f"{target}: at no moment did all its sessions generate; give more --tokens")
+    seen = [deployment.breakdown(each.name, target, "draft") for each in runs]
+    parts = [each.parts for each in seen]
+    return SharedRow(
+        target=target,
+        others=others,
+        runs=rates,
+        rate=median(rates),
+        draft_busy=1 - fmean(each.draft_idle for each in seen),
+        round=fmean(each.whole for each in parts),
+        for_draft=fmean(each.wire + each.others_drafting + each.draft_host + each.draft_gpu for each in parts),
+    )
+
+
+def _pair(flags: argparse.Namespace) -> Pair:
     return Pair(
         flags.target_shape,
         flags.draft_shape,
@@ -112,15 +132,16 @@ def _pair(flags: argparse.Namespace, drafts: int) -> Pair:
         flags.budget,
         flags.read_share,
         flags.branches,
-        gpus=dict(zip(names, flags.gpus, strict=False)),  # a single draft is on the first one's device
+        gpus=dict(zip(SERVICES, flags.gpus, strict=False)),
     )
 
 
 def _print(row: SharedRow) -> None:
-    kept = "" if row.kept is None else f"{row.kept:.3f}"
+    kept, lost = ("" if share is None else f"{share:.1%}" for share in (row.kept, row.lost))
     other, runs = "loaded" if row.others else "idle", " ".join(f"{rate:.0f}" for rate in row.runs)
     print(
-        f"{row.target:>10} {row.drafts:>6} {other:>7} {row.rate:>10.1f} {kept:>7} {row.draft_busy:>10.1%}  {runs}",
+        f"{row.target:>10} {other:>7} {row.rate:>10.1f} {kept:>7} {row.draft_busy:>10.1%} {row.round:>8.2f} "
+        f"{row.for_draft:>9.2f} {lost:>7}  {runs}",
         flush=True,
     )
 

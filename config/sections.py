@@ -1,6 +1,6 @@
 """Every setting of specahead, declared once: name, type, default, help, group and range."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -127,6 +127,23 @@ class ServiceSettings(ServiceAccess, ModelSettings):
     plan: str = _models(str(models.PLAN), "plan file made by `specahead calibrate` for the pair")
     budget: float = _models(0.0, "share of the KV blocks that approximate reads; 0: the plan's", least=0, most=1)
     method: str = _models("", "sparsity method that approximate uses by default; empty: the plan's", name="sparsity")
+    draft_read_share: float = _rounds(
+        1.0,
+        "share of the KV that the later passes of a draft round read; the first pass reads everything",
+        above=0,
+        most=1,
+    )
+    draft_refresh_every: int = _rounds(
+        1,
+        "rounds of a session from one whose first pass reads everything to the next; in between, and with a "
+        "--draft-read-share below 1, it reads that share as well",
+        least=1,
+    )
+    draft_quantization: str = _rounds(
+        "none",
+        "how rounds of 5 to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
+        choices=QUANTIZATIONS,
+    )
     prefill_chunk: int = _limits(
         0, "prompt tokens that one step may run, over all sessions; 0: 8192 on a GPU, 512 on a CPU", least=0
     )
@@ -160,7 +177,7 @@ class ServiceSettings(ServiceAccess, ModelSettings):
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft service."""
+        """Whether a draft model drafts, be it as a service or in the target."""
         return self.draft_name not in WITHOUT_DRAFT
 
     @property
@@ -192,6 +209,11 @@ class TargetSettings(ServiceSettings):
 
     model: str = _models(str(models.TARGET), "target model: Hugging Face id or folder", name="target")
     draft: str = _draft_model()
+    draft_in_target: bool = _models(
+        False,
+        "the target runs the draft model itself, on its own device, by turns with its own steps: no draft service, and "
+        "a GPU each for --targets N in place of one for targets and one for drafts",
+    )
     host_kv_memory: float = _memory(
         0.0,
         "GiB of host memory as the backing store of the target's KV, of which kv_memory is what its GPU holds; 0: none",
@@ -232,6 +254,13 @@ class TargetSettings(ServiceSettings):
         super().__post_init__()
         if self.confirm_every:
             self._check_confirm_every()
+        if self.draft_in_target and not self.has_draft:
+            raise SettingsError(f"draft_in_target: draft is {self.draft!r}, expected a model's id or folder")
+        if self.draft_in_target and self.host_kv_memory:
+            raise SettingsError(
+                "draft_in_target is not built with host_kv_memory: the draft's KV would have to lie in tiers as well; "
+                "leave one of them out"
+            )
 
     def _check_confirm_every(self) -> None:
         """Raise SettingsError for settings with which sparse attention cannot screen what a dense pass confirms."""
@@ -259,6 +288,22 @@ class TargetSettings(ServiceSettings):
     def draft_name(self) -> str:
         """The draft model, or one of WITHOUT_DRAFT."""
         return self.draft
+
+    @property
+    def own_draft(self) -> "DraftSettings":
+        """How the draft runs that is part of the target: one round at a time, for the outcome that there is."""
+        common = {item.name: getattr(self, item.name) for item in fields(ServiceSettings)}
+        return DraftSettings(
+            **common
+            | {
+                "model": self.draft,
+                "kv_tokens": 0,  # room for as many tokens as the target
+                "deterministic": False,  # what a draft says changes no token of a deterministic target
+                "dense_layers": (),
+                "group_size": 0,
+                "ahead": False,
+            }
+        )
 
     @property
     def most_unread_tokens(self) -> int:
@@ -294,28 +339,6 @@ class DraftSettings(ServiceSettings):
         flag="branches",
         least=1,
         most=MAX_BRANCHES,
-    )
-    read_share: float = _rounds(
-        1.0,
-        "share of the KV that the later passes of a draft round read; the first pass reads everything",
-        name="draft_read_share",
-        above=0,
-        most=1,
-    )
-    refresh_every: int = _rounds(
-        1,
-        "rounds of a session from one whose first pass reads everything to the next; in between, and with a "
-        "--draft-read-share below 1, it reads that share as well",
-        name="draft_refresh_every",
-        flag="refresh-every",
-        least=1,
-    )
-    quantization: str = _rounds(
-        "none",
-        "how rounds of 5 to 128 rows read the draft's weights; fp8: in 8 bits, held beside those that prompts read",
-        name="draft_quantization",
-        flag="quantization",
-        choices=QUANTIZATIONS,
     )
     support: int = 64
 
@@ -456,7 +479,7 @@ class Config:
     @property
     def has_draft(self) -> bool:
         """Whether there is a draft service."""
-        return self.draft.has_draft
+        return self.draft.has_draft and not self.target.draft_in_target
 
     @property
     def model_name(self) -> str:

@@ -18,13 +18,14 @@ from wire.messages import Begin, Decline, Resync
 class Admission:
     """Begins and drops sessions.
 
-    sessions: those that are drafted for, in the order in which they were begun. waiting: those without room.
+    sessions: those that are drafted for, in the order in which they were begun. waiting: those without room. grammars:
+    what compiles those of sessions; None: sessions with one are declined.
     """
 
     def __init__(
         self, kv: KVCache, settings: DraftSettings, counters: Counter[str], grammars: Grammars | None = None
     ) -> None:
-        self._kv, self._settings, self._counters, self._grammars = kv, settings, counters, grammars
+        self._kv, self._settings, self._counters, self.grammars = kv, settings, counters, grammars
         self.sessions: list[DraftSession] = []
         self.waiting: deque[tuple[TargetPeer, str]] = deque()
 
@@ -44,7 +45,7 @@ class Admission:
             reads = self._settings.max_context
             self._decline_for_good(peer, name, f"{begin.max_length} tokens, the draft model reads {reads}")
             return
-        if begin.grammar and self._grammars is None:
+        if begin.grammar and self.grammars is None:
             self._decline_for_good(peer, name, "this draft follows no grammars")
             return
         if not self._has_room(len(begin.tokens)):
@@ -52,8 +53,8 @@ class Admission:
             self.waiting.append((peer, name))
             return
         grammar = None
-        if begin.grammar and self._grammars is not None:
-            grammar = self._grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
+        if begin.grammar and self.grammars is not None:
+            grammar = self.grammars.start(begin.grammar, begin.tokens, begin.prompt_tokens)
         session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar)
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
         peer.sessions[name] = session

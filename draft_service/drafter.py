@@ -27,6 +27,7 @@ from engine.grammars import Grammars
 from engine.rounds.requests import DraftedTokens
 from engine.runner import Runner
 from engine.step_loop import describe, prefill_chunk
+from sparsity.methods import METHODS
 from sparsity.plan import Plan
 from sparsity.rounds import round_settings
 from wire.messages import Begin, End, Load, Refusal, Resync, TargetEvent, Verdict
@@ -34,6 +35,7 @@ from wire.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
+WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 # Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
 _COUNTED = ("failed_steps", "resyncs", "declined_sessions")
 _FORESIGHT = 0.5  # share of verdicts foreseen from which drafting ahead pays
@@ -62,11 +64,18 @@ class Drafter:
         self._inbox: list[tuple[TargetPeer, TargetEvent | None]] = []
         self._steps, self._round_seconds, self._put_off = 0, 0.0, 0.0
         rounds = round_settings(
-            plan, settings.most_drafted, settings.support, settings.read_share, settings.refresh_every
+            plan, settings.most_drafted, settings.support, settings.draft_read_share, settings.draft_refresh_every
         )
         alternatives = min(ALTERNATIVES, runner.vocab_size) if settings.branches > 1 else 0
         memories = settings.max_sessions + 1  # a session may end in the step that runs
         runner.prepare_rounds(replace(rounds, memories=memories, branches=settings.branches, alternatives=alternatives))
+
+    def warm_up(self) -> None:
+        """Make the runner ready for prompts, and for the rounds of sessions that announce nothing or by the plan."""
+        announcing = METHODS[self._plan.method].announcing is not None
+        self.runner.warm_up_prompts(self._settings.prefill_chunk)
+        sessions = min(self._settings.max_sessions, WARM_SESSIONS)
+        self.runner.warm_up_rounds(sessions, [self._plan.method] if announcing else [])
 
     @property
     def session_count(self) -> int:

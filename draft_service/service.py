@@ -11,24 +11,22 @@ from typing import Any
 from config import DraftSettings
 from config.version import running_version
 from draft_service.drafter import Drafter
+from draft_service.hello import draft_hello
 from draft_service.link import Links, keep_link
 from engine.grammars import Grammars
 from engine.loading.opening import open_model
 from engine.runner import Runner
-from engine.step_loop import prefill_chunk, run_step_loop
+from engine.step_loop import run_step_loop
 from protos import control_pb2, control_pb2_grpc
-from sparsity.methods import METHODS, load_served_plan
-from sparsity.plan import Plan, PlanError
+from sparsity.methods import load_served_plan
+from sparsity.plan import Plan
 from wire.access import read_peer_access
 from wire.convert import status_to_pb
-from wire.handshake import make_hello
 from wire.messages import Hello, ServiceStatus
 from wire.server import RunningServer, check_free, keep_loaded, start_server
 from wire.tracing import NO_SPANS, Spans, service_spans
 
 log = logging.getLogger(__name__)
-
-WARM_SESSIONS = 16  # rounds of up to so many sessions are made ready before the first
 
 
 async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]) -> None:
@@ -40,12 +38,8 @@ async def run(settings: DraftSettings, on_ready: Callable[[RunningServer], None]
     check_free(settings.host, settings.port)
     plan = load_served_plan(settings.plan, settings.budget, settings.method)
     log.info("loading the model", extra={"model": settings.model})
-    opened = open_model(settings, eight_bit=settings.quantization == "fp8")
-    planned = plan.draft_layers, plan.draft_heads
-    actual = opened.shape.num_layers, opened.shape.num_heads
-    if planned != actual:
-        raise PlanError(f"{settings.plan} is for a draft of (layers, heads) {planned}, {settings.model} has {actual}")
-    hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
+    opened = open_model(settings, eight_bit=settings.draft_quantization == "fp8")
+    hello = draft_hello(settings, plan, opened)
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
     keep_loaded()
@@ -79,10 +73,8 @@ async def serve(
     Raises what `run_step_loop` raises.
     """
     drafter = Drafter(runner, plan, settings, grammars, spans)
-    announcing = METHODS[plan.method].announcing is not None
-    runner.warm_up_prompts(prefill_chunk(settings.prefill_chunk, runner.kv.device))
     log.info("capturing the rounds", extra={"sessions": settings.max_sessions})
-    runner.warm_up_rounds(min(settings.max_sessions, WARM_SESSIONS), [plan.method] if announcing else [])
+    drafter.warm_up()
     wake = asyncio.Event()
     access = read_peer_access(settings)
     links = Links(lambda state: keep_link(state, access, hello, drafter, wake))

@@ -151,7 +151,7 @@ def _refresh_together(sessions: list[DraftSession], settings: DraftSettings) -> 
     Where branches are drafted, there is a graph without the dense pass for steps with branches only.
     """
     branched = settings.branches == 1 or any(session.drafted is not None for session in sessions)
-    return not branched or any(session.refresh_due(settings.refresh_every) for session in sessions)
+    return not branched or any(session.refresh_due(settings.draft_refresh_every) for session in sessions)
 
 
 @lru_cache

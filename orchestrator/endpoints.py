@@ -53,7 +53,7 @@ def resolve_context(config: Config) -> Config:
         several = tuple(map(resolve_context, config.several))
         return replace(several[0], several=several)
     target, draft = config.target, config.draft
-    models = [target.model, draft.model] if config.has_draft else [target.model]
+    models = [target.model, draft.model] if draft.has_draft else [target.model]
     allowed = min(load_shape(model).max_position_embeddings for model in models)
     if target.max_context > allowed:
         raise SettingsError(f"max_context {target.max_context}: the models allow {allowed} tokens")

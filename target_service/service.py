@@ -6,16 +6,20 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from config import TargetSettings
 from config.version import running_version
+from draft_service.drafter import Drafter
+from draft_service.hello import draft_hello
 from engine.grammars import Grammars
-from engine.loading.opening import open_model
+from engine.loading.opening import OpenedModel, open_both, open_model
 from engine.runner import Runner
 from engine.step_loop import run_step_loop
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from sparsity.methods import load_served_plan
 from sparsity.plan import Plan, PlanError
+from target_service.draft_in_target import StepsByTurns
 from target_service.servicer import ControlServicer, SpeculationServicer
 from target_service.verifier import OnRound, Verifier
 from wire.access import read_peer_access
@@ -40,7 +44,13 @@ async def run(
     plan = load_served_plan(settings.plan_file, settings.budget, settings.method, settings.model)
     dense = tuple(sorted(set(plan.dense_layers)))
     log.info("loading the model", extra={"model": settings.model})
-    opened = open_model(replace(settings, dense_layers=dense, group_size=plan.group_size))
+    planned_settings = replace(settings, dense_layers=dense, group_size=plan.group_size)
+    beside: OpenedModel | None = None
+    if settings.draft_in_target:
+        eight_bit = settings.draft_quantization == "fp8"
+        opened, beside = open_both(planned_settings, settings.own_draft, eight_bit)
+    else:
+        opened = open_model(planned_settings)
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:
@@ -48,11 +58,16 @@ async def run(
             f"{settings.plan} is for a target of (layers, KV heads) {planned}, {settings.model} has {actual}"
         )
     hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
+    if beside is not None and (mismatch := draft_hello(settings.own_draft, plan, beside).mismatch(hello)):
+        raise PlanError(f"draft and target do not fit: {mismatch}")
     if not settings.max_context:
         settings = replace(settings, max_context=opened.shape.max_position_embeddings)
     keep_loaded()
     with service_spans("specahead-target", settings.traces) as spans:
-        await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans)
+        drafter = None
+        if beside is not None:
+            drafter = Drafter(beside.runner, plan, settings.own_draft, beside.grammars, spans)
+        await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans, drafter)
 
 
 async def serve(
@@ -64,8 +79,10 @@ async def serve(
     on_round: OnRound | None = None,
     grammars: Grammars | None = None,
     spans: Spans = NO_SPANS,
+    drafter: Drafter | None = None,
 ) -> None:
-    """Serve until cancelled. on_round: told of each sparse round. grammars: None: no session has one.
+    """Serve until cancelled. on_round: told of each sparse round. grammars: None: no session has one. drafter: what
+    drafts in this process; None: services do, or nothing does.
 
     Raises what a step raises after which the process cannot go on (engine.step_loop), and OSError for an address that
     cannot be bound.
@@ -73,9 +90,13 @@ async def serve(
     verifier = Verifier(runner, plan, settings, on_round, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
     verifier.warm_up()
+    if drafter is not None:
+        drafter.warm_up()
     wake = asyncio.Event()
-    if grammars is not None:
-        grammars.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
+    for compiler in (grammars, None if drafter is None else drafter.admission.grammars):
+        if compiler is not None:
+            compiler.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
+    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)  # of different types of steps
     speculation = SpeculationServicer(verifier, hello, wake)
 
     def status() -> ServiceStatus:
@@ -100,12 +121,12 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            verifier.plan_step,
-            verifier.execute,
-            verifier.finish_step,
-            verifier.fail_step,
+            steps.plan_step,
+            steps.execute,
+            steps.finish_step,
+            steps.fail_step,
             wake,
-            verifier.next_deadline,
+            steps.next_deadline,
             settings.step_timeout,
             sends_first=False,  # drafts have drafted ahead
         )

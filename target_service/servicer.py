@@ -85,8 +85,9 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
             raise InvalidArgument("the first frame of a draft must be its hello")
         draft = convert.hello_from_pb(first.hello)
         settings = self._verifier.settings
-        if not settings.has_draft:
-            raise FailedPrecondition(f"this target takes no draft: it runs with --draft {settings.draft}")
+        if not settings.has_draft or settings.draft_in_target:
+            own = " --draft-in-target" if settings.draft_in_target else ""
+            raise FailedPrecondition(f"this target takes no draft: it runs with --draft {settings.draft}{own}")
         mismatch = draft.mismatch(self._hello)
         if mismatch:
             self.refusal = f"draft and target do not fit: {mismatch}"

@@ -147,7 +147,7 @@ class Verifier:
             "kv_pages": self.runner.kv.pool.num_pages,
             "draining": self.admission.draining,
             "drafts": len(self.protocol.drafts),
-            "takes_drafts": self.settings.has_draft,
+            "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
             "drafted_sessions": sum(session.drafted for session in running),
             "paused_sessions": sum(session.is_paused for session in running),
         }

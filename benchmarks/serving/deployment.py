@@ -16,7 +16,7 @@ from benchmarks.processes import Start, free_addresses, port_of, start_endpoints
 from benchmarks.serving.breakdown import Breakdown, break_down
 from benchmarks.serving.clients import SETTLED
 from benchmarks.serving.controls import Controls
-from benchmarks.serving.timeline import read_timeline
+from benchmarks.serving.timeline import read_timeline, timeline_of_draft
 from benchmarks.shapes import SHAPES
 from evaluation.plans import save_plan
 from orchestrator.directory import name_services, side_of
@@ -30,8 +30,8 @@ _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its 
 class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
     branches: the most that a row drafts. adaptive: whether the target decides how many tokens up to γ are drafted.
-    target_flags, draft_flags: further flags of the services. gpus: the device of each service by name; empty: as torch
-    finds."""
+    draft_in_target: whether each target runs the draft. target_flags, draft_flags: further flags of the services. gpus:
+    the device of each service by name; empty: as torch finds."""
 
     target_shape: str
     draft_shape: str
@@ -41,6 +41,7 @@ class Pair:
     read_share: float
     branches: int = 1
     adaptive: bool = False
+    draft_in_target: bool = False
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
     gpus: Mapping[str, int] = field(default_factory=dict)
@@ -72,10 +73,7 @@ class Room:
 
 
 class Deployment:
-    """Targets, their drafts and endpoints over each target, in a folder of their own.
-
-    A single draft drafts for all targets; of as many drafts as targets, each does for the target of its number.
-    """
+    """Targets, a draft for all of them, and endpoints over each target or over all, in a folder of their own."""
 
     def __init__(
         self,
@@ -87,47 +85,51 @@ class Deployment:
         replayed: bool,
         seconds: Callable[[], float],
         targets: int = 1,
-        drafts: int = 1,
+        together: bool = False,
     ) -> None:
         """start: starts a process (benchmarks.processes). timed: whether the services write timelines. seconds: returns
-        how long the next start may take.
+        how long the next start may take. together: whether the same endpoints are over all targets.
         """
         self.folder, self.pair = folder, pair
         self._start, self._room, self._timed, self._replayed, self._seconds = start, room, timed, replayed, seconds
         self._models, self._plan = _write_pair(folder, pair, room.context + 256)
-        self.targets, self.drafts = name_services("target", targets), name_services("draft", drafts)
-        names = [*self.targets, *self.drafts]
+        self.targets = name_services("target", targets)
+        self._together = together
+        names = [*self.targets, "draft"]
         self._addresses = dict(zip(names, free_addresses(len(names)), strict=True))
         self._launched: dict[str, float] = {}
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
         self.control(Controls(attached=False))
 
     def start(self, with_draft: bool) -> list[str]:
-        """Start the services and endpoints over each target; return the endpoints' addresses.
+        """Start the services and their endpoints; return the endpoints' addresses.
 
-        Drafts, if there are to be any, load beside the targets where they have GPUs of their own, and stay away from
-        the targets until controls say otherwise. Raises ChildProcessError for what does not start in time.
+        A draft service, if there is to be one, loads beside the targets where it has a GPU of its own, and stays away
+        from the targets until controls say otherwise. Raises ChildProcessError for what does not start in time.
         """
         own = ["--synthetic-acceptance", str(self.pair.acceptance), *self._room.tiers(self.pair.target_shape)]
         own += ["--replay"] if self._replayed else []
         own += ["--controls", str(self._controls)]
+        if self.pair.draft_in_target:
+            read_share = str(self.pair.read_share)
+            own += ["--draft-in-target", "--draft", self._models["draft"], "--draft-read-share", read_share]
         targets = {name: self._launch(name, *own, *self.pair.target_flags) for name in self.targets}
-        wanted, gpus = self.drafts if with_draft else [], self.pair.gpus
-        apart = bool(gpus) and not {gpus[name] for name in wanted} & {gpus[name] for name in targets}
-        drafts = {name: self._launch_draft(name) for name in wanted if apart}
+        with_service, gpus = with_draft and not self.pair.draft_in_target, self.pair.gpus
+        apart = bool(gpus) and with_service and gpus["draft"] not in {gpus[name] for name in targets}
+        draft = self._launch_draft() if apart else None
         for name, process in targets.items():
             self._wait_for(name, process)
-        drafts = drafts or {name: self._launch_draft(name) for name in wanted}
+        if with_service and draft is None:
+            draft = self._launch_draft()
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
         limits = ("--max-context", str(self._room.context), "--shutdown-grace", "0")
+        each = [self._addresses[name] for name in self.targets]
         addresses = [
-            start_endpoints(
-                self._start, *named, *limits, "--target-address", self._addresses[name], seconds=self._seconds()
-            )
-            for name in self.targets
+            start_endpoints(self._start, *named, *limits, "--target-address", over, seconds=self._seconds())
+            for over in ([",".join(each)] if self._together else each)
         ]
-        for name, process in drafts.items():
-            self._wait_for(name, process)
+        if draft is not None:
+            self._wait_for("draft", draft)
         return addresses
 
     def control(self, controls: Controls) -> None:
@@ -141,13 +143,13 @@ class Deployment:
         return self.folder / f"{name}.timeline"
 
     def breakdown(self, run: str, target: str, draft: str) -> Breakdown:
-        """Return what the rounds of a run waited for. draft: empty if it had none.
+        """Return what the rounds of a run waited for that this target served. draft: its draft; empty if it had none.
 
         Raises ValueError if a service has not written when its steps ran.
         """
         limit = time.monotonic() + _TIMELINE_SECONDS
         while True:
-            drafted = read_timeline(self.timeline(draft)) if draft else None
+            drafted = read_timeline(self._timeline_of(draft, target)) if draft else None
             try:
                 return break_down(read_timeline(self.timeline(target)), drafted, run, SETTLED)
             except ValueError:
@@ -155,18 +157,19 @@ class Deployment:
                     raise
             time.sleep(0.1)
 
+    def _timeline_of(self, draft: str, target: str) -> Path:
+        return timeline_of_draft(self.timeline(target)) if self.pair.draft_in_target else self.timeline(draft)
+
     @property
     def _controls(self) -> Path:
         return self.folder / "controls.json"
 
-    def _launch_draft(self, name: str) -> "subprocess.Popen[str]":
-        single = len(self.drafts) == 1
-        served = self.targets if single else [self.targets[self.drafts.index(name)]]
-        own = [word for target in served for word in ("--target", self._addresses[target])]
+    def _launch_draft(self) -> "subprocess.Popen[str]":
+        own = [word for target in self.targets for word in ("--target", self._addresses[target])]
         own += ["--controls", str(self._controls)]
-        own += ["--read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
-        sessions = self._room.sessions * len(served)
-        return self._launch(name, *own, *self.pair.draft_flags, sessions=sessions)
+        own += ["--draft-read-share", str(self.pair.read_share), "--branches", str(self.pair.branches)]
+        sessions = self._room.sessions * len(self.targets)
+        return self._launch("draft", *own, *self.pair.draft_flags, sessions=sessions)
 
     def _launch(self, name: str, *own: str, sessions: int = 0) -> "subprocess.Popen[str]":
         side, sessions = side_of(name), sessions or self._room.sessions

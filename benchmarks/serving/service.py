@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ import uvloop
 import draft_service.service
 import target_service.service
 from benchmarks.serving.controls import Controls
-from benchmarks.serving.timeline import Recorder, RoundKey
+from benchmarks.serving.timeline import Recorder, RecorderOfBoth, RoundKey, timeline_of_draft
 from config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from draft_service.drafter import Drafter
 from draft_service.link import keep_link
@@ -34,6 +35,7 @@ from engine.step_loop import run_step_loop
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection, last_word_mask, row_words
 from target_service.commit import imposed_token
+from target_service.draft_in_target import Step, StepsByTurns
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
 from target_service.self_drafting import SelfDrafting
@@ -89,6 +91,24 @@ class ControlledDrafter(Drafter):
         drafted = [branch for output in result.rounds for branch in output.branches]
         imposed = iter(foreseeing(drafted, starts, foresight, self.runner.vocab_size))
         return [replace(output, branches=[next(imposed) for _ in output.branches]) for output in result.rounds]
+
+
+class ControlledSteps(StepsByTurns):
+    """Steps of a target whose own draft comes and goes as its controls say, between sessions."""
+
+    controls_file = ""
+
+    def plan_step(self) -> Step | None:
+        if self.controls_file and not self.verifier.admission.running:
+            self._attach(Controls.read(self.controls_file).attached)
+        return super().plan_step()
+
+    def _attach(self, wanted: bool) -> None:
+        protocol = self.verifier.protocol
+        if wanted and self._draft not in protocol.drafts:
+            protocol.attach(self._draft)
+        elif not wanted and self._draft in protocol.drafts:
+            protocol.detach(self._draft)
 
 
 def foreseeing(
@@ -164,12 +184,16 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
             )
         if flags.replay:
             patches.enter_context(patch.object(Reader, "_shared_budget", _announced_only))
-        if flags.timeline:
-
-            def recorder_of(verifier: Verifier) -> Recorder:
-                return Recorder(flags.timeline, _rounds_verified, lambda: not verifier.admission.running)
-
-            _time_service(patches, target_service.service, DraftProtocol, Proposals, recorder_of)
+        if settings.draft_in_target:
+            ControlledDrafter.controls_file = ControlledSteps.controls_file = flags.controls or ""
+            patches.enter_context(patch.object(target_service.service, "Drafter", ControlledDrafter))
+            patches.enter_context(patch.object(target_service.service, "StepsByTurns", ControlledSteps))
+            if flags.timeline:
+                _time_both(patches, flags.timeline)
+        elif flags.timeline:
+            _time_service(
+                patches, target_service.service, DraftProtocol, Proposals, partial(_target_recorder, flags.timeline)
+            )
         uvloop.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
 
 
@@ -181,11 +205,7 @@ def _run_draft(parser: argparse.ArgumentParser) -> None:
         if flags.controls:
             patches.enter_context(patch.object(draft_service.service, "keep_link", partial(_keep_link, flags.controls)))
         if flags.timeline:
-
-            def recorder_of(drafter: Drafter) -> Recorder:
-                return Recorder(flags.timeline, _rounds_drafted, lambda: not drafter.session_count)
-
-            _time_service(patches, draft_service.service, Drafter, Verdict, recorder_of)
+            _time_service(patches, draft_service.service, Drafter, Verdict, partial(_draft_recorder, flags.timeline))
         uvloop.run(serve_until_signal("draft", lambda on_ready: draft_service.service.run(settings, on_ready)))
 
 
@@ -194,6 +214,14 @@ async def _keep_link(controls_file: str, *link: Any) -> None:
     while not Controls.read(controls_file).attached:
         await asyncio.sleep(0.05)
     await keep_link(*link)
+
+
+def _target_recorder(file: str, verifier: Verifier) -> Recorder:
+    return Recorder(file, _rounds_verified, lambda: not verifier.admission.running)
+
+
+def _draft_recorder(file: str, drafter: Drafter) -> Recorder:
+    return Recorder(file, _rounds_drafted, lambda: not drafter.session_count)
 
 
 def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
@@ -217,6 +245,36 @@ def _time_service(
     recorder_of: makes the recorder, given the owner of the step loop's functions.
     """
     recorders: list[Recorder] = []
+
+    def recorder(steps: Any) -> Recorder:
+        recorders.append(recorder_of(steps))
+        return recorders[0]
+
+    _time_arrivals(patches, receiver, message, recorders)
+    _time_steps(patches, service, recorder)
+
+
+def _time_both(patches: contextlib.ExitStack, file: str) -> None:
+    """Have the steps of a target and of the draft in it timed, each kind in a file of its own."""
+    verified: list[Recorder] = []
+    drafted: list[Recorder] = []
+
+    def recorder(steps: StepsByTurns) -> RecorderOfBoth:
+        verified.append(_target_recorder(file, steps.verifier))
+        drafted.append(_draft_recorder(str(timeline_of_draft(Path(file))), steps.drafter))
+        return RecorderOfBoth(
+            [*verified, *drafted], lambda work: drafted[0] if isinstance(work, DraftStep) else verified[0]
+        )
+
+    _time_arrivals(patches, DraftProtocol, Proposals, verified)
+    _time_arrivals(patches, Drafter, Verdict, drafted)
+    _time_steps(patches, target_service.service, recorder)
+
+
+def _time_arrivals(
+    patches: contextlib.ExitStack, receiver: type, message: type[Proposals] | type[Verdict], recorders: list[Recorder]
+) -> None:
+    """Have the arrival of messages of a kind told to the recorder that there will be by then."""
     receive = vars(receiver)["receive"]
 
     def timed_receive(owner: Any, peer: Any, event: Any) -> None:
@@ -224,9 +282,16 @@ def _time_service(
             recorders[0].arrived(event.at.session, event.at.epoch, event.at.round)
         receive(owner, peer, event)
 
+    patches.enter_context(patch.object(receiver, "receive", timed_receive))
+
+
+def _time_steps(
+    patches: contextlib.ExitStack, service: ModuleType, recorder_of: Callable[[Any], Recorder | RecorderOfBoth]
+) -> None:
+    """Have a service's steps timed by the recorder that is made of the owner of the step loop's functions."""
+
     async def timed_loop(plan_step: Any, execute: Any, finish_step: Any, *rest: Any, **how: Any) -> None:
         recorder = recorder_of(plan_step.__self__)
-        recorders.append(recorder)
         await run_step_loop(
             lambda: recorder.plan(plan_step),
             lambda work: recorder.execute(execute, work),
@@ -235,7 +300,6 @@ def _time_service(
             **how,
         )
 
-    patches.enter_context(patch.object(receiver, "receive", timed_receive))
     patches.enter_context(patch.object(service, "run_step_loop", timed_loop))
 
 

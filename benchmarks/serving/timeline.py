@@ -6,8 +6,9 @@ written when the last one has ended, a line of JSON at a time.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,19 +56,28 @@ class Recorder:
     ) -> None:
         self._file, self._take_rounds, self._is_idle = file, take_rounds, is_idle
         self._timeline = Timeline()
-        self._clock = GraphClock()
+        self._clock = graph_clock()
         self._step = StepTimes(0.0)
 
     def plan(self, plan_step: Callable[[], Any]) -> Any:
         """Plan a step; without one and without sessions, write what was recorded."""
         planned = time.perf_counter()
         work = plan_step()
-        if work is not None:
-            rounds, prompts = self._take_rounds(work)
-            self._step = StepTimes(planned, rounds=rounds, prompts=prompts)
-        elif self._timeline.steps and self._is_idle():
-            self._write()
+        if work is None:
+            self.rest()
+        else:
+            self.begin(planned, work)
         return work
+
+    def begin(self, planned: float, work: Any) -> None:
+        """Begin with a step that was planned from that time on."""
+        rounds, prompts = self._take_rounds(work)
+        self._step = StepTimes(planned, rounds=rounds, prompts=prompts)
+
+    def rest(self) -> None:
+        """Without sessions, write what was recorded."""
+        if self._timeline.steps and self._is_idle():
+            self._write()
 
     def execute(self, execute: Callable[[Any], Any], work: Any) -> Any:
         """Execute a step, in the model's thread."""
@@ -91,6 +101,31 @@ class Recorder:
         written, self._timeline = self._timeline, Timeline()
         with Path(self._file).open("a") as out:
             out.write(json.dumps(asdict(written)) + "\n")
+
+
+class RecorderOfBoth:
+    """The recorder of a step loop that runs two kinds of steps. which: the recorder of some work."""
+
+    def __init__(self, recorders: Sequence[Recorder], which: Callable[[Any], Recorder]) -> None:
+        self._recorders, self._which = recorders, which
+
+    def plan(self, plan_step: Callable[[], Any]) -> Any:
+        """Plan a step, of either kind; without one and without sessions, write what was recorded."""
+        planned = time.perf_counter()
+        work = plan_step()
+        if work is not None:
+            self._which(work).begin(planned, work)
+            return work
+        for recorder in self._recorders:
+            recorder.rest()
+        return None
+
+    def execute(self, execute: Callable[[Any], Any], work: Any) -> Any:
+        """Execute a step, in the model's thread."""
+        return self._which(work).execute(execute, work)
+
+    def finish(self, finish_step: Callable[[Any, Any], None], work: Any, result: Any) -> None:
+        self._which(work).finish(finish_step, work, result)
 
 
 class GraphClock:
@@ -119,6 +154,17 @@ class GraphClock:
         ended = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(ended) :]
         return sum(begin.elapsed_time(end) for begin, end in ended) / 1e3
+
+
+@lru_cache
+def graph_clock() -> GraphClock:
+    """Return the clock of this process."""
+    return GraphClock()
+
+
+def timeline_of_draft(file: Path) -> Path:
+    """Return where a target writes the timeline of the draft in it. file: of its own."""
+    return file.with_name(f"{file.stem}-draft{file.suffix}")
 
 
 def read_timeline(file: Path) -> Timeline:

@@ -16,9 +16,10 @@ DEFAULT_KV_TOKENS = 131072  # on a CPU
 ACTIVATION_BYTES = 2 << 30  # left free on a GPU beside weights and KV
 
 
-def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str) -> int:
+def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, device: str, beside: int = 0) -> int:
     """Return the tokens of KV to make room for on the device, once the weights are loaded; log it for a GPU.
 
+    beside: bytes that each of these tokens takes in another model, too, out of the same memory.
     Raises ValueError if not even one sequence of max_context fits.
     """
     if settings.kv_tokens:
@@ -26,7 +27,7 @@ def room_for_kv(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype, 
     context = context_of(settings, shape)
     if device == "cpu" and not settings.kv_memory:
         return max(DEFAULT_KV_TOKENS, settings.max_context + PAGE_SIZE)
-    a_token = _bytes_of_token(shape, dtype)
+    a_token = bytes_of_token(shape, dtype) + beside
     memory = _device_memory(settings, device)
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
@@ -67,7 +68,8 @@ def _device_memory(settings: ModelSettings, device: str) -> float:
     return free - (1 - settings.gpu_memory_utilization) * total - ACTIVATION_BYTES
 
 
-def _bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
+def bytes_of_token(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Return what the KV of a token takes."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
@@ -79,7 +81,7 @@ def _bytes_in_tiers(settings: ModelSettings, shape: ModelShape, dtype: torch.dty
             f"{settings.model}: the plan reads all {shape.num_layers} layers wholly, so their KV stays: leave "
             "host_kv_memory out"
         )
-    return _bytes_of_token(shape, dtype) // shape.num_layers * layers
+    return bytes_of_token(shape, dtype) // shape.num_layers * layers
 
 
 def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch.dtype) -> float:
@@ -88,7 +90,7 @@ def _bytes_beside_pages(settings: ModelSettings, shape: ModelShape, dtype: torch
     These are two layers of one sequence, where passes that read everything bring it together; the layers that stay on
     the device; the tables that say where each page of the others lies; and group means.
     """
-    of_layer, backing = (_bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
+    of_layer, backing = (bytes_of_token(shape, dtype) / shape.num_layers, backing_store_tokens(settings, shape, dtype))
     heads = shape.num_layers * shape.num_kv_heads
     tables = backing / PAGE_SIZE * heads * (4 + 10)  # of a page and, at most, of a cache line
     means = 3 * 4 * backing / settings.group_size * heads * shape.head_dim if settings.group_size else 0.0

@@ -4,14 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from config import ModelSettings
 from config.attention_backends import check_attention_backend
 from engine.decoder import Decoder
 from engine.families import unbuilt_feature
 from engine.grammars import Grammars
+from engine.kv.pages import PAGE_SIZE
 from engine.loading.eight_bit import with_eight_bit_weights
-from engine.loading.memory import backing_store_tokens, context_of, room_for_kv
+from engine.loading.memory import backing_store_tokens, bytes_of_token, context_of, room_for_kv
 from engine.loading.model import default_device, limit_vocabulary, load_model, resolve_dtype
 from engine.loading.runner import make_decoder, make_runner
 from engine.loading.shape import ModelShape, load_config, read_shape
@@ -35,6 +37,23 @@ class OpenedModel:
     grammars: Grammars
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A model on its device, without KV yet. decoder: the one with 8-bit weights, if it is to have them."""
+
+    settings: ModelSettings
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder | None
+    shape: ModelShape
+    dtype: torch.dtype
+    device: str
+
+    def room(self, beside: int = 0) -> int:
+        """Return the tokens of KV to make room for, once all weights are loaded (engine.loading.memory)."""
+        return room_for_kv(self.settings, self.shape, self.dtype, self.device, beside)
+
+
 def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
     """Load a model as the settings say, with logits of its tokenizer's ids alone, and make room for its KV.
 
@@ -42,6 +61,22 @@ def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
     Raises ValueError or NotImplementedError for settings that do not fit each other, the model or the device, and
     what transformers raises for a model that it cannot load.
     """
+    loaded = _load(settings, eight_bit)
+    return _open(loaded, loaded.room())
+
+
+def open_both(settings: ModelSettings, beside: ModelSettings, eight_bit: bool) -> tuple[OpenedModel, OpenedModel]:
+    """Load two models on one device, and make room for as much KV of the second as of the first, and for its rounds.
+
+    eight_bit: of the second model. Raises as `open_model` does.
+    """
+    second, first = _load(beside, eight_bit), _load(settings)
+    tokens = first.room(bytes_of_token(second.shape, second.dtype))
+    rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
+    return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
+
+
+def _load(settings: ModelSettings, eight_bit: bool = False) -> _Loaded:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = default_device() if settings.device == "auto" else settings.device
@@ -51,45 +86,38 @@ def open_model(settings: ModelSettings, eight_bit: bool = False) -> OpenedModel:
     tokenizer = load_tokenizer(settings.model)
     if settings.load_format != "dummy":  # which is measured in the shape of its config
         limit_vocabulary(loaded, count_token_ids(tokenizer))
-    shape = read_shape(loaded.config)
     decoder = with_eight_bit_weights(make_decoder(loaded)) if eight_bit else None
     if device != "cpu":
         torch.cuda.empty_cache()  # what making the weights has left over is room for KV
-    runner = _open_runner(settings, loaded, decoder, shape, dtype, device)
-    ends = stop_token_ids(load_generation_config(settings.model), tokenizer)
-    return OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, ends))
+    return _Loaded(settings, loaded, tokenizer, decoder, read_shape(loaded.config), dtype, device)
 
 
-def _open_runner(
-    settings: ModelSettings,
-    loaded: nn.Module,
-    decoder: Decoder | None,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: str,
-) -> Runner:
-    """Return a runner with as much KV as the settings and the memory give. Raises ValueError if that is too little."""
-    tokens, backing = (room_for_kv(settings, shape, dtype, device), backing_store_tokens(settings, shape, dtype))
-    context = context_of(settings, shape)
+def _open(loaded: _Loaded, tokens: int) -> OpenedModel:
+    """Return a loaded model with KV for so many tokens on its device. Raises ValueError if that is too little."""
+    settings, shape = loaded.settings, loaded.shape
+    backing, context = backing_store_tokens(settings, shape, loaded.dtype), context_of(settings, shape)
     if settings.host_kv_memory and backing < max(context, tokens):
         raise ValueError(
             f"{settings.model}: KV for {backing} tokens fits on the host, the backing store of all of it; a context "
             f"has {context}, the device has room for {tokens}: raise host_kv_memory, or lower max_context, kv_tokens "
             "or kv_memory"
         )
-    return make_runner(
-        loaded,
+    runner = make_runner(
+        loaded.module,
         tokens,
         backing,
         context,
         settings.dense_layers,
-        decoder,
+        loaded.decoder,
         enforce_eager=settings.enforce_eager,
         step_queries=settings.most_drafted + 1,
         most_queries=settings.widest_round,
         deterministic=settings.deterministic,
         attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
     )
+    ends = stop_token_ids(load_generation_config(settings.model), loaded.tokenizer)
+    grammars = Grammars(loaded.tokenizer, runner.vocab_size, ends)
+    return OpenedModel(runner, shape, tokenizer_hash(loaded.tokenizer), grammars)
 
 
 def _check_settings(settings: ModelSettings, device: str) -> None:

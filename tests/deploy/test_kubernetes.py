@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.sections import WITHOUT_DRAFT
 from orchestrator.access import OPEN
 from tests.deploy.tools import (
     DEPLOY,
@@ -76,9 +77,10 @@ def test_an_overlay_is_valid(overlay: tuple[str, list[Object]], tmp_path: Path) 
     validate(overlay[1], tmp_path)
 
 
-def test_the_chart_deploys_no_draft_where_the_target_needs_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [*(f"draft: {name}" for name in WITHOUT_DRAFT), "draft_in_target: true"])
+def test_the_chart_deploys_no_draft_where_the_target_needs_none(settings: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
-    values.write_text("settings: {draft: ngram}")
+    values.write_text(f"settings: {{{settings}}}")
     assert set(deployments(render_chart(values))) == {"target", "orchestrator"}
 
 

@@ -26,7 +26,7 @@ def is_connected(processes: Iterable[Process], made: Mapping[Process, Any], scen
             return False
         if isinstance(actor, Frontend) and not all(stream.connected for stream in actor.router.targets.values()):
             return False
-        if isinstance(actor, Verifier) and len(actor.protocol.drafts) != scenario.drafts:
+        if isinstance(actor, Verifier) and len(actor.protocol.drafts) != (scenario.draft_services or 1):
             return False
         if isinstance(actor, Drafter) and len(actor._peers) != scenario.targets:
             return False
@@ -160,7 +160,8 @@ def useless_drafts(clients: list[Client], verifiers: list[Verifier], scenario: S
     services choose γ, plain rounds may be what takes the least time.
     """
     prompts = sum(len(client.request.prompt) * client.request.choices for client in clients)
-    reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / scenario.drafts
+    readers = scenario.draft_services or scenario.targets
+    reading_seconds = prompts / scenario.prefill_chunk * scenario.step_seconds / readers
     is_fit = (
         scenario.gamma_setting > 0
         and not scenario.confirm_every  # whose rounds that take tokens back are plain

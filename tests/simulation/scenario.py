@@ -104,6 +104,16 @@ class Scenario:
         """Whether targets launch steps of plain decoding ahead, as on a GPU."""
         return self.seed // 3 % 2 == 0
 
+    @property
+    def draft_in_target(self) -> bool:
+        """Whether each target runs its draft itself, in a fifth of the seeds, and there are no draft services."""
+        return self.seed % 5 == 4
+
+    @property
+    def draft_services(self) -> int:
+        """How many draft services there are."""
+        return 0 if self.draft_in_target else self.drafts
+
     def targets_of(self, gateway: int) -> list[str]:
         """Return the names of the targets that a gateway routes to."""
         return [f"target-{target}" for target in self.gateways[gateway]]

@@ -5,6 +5,7 @@ from typing import Any
 
 from config import DraftSettings, TargetSettings
 from draft_service import service as draft_service
+from draft_service.drafter import Drafter
 from engine.runner import Runner
 from orchestrator.directory import Directory
 from orchestrator.generation import Frontend
@@ -50,7 +51,10 @@ def _hello(side: str, scenario: Scenario, name: str) -> Hello:
     return Hello(name, MODEL, VOCAB, "scripted", PLAN.hash, scenario.gamma, PLAN.block_size)
 
 
-async def run_target(name: str, scenario: Scenario, runner: Runner) -> None:
+async def run_target(
+    name: str, scenario: Scenario, runner: Runner, draft: Runner | None, keep: Callable[[Drafter], None]
+) -> None:
+    """draft: the model of a draft in the target, None if there is none. keep: told of its drafter."""
     settings = TargetSettings(
         host=name,
         port=PORT,
@@ -62,8 +66,14 @@ async def run_target(name: str, scenario: Scenario, runner: Runner) -> None:
         max_context=CONTEXT,
         prefill_chunk=scenario.prefill_chunk,
         step_timeout=10.0,
+        draft_in_target=draft is not None,
     )
-    await target_service.serve(settings, runner, PLAN, _hello("target", scenario, name), lambda server: None)
+    drafter = None
+    if draft is not None:
+        drafter = Drafter(draft, PLAN, settings.own_draft)
+        keep(drafter)
+    hello = _hello("target", scenario, name)
+    await target_service.serve(settings, runner, PLAN, hello, lambda server: None, drafter=drafter)
 
 
 async def run_draft(name: str, scenario: Scenario, runner: Runner) -> None:

@@ -27,6 +27,7 @@ SITUATIONS = {
     *("target: stale_frames", "target: repeated_frames", "target: unknown_session_frames"),
     *("target: aborted_sessions", "target: failed_sessions", "target: failed_steps", "target: taken_up_sessions"),
     *("draft: declined_sessions", "draft: failed_steps", "draft: repeated_verdicts", "draft: stale_frames"),
+    *("draft in target: proposals", "draft in target: declined_sessions", "draft in target: failed_steps"),
     *("draft: verdicts_met", "draft: announcements", "full windows", "repeated frames"),
 }
 

@@ -45,6 +45,7 @@ class World:
         self.network.repeated = scenario.repeated
         self.violations: list[str] = []
         self.made: dict[Process, Any] = {}
+        self.drafters: dict[Process, Drafter] = {}  # of targets that run their draft themselves
         aborted: set[str] = set()
         self.clients = [Client(request, aborted) for request in make_requests(scenario)]
         self.faults = Faults(scenario, self.loop, self.network)
@@ -85,7 +86,7 @@ class World:
     def _place(self) -> None:
         scenario = self.scenario
         services: list[list[str]] = [[] for _ in scenario.gateways]
-        for side, count in (("target", scenario.targets), ("draft", scenario.drafts)):
+        for side, count in (("target", scenario.targets), ("draft", scenario.draft_services)):
             for index in range(count):
                 services[index % len(services)].append(f"{side}-{index}")
         for launch, names in zip(self.launches, services, strict=True):
@@ -95,13 +96,26 @@ class World:
             self.gateways.place(f"gateway-{index}", lambda index=index, names=names: self._run_gateway(index, names))
 
     async def _run_service(self, name: str) -> None:
-        is_target = name.startswith("target")
-        pages = self.scenario.target_pages if is_target else self.scenario.draft_pages
-        errs = 0 if is_target else self.scenario.draft_errs
+        scenario = self.scenario
+        if name.startswith("draft"):
+            await run_draft(name, scenario, self._runner(name, scenario.draft_pages, scenario.draft_errs))
+            return
+        draft = None
+        if scenario.draft_in_target:
+            draft = self._runner(name, scenario.draft_pages, scenario.draft_errs)
+        await run_target(name, scenario, self._runner(name, scenario.target_pages, 0), draft, self._keep_drafter)
+
+    def _runner(self, name: str, pages: int, errs: int) -> ScriptedRunner:
+        """Return a model of the process of this name."""
         runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
         runner.is_sick = lambda: self.faults.is_sick(name)
         runner.goes_ahead = self.scenario.goes_ahead
-        await (run_target if is_target else run_draft)(name, self.scenario, runner)
+        return runner
+
+    def _keep_drafter(self, drafter: Drafter) -> None:
+        process = current_process()
+        assert process is not None
+        self.drafters[process] = drafter
 
     async def _run_gateway(self, index: int, services: list[str]) -> None:
         name, targets = f"gateway-{index}", self.scenario.targets_of(index)
@@ -231,7 +245,8 @@ class World:
         left_over = [
             left
             for name, process in self.processes.items()
-            for left in oracle.left_over(process, self.made.get(process), at_rest[name])
+            for made in (self.made.get(process), self.drafters.get(process))
+            for left in oracle.left_over(process, made, at_rest[name])
         ]
         return left_over + list(oracle.wrong_views(self.processes, self.made))
 
@@ -257,6 +272,8 @@ class World:
         for process, made in self.made.items():
             counters = made.router.ledger.counters if isinstance(made, Frontend) else made.counters
             found.update({f"{process.name.partition('-')[0]}: {name}": count for name, count in counters.items()})
+        for drafter in self.drafters.values():
+            found.update({f"draft in target: {name}": count for name, count in drafter.counters.items()})
         found.update(f"client: {client.outcome}" for client in self.clients)
         return found
 

@@ -173,6 +173,20 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "approximate, 1 wave, 2 branches, hot 0.6" in capsys.readouterr().out
 
 
+def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    sizes = ["--shapes", "4x200", "--tokens", "100", "--modes", "none", "approximate", "--breakdown"]
+    main([*TINY, *sizes, "--targets", "2", "--draft-in-target", "--json", str(file)])
+    content = json.loads(file.read_text())
+    assert content["failures"] == []
+    assert set(content["starts"][0]) == {"target-1", "target-2"}
+    none, drafted = content["rows"]
+    assert (none["figures"]["tokens_a_round"], none["breakdown"]["draft_idle"]) == (1, 1)
+    assert 1 < drafted["figures"]["tokens_a_round"] <= 5 and drafted["figures"]["kv_read"] < 1
+    assert drafted["breakdown"]["parts"]["draft_gpu"] > 0 < drafted["breakdown"]["parts"]["verify_gpu"]
+    assert drafted["breakdown"]["target_idle"] + drafted["breakdown"]["draft_idle"] >= 1
+
+
 def test_rows_over_tiers_say_so() -> None:
     ways = Way("none", hot=0.25), Way("self", hot=0.25), Way("exact", 2, True, hot=0.25), Way("self")
     assert list(map(str, ways)) == [
@@ -197,12 +211,17 @@ def test_the_smallest_run_of_a_target_that_drafts_for_itself(tmp_path: Path) -> 
 
 
 def test_each_service_has_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(start: object, folder: Path, pair: Pair, *others: object) -> None:
-        raise ChildProcessError(f"devices: {pair.gpus}")
+    def refuse(start: object, folder: Path, pair: Pair, *others: object, together: bool) -> None:
+        raise ChildProcessError(f"devices: {pair.gpus}, {others[-1]} targets")
 
     monkeypatch.setattr(serve, "Deployment", refuse)
-    with pytest.raises(SystemExit, match="'target': 5, 'draft': 6"):
-        main([*TINY, "--shapes", "1x100", "--tokens", "100", "--gpus", "5", "6"])
+    run = [*TINY, "--shapes", "1x100", "--tokens", "100", "--gpus", "5", "6"]
+    with pytest.raises(SystemExit, match="'target': 5, 'draft': 6}, 1 targets"):
+        main(run)
+    with pytest.raises(SystemExit, match="'target-1': 5, 'target-2': 6}, 2 targets"):
+        main([*run, "--targets", "2", "--draft-in-target"])
+    with pytest.raises(SystemExit, match="one each for target-1, target-2, draft"):
+        main([*run, "--targets", "2"])
 
 
 def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +236,8 @@ def test_the_limit_ends_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hot", "1"], "less than 1"),
         (["--waves", "0"], "must be positive"),
         (["--modes", "self", "exact"], "self is measured beside none alone"),
+        (["--draft-in-target", "--hot", "0.5"], "with KV on the GPU"),
+        (["--targets", "0"], "expected at least 1"),
         (["--shapes", "8"], "SESSIONSxCONTEXT"),
     ],
 )

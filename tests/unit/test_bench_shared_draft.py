@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import shared_draft
 from benchmarks.serving import deployment
+from benchmarks.serving.breakdown import Breakdown, RoundParts
 from benchmarks.serving.clients import Load
 from cli.main import main
 
@@ -16,12 +17,11 @@ COMMAND = ["bench", "shared-draft", "--shape", "2x100", "--tokens", "40", "--rep
 
 
 class PlayedDeployment:
-    """Two targets, and as many drafts as are asked for."""
+    """Two targets, and a draft for which a round waits for 2 of 10 ms, and 3 of 11 where both have sessions."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.targets, drafts = ["target-1", "target-2"], arguments[-1]
-        self.drafts = ["draft"] if drafts == 1 else ["draft-1", "draft-2"]
-        self.gpus = arguments[2].gpus
+    def __init__(self, *arguments: Any, targets: int) -> None:
+        self.targets = ["target-1", "target-2"]
+        assert targets == 2
 
     def start(self, with_draft: bool) -> list[str]:
         assert with_draft
@@ -31,8 +31,10 @@ class PlayedDeployment:
         assert controls.attached
 
     def breakdown(self, run: str, target: str, draft: str) -> Any:
-        assert run.endswith(target) and draft in self.drafts
-        return SimpleNamespace(draft_idle=0.75)
+        assert run.endswith(target) and draft == "draft"
+        more = 1.0 if run.startswith("target-1+target-2") else 0.0
+        parts = RoundParts(wire=0.5, others_drafting=more, draft_host=0.5, draft_gpu=1.0, verify_gpu=8.0)
+        return Breakdown(9, parts, target_idle=0.2, draft_idle=0.75, met=0.0)
 
 
 @pytest.fixture
@@ -51,35 +53,29 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Load]]:
 
 
 def test_both_at_once_are_compared_with_each_alone(loads: list[tuple[str, Load]], tmp_path: Path) -> None:
-    main([*COMMAND, "--two-drafts", "--json", str(tmp_path / "rows.json")])
+    main([*COMMAND, "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())
-    told = [(row["target"], row["drafts"], row["others"], row["kept"], row["draft_busy"]) for row in rows]
+    told = [tuple(row[name] for name in ("target", "others", "kept", "round", "for_draft", "lost")) for row in rows]
     assert told == [
-        ("target-1", 1, False, None, 0.25),
-        ("target-2", 1, False, None, 0.25),
-        ("target-1", 1, True, 0.9, 0.25),
-        ("target-2", 1, True, 0.9, 0.25),
-        ("target-1", 2, True, 0.9, 0.25),
-        ("target-2", 2, True, 0.9, 0.25),
+        ("target-1", False, None, 10.0, 2.0, None),
+        ("target-2", False, None, 10.0, 2.0, None),
+        ("target-1", True, 0.9, 11.0, 3.0, 0.1),
+        ("target-2", True, 0.9, 11.0, 3.0, 0.1),
     ]
+    assert {row["draft_busy"] for row in rows} == {0.25}
     # No two sessions have the same prompt: neither target finds the other's in the draft.
     first = {address: load.first for address, load in loads}
     assert first == {"first": 0, "second": 2}
 
 
 def test_what_cannot_be_measured_is_refused(loads: list[tuple[str, Load]]) -> None:
-    for flags in (
-        ["--tokens", "39"],
-        ["--repeat", "0"],
-        ["--gpus", "0", "1"],
-        ["--two-drafts", "--gpus", "0", "1", "2"],
-    ):
+    for flags in (["--tokens", "39"], ["--repeat", "0"], ["--gpus", "0", "1"]):
         with pytest.raises(SystemExit, match="error: --"):
             main([*COMMAND, *flags])
     assert not loads
 
 
-def test_each_of_two_drafts_has_its_device_and_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_has_its_device_and_all_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[tuple[str, ...], int | None]] = []
 
     def start(*command: str, stdout: int, gpu: int | None) -> Any:
@@ -87,10 +83,32 @@ def test_each_of_two_drafts_has_its_device_and_its_target(tmp_path: Path, monkey
 
     monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
     monkeypatch.setattr(deployment, "start_endpoints", lambda start, *flags, seconds: flags[-1])
-    devices = {"target-1": 5, "target-2": 6, "draft-1": 5, "draft-2": 6}
+    devices = {"target-1": 5, "target-2": 6, "draft": 6}
     pair, room = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 1, gpus=devices), deployment.Room(2, 200, 100)
-    both = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2, 2)
+    both = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2)
     addresses = both.start(with_draft=True)
-    assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 5), ("draft", 6)]
-    assert [command[command.index("--target") + 1] for command, _ in started[2:]] == addresses
-    assert {command[command.index("--max-sessions") + 1] for command, _ in started} == {"2"}
+    assert [(command[1], gpu) for command, gpu in started] == [("target", 5), ("target", 6), ("draft", 6)]
+    (draft,) = [command for command, _ in started if command[1] == "draft"]
+    assert [draft[place + 1] for place, word in enumerate(draft) if word == "--target"] == addresses
+    sessions = [command[command.index("--max-sessions") + 1] for command, _ in started]
+    assert sessions == ["2", "2", "4"]
+
+
+def test_a_draft_in_the_targets_is_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def start(*command: str, stdout: int, gpu: int | None) -> Any:
+        started.append(command)
+
+    monkeypatch.setattr(deployment, "wait_for_service", lambda process, seconds: None)
+    monkeypatch.setattr(deployment, "start_endpoints", lambda start, *flags, seconds: flags[-1])
+    pair = deployment.Pair("tiny", "tiny", 4, 0.8, 0.1, 0.2, draft_in_target=True)
+    room = deployment.Room(2, 200, 100)
+    made = deployment.Deployment(start, tmp_path, pair, room, False, False, lambda: 1.0, 2, together=True)
+    (over,) = made.start(with_draft=True)
+    assert len(over.split(",")) == 2
+    assert [command[1] for command in started] == ["target", "target"]
+    for command in started:
+        assert "--draft-in-target" in command
+        assert command[command.index("--draft-read-share") + 1] == "0.2"
+        assert command[command.index("--draft") + 1].endswith("/draft")

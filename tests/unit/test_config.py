@@ -203,7 +203,7 @@ def test_how_the_draft_reads_reaches_it_from_every_source(tmp_path: Path) -> Non
     file = config(tmp_path, "draft_waves: 2\ndraft_read_share: 0.1\n")
     environment = {"SPECAHEAD_DRAFT_WAVES": "2", "SPECAHEAD_DRAFT_READ_SHARE": "0.1"}
     for settings in (resolve(*flags), resolve("--config", file), resolve(**environment)):
-        assert (settings.draft.micro_batches, settings.draft.read_share) == (2, 0.1)
+        assert (settings.draft.micro_batches, settings.draft.draft_read_share) == (2, 0.1)
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--gamma", "64"), ("--budget", "1"), ("--max-queued", "0")])
@@ -362,10 +362,10 @@ def test_a_service_calls_its_own_settings_by_short_names() -> None:
         *("m", 800, "sts", "0.0.0.0", 1),
     )
     draft = alone(
-        DraftSettings(), *common, "--model", "m", "--waves", "2", "--read-share", "0.5", "--no-ahead",
+        DraftSettings(), *common, "--model", "m", "--waves", "2", "--draft-read-share", "0.5", "--no-ahead",
         "--target", "a:1", "--target", "b:2",
     )  # fmt: skip
-    assert (draft.model, draft.micro_batches, draft.read_share, draft.ahead) == ("m", 2, 0.5, False)
+    assert (draft.model, draft.micro_batches, draft.draft_read_share, draft.ahead) == ("m", 2, 0.5, False)
     assert draft.targets == ("a:1", "b:2")
 
 

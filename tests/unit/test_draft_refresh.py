@@ -265,7 +265,7 @@ class Sessions:
 
     def __init__(self, runner: ModelRunner, count: int, **settings: Any) -> None:
         self.requests: list[list[RoundRequest]] = []
-        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=1, read_share=0.1, **settings))
+        self.drafter = Drafter(runner, PLAN, DraftSettings(micro_batches=1, draft_read_share=0.1, **settings))
         self.peer = TargetPeer(lambda event: None)
         self.drafter.attach(self.peer)
         for i in range(count):
@@ -291,7 +291,7 @@ class Sessions:
 @pytest.mark.parametrize("branches", [1, 4])
 def test_the_drafter_refreshes_all_sessions_of_a_step_or_none(runner: ModelRunner, branches: int) -> None:
     """In a session's first rounds always, then once in so many; a session that begins takes the others with it."""
-    crowd = Sessions(runner, 2, refresh_every=4, branches=branches)
+    crowd = Sessions(runner, 2, draft_refresh_every=4, branches=branches)
     while not (refreshed := crowd.step()):
         pass  # prompts
     assert refreshed == [True, True] and crowd.step() == [True, True]

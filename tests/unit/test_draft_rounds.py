@@ -232,7 +232,7 @@ def test_later_passes_may_read_what_the_first_weighed_most(runner: ModelRunner) 
     """With a share of everything the same; with a small one other evidence, and still γ tokens a round."""
     selections, proposed = [], []
     for share in (1.0, 0.999, 0.1):
-        side = Side(runner, ahead=False, read_share=share)
+        side = Side(runner, ahead=False, draft_read_share=share)
         sent = side.run(begin("a", 500, "ahead", GREEDY))
         (proposal,) = proposals_in(sent)
         (announcement,) = [event for event in sent if isinstance(event, Proposals)]

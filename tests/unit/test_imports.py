@@ -20,7 +20,7 @@ PACKAGES = {
     "sparsity": {"kernels", "engine"},
     "wire": {"config", "engine", "sparsity", "protos"},
     "draft_service": {"config", "kernels", "engine", "sparsity", "wire", "protos"},
-    "target_service": {"config", "kernels", "engine", "sparsity", "wire", "protos"},
+    "target_service": {"config", "kernels", "engine", "sparsity", "wire", "protos", "draft_service"},
     "orchestrator": {
         *("config", "engine", "sparsity", "wire", "protos", "models"),
         *("draft_service", "target_service"),
@@ -61,6 +61,7 @@ WITHOUT_GRPC = {
     "draft_service/verdicts.py",
     "target_service/admission.py",
     "target_service/commit.py",
+    "target_service/draft_in_target.py",
     "target_service/planning.py",
     "target_service/protocol.py",
     "target_service/session.py",

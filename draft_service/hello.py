@@ -1,0 +1,16 @@
+"""What a draft says of itself, once it has opened its model."""
+
+from config import DraftSettings
+from engine.loading.opening import OpenedModel
+from sparsity.plan import Plan, PlanError
+from wire.handshake import make_hello
+from wire.messages import Hello
+
+
+def draft_hello(settings: DraftSettings, plan: Plan, opened: OpenedModel) -> Hello:
+    """Raises PlanError if the plan is for another draft."""
+    planned = plan.draft_layers, plan.draft_heads
+    actual = opened.shape.num_layers, opened.shape.num_heads
+    if planned != actual:
+        raise PlanError(f"{settings.plan} is for a draft of (layers, heads) {planned}, {settings.model} has {actual}")
+    return make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)

@@ -1,0 +1,207 @@
+"""A target that runs its draft itself: the steps of both by turns, and what they say to each other at once."""
+
+import asyncio
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import models
+from config import SettingsError, TargetSettings
+from draft_service.steps import DraftStep
+from engine.loading.memory import bytes_of_token, room_for_kv
+from engine.loading.opening import open_both
+from engine.loading.shape import load_shape
+from engine.step_loop import run_step_loop
+from target_service.draft_in_target import Result, Step, StepsByTurns
+from tests.unit.clock import Clock
+from tests.unit.fake_models import VOCAB, FakeModel
+from tests.unit.world import World, prompts, totals
+from wire import messages as m
+
+
+class Turns:
+    """A world whose draft is in the target. kinds: which model each step was of, in order."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps = StepsByTurns(world.verifier, world.drafter)
+        self.kinds: list[str] = []
+
+    def run(self) -> None:
+        """Run steps until there is nothing to do."""
+        for _ in range(5000):
+            step = self.steps.plan_step()
+            if step is None:
+                return
+            self.kinds.append("draft" if isinstance(step, DraftStep) else "verify")
+            self.steps.finish_step(step, self.execute(step))
+            self.world.check_kv()
+            if self.world.script:
+                self.world.script.pop(0)()
+        raise AssertionError("the sessions do not come to an end")
+
+    def execute(self, step: Step) -> Result:
+        return self.steps.execute(step)
+
+    def check_nothing_left(self) -> None:
+        self.world.check_nothing_left()
+        assert not self.world.busy()
+        (draft,) = self.world.verifier.protocol.drafts
+        assert not draft.sessions
+
+
+def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, **settings: int) -> Turns:
+    return Turns(World(clock, seed, model or FakeModel(agreement=3), ahead=False, **settings))
+
+
+@pytest.mark.parametrize("exactness", m.Exactness)
+@pytest.mark.parametrize("agreement", [0, 3, 4])
+def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreement: int) -> None:
+    """And no round is plain, none waits: a draft's step stands before each of the target's."""
+    made = turns(clock, 1, FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement))
+    names = [made.world.open(prompt, 25, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
+    made.run()
+    for name in names:
+        made.world.check_greedy(name)
+    drafted, accepted = totals(made.world)
+    assert drafted > 40
+    assert accepted == {0: 0, 4: drafted}.get(agreement, accepted)
+    counters = made.world.verifier.counters
+    assert counters["draft_timeouts"] == counters["stale_frames"] == counters["rejected_events"] == 0
+    assert counters["plain_rounds"] == 0 or not agreement  # a draft that is never right is left out for a while
+    assert (counters["announced_bytes"] > 0) == (exactness is m.Exactness.APPROXIMATE)
+    made.check_nothing_left()
+
+
+def test_the_models_take_turns_while_both_have_something_to_do(clock: Clock) -> None:
+    """Long prompts are read by both, and rounds of other sessions go on beside."""
+    made = turns(clock, 2, prefill_chunk=16)
+    made.world.open([1, 2, 3], 60)
+    made.world.open([*range(30)] * 5, 20)
+    made.run()
+    drafting = [kind == "draft" for kind in made.kinds]
+    last = len(drafting) - drafting[::-1].index(True)
+    assert sum(drafting) > 15
+    assert all(a != b for a, b in pairwise(drafting[1:last])), made.kinds
+    made.check_nothing_left()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), aborted=st.sets(st.integers(0, 5)), pages=st.sampled_from([14, 30, 200]))
+def test_sessions_come_and_go(seed: int, aborted: set[int], pages: int) -> None:
+    """With room at the draft for some of them at a time, too."""
+    rng = random.Random(seed)
+    made = turns(Clock(), seed, draft_pages=pages, gamma=rng.choice([1, 3, 4]))
+    names = [made.world.open(prompt, rng.choice([3, 25])) for prompt in prompts(made.world.rng, 6, longest=90)]
+    for number in aborted:
+        made.world.script += [lambda: None] * rng.randrange(8) + [lambda name=names[number]: made.world.abort(name)]  # type: ignore[misc]
+    made.run()
+    for number, name in enumerate(names):
+        if number not in aborted or made.world.ended(name):
+            made.world.check_greedy(name)
+    made.check_nothing_left()
+
+
+def test_a_draft_step_that_fails_costs_no_token(clock: Clock) -> None:
+    made = turns(clock)
+    name = made.world.open([1, 2, 3], 30)
+    drafts = made.world.drafter.runner.draft_rounds
+    calls = []
+
+    def fail_once(requests: list) -> list:
+        calls.append(len(requests))
+        if len(calls) == 3:
+            raise RuntimeError("no room for a round")
+        return drafts(requests)
+
+    made.world.drafter.runner.draft_rounds = fail_once  # type: ignore[method-assign]
+
+    async def serve() -> None:
+        def plan() -> Step | None:
+            if not made.world.busy():
+                raise EOFError
+            return made.steps.plan_step()
+
+        steps = made.steps.execute, made.steps.finish_step, made.steps.fail_step
+        await run_step_loop(plan, *steps, asyncio.Event(), made.steps.next_deadline, 60, sends_first=False)
+
+    with pytest.raises(EOFError):
+        asyncio.run(serve())
+    made.world.check_greedy(name)
+    assert made.world.drafter.counters["failed_steps"] == 1
+    assert made.world.verifier.counters["plain_rounds"] > 0
+    made.run()
+    made.check_nothing_left()
+
+
+def test_what_a_draft_says_wrongly_ends_the_drafting_of_its_session_alone(clock: Clock) -> None:
+    made = turns(clock)
+    name = made.world.open([1, 2, 3], 30)
+    send = made.steps._target.send
+    said: list[m.DraftEvent] = []
+
+    def garble(event: m.DraftEvent) -> None:
+        said.append(event)
+        wrong = isinstance(event, m.Proposals) and len(said) == 4
+        send(replace(event, tokens=[VOCAB] * len(event.tokens)) if wrong else event)  # type: ignore[type-var]
+
+    made.steps._target.send = garble
+    made.run()
+    made.world.check_greedy(name)
+    assert made.world.verifier.counters["rejected_events"] == 1
+    made.check_nothing_left()
+
+
+# Opening.
+
+
+def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
+    sizes = {"kv_tokens": tokens, "kv_memory": memory, "max_context": 300, "max_sessions": 2}
+    return TargetSettings(device="cpu", draft_in_target=True, gamma=3, **sizes)  # type: ignore[arg-type]
+
+
+def test_both_models_have_room_for_the_same_sessions() -> None:
+    target, draft = open_both(both(2000), both(2000).own_draft, eight_bit=False)
+    assert target.shape.num_layers != draft.shape.num_layers
+    room, own = draft.runner.kv.pool.num_pages, target.runner.kv.pool.num_pages
+    assert own == 125
+    assert own < room <= own + 2 * 2  # a round behind each session
+
+
+def test_they_share_the_memory_for_kv() -> None:
+    target, draft = (load_shape(str(path)) for path in (models.TARGET, models.DRAFT))
+    a_token = bytes_of_token(draft, torch.float32)
+    settings = replace(both(memory=0.004), max_context=64, max_sessions=64)
+    alone, shared = (room_for_kv(settings, target, torch.float32, "cpu", beside) for beside in (0, a_token))
+    own = bytes_of_token(target, torch.float32)
+    assert alone > shared > 64
+    assert shared * (own + a_token) <= 0.004 * 2**30 < (shared + 1) * (own + a_token)
+
+
+def test_the_draft_in_a_target_drafts_as_the_settings_say() -> None:
+    settings = TargetSettings(
+        draft_in_target=True, draft_read_share=0.2, draft_refresh_every=3, gamma=6, deterministic=True, name="target-2"
+    )
+    draft = settings.own_draft
+    assert (draft.model, draft.draft_read_share, draft.draft_refresh_every, draft.gamma) == (
+        str(models.DRAFT),
+        0.2,
+        3,
+        6,
+    )
+    assert not draft.ahead and draft.branches == 1 and not draft.deterministic
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"draft": "ngram"}, "expected a model's id or folder"), ({"host_kv_memory": 1.0}, "not built with host_kv")],
+)
+def test_settings_that_do_not_go_with_it_are_refused(change: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        TargetSettings(draft_in_target=True, **change)
