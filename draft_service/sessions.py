@@ -24,7 +24,7 @@ from wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds
 _SETTLED = 8  # rounds; what a session begins with, a question mostly, makes other blocks matter than before
-_NEWEST = 1 / 8  # weight of the newest verdict in `foresight` and `acceptance`
+_NEWEST = 1 / 8  # weight of the newest verdict in `foresight`, `accepted` and `judged`
 
 
 @dataclass(eq=False)
@@ -92,10 +92,10 @@ class DraftSession:
     since which of the drafter's steps there was something to draft, 0 if there is nothing. moved: KV of the round's
     tokens that is not in its place yet, behind which all pages stay as they are.
 
-    foresight: how often, of late, a verdict met one of the outcomes drafted for. acceptance: the share of tokens that
-    were accepted where they were judged. reference: what was announced for the round judged last. early_verdicts: those
-    that came before the ones they follow, by the round that they judge. begun_at: the round that it began with. memory:
-    what its last dense first pass weighed.
+    foresight: how often, of late, a verdict met one of the outcomes drafted for. accepted, judged: how many tokens of a
+    round were accepted of late, and how many were judged. reference: what was announced for the round judged last.
+    early_verdicts: those that came before the ones they follow, by the round that they judge. begun_at: the round that
+    it began with. memory: what its last dense first pass weighed.
     """
 
     peer: TargetPeer
@@ -124,7 +124,8 @@ class DraftSession:
     moved: MovedKV | None = None
     waiting: int = 0
     foresight: float = 1.0
-    acceptance: float = 0.7
+    accepted: float = 2.8
+    judged: float = 4.0
     reference: NamedSelection | None = None
     early_verdicts: dict[int, Verdict] = field(default_factory=dict)
     begun_at: int = 0
@@ -171,6 +172,11 @@ class DraftSession:
     def pending(self) -> list[int]:
         """Tokens still to run before the next one can be drafted."""
         return self.tokens[self.kv.length :]
+
+    @property
+    def acceptance(self) -> float:
+        """The share of tokens that were accepted of late, of those that were judged: each counts alike."""
+        return self.accepted / self.judged
 
     @property
     def waits_for_grammar(self) -> bool:
@@ -271,7 +277,8 @@ class DraftSession:
             return
         proposed = self.drafted.proposed
         judged = min(proposed, verdict.accepted + 1)
-        self.acceptance += _NEWEST * (verdict.accepted / judged - self.acceptance)
+        self.accepted += _NEWEST * (verdict.accepted - self.accepted)
+        self.judged += _NEWEST * (judged - self.judged)
         if self.ahead is None:  # had there been a branch, it would have been the likeliest outcome
             met = verdict.tokens == self.drafted.tokens
         self.foresight += _NEWEST * (met - self.foresight)

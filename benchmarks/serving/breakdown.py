@@ -158,7 +158,10 @@ def _step_parts(step: StepTimes, host: str, gpu: str) -> Iterator[tuple[str, flo
 
 
 def _idle(steps: list[StepTimes], began: float, ended: float) -> float:
-    """Return the share of a window in which the model did not run."""
+    """Return the share of a window in which the model did not run.
+
+    A step that was launched while another one ran has the device's time, which may be longer than its own.
+    """
     first = bisect_right([step.ended for step in steps], began)
-    busy = sum(step.gpu_share * max(0.0, min(step.ended, ended) - max(step.began, began)) for step in steps[first:])
-    return max(0.0, 1 - busy / (ended - began))
+    inside = ((step, max(0.0, min(step.ended, ended) - max(step.ended - step.gpu, began))) for step in steps[first:])
+    return max(0.0, 1 - sum(min(step.gpu, seconds) for step, seconds in inside) / (ended - began))

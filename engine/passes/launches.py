@@ -61,6 +61,15 @@ def _tokens_left(given: dict[str, Tensor]) -> Tensor:
     return given["left"][follows.clamp(min=0)].where(follows >= 0, given["token_ids"])
 
 
+def _leave_tokens(given: dict[str, Tensor], following: Tensor) -> None:
+    """Leave the tokens that come next, of the sequences that there are.
+
+    While a graph is made its launches run without any, between a step that has left its tokens and one that takes them.
+    """
+    left = given["left"][: len(following)]
+    left.copy_(following.to(left.dtype).where(given["lengths"] > 0, left))
+
+
 def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> None:
     """Make lists of what is read in any case and of what has the highest remembered weights."""
     memory = given["memory"][:, :, : shape.blocks]
@@ -113,7 +122,7 @@ def _leave_results(shape: PassShape, buffers: Buffers, fetched: FetchPlan | None
         results["following"].copy_(following)
         results["finite"].copy_(are_finite(by_sequence, given["draft_counts"]))
         if shape.turn:
-            given["left"][: shape.sequences].copy_(following)
+            _leave_tokens(given, following)
     if not shape.shares_out:
         return
     results["blocks_read"].copy_(given["counts"].sum((0, 2)))

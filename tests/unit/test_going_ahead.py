@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from config import TargetSettings
 from engine.inputs import SequenceInput
-from engine.kv.pages import PAGE_SIZE
+from engine.judging import Drafted
+from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
+from engine.passes.grouping import step_shape
 from engine.passes.outputs import StepUnderWay
 from engine.sampling import Sampling
 from sparsity.plan import uniform_plan
@@ -185,6 +187,30 @@ def test_each_step_but_the_last_is_left_running(folder: Path) -> None:
     waited = target_of(folder, False)
     waited.run([Ask(0, 20, 10), Ask(0, 30, 10)])
     assert waited.left == 0 and waited.told == target.told
+
+
+@torch.inference_mode()
+def test_making_a_graph_takes_no_tokens_away(folder: Path) -> None:
+    """Its launches run without sequences, while another step has left the tokens that the next one takes."""
+    runner = target_of(folder, True).verifier.runner
+    assert isinstance(runner, ModelRunner)
+    given: list[tuple[int, int]] = []
+    for disturbed in (False, True):
+        kv = SequenceKV()
+        runner.kv.grow(kv, 12)
+        first = SequenceInput(kv, [7], "all", drafted=Drafted([], [], GREEDY, 3))
+        runner.forward([replace(first, tokens=[5, 6], drafted=None, logits="none")])
+        steps = [runner.launch([first])]
+        for base in (4, 5, 6):
+            if disturbed:
+                for turn in (1, 2):
+                    shape = step_shape([first], runner.kv, runner._limits)
+                    runner._passes.step_of(replace(shape, turn=turn)).launch()
+            drafted = Drafted([], [], GREEDY, base)
+            steps.append(runner.launch([SequenceInput(kv, [0], "all", drafted=drafted, follows=0)]))
+        given.append(steps[-1].outputs()[0].verdict or (0, 0))
+        runner.kv.release(kv)
+    assert given[0] == given[1]
 
 
 def test_a_session_gives_way_where_pages_run_out_and_loses_nothing(folder: Path, waiting: Target) -> None:
