@@ -221,5 +221,12 @@ def add_shared_draft_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, nargs="+", default=[], metavar="N", help="devices of both targets and the draft"
     )
+    parser.add_argument(
+        "--second-sleeps",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="time of the second target's steps, without a model",
+    )
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE")

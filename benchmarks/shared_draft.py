@@ -3,7 +3,8 @@
 The services are those of `bench serve`: processes of their own, random weights, imposed acceptance. First each target
 runs its sessions while the other is idle, then both do at once, in turns. Where the draft's time suffices both keep
 their pace. With a GPU for each service nothing else is shared. Where targets share one they disturb each other whatever
-the draft does: how much longer rounds wait for the draft is told apart.
+the draft does: how much longer rounds wait for the draft is told apart, and the second target may sleep in place of
+running a model, so that it loads nothing but the draft.
 """
 
 import argparse
@@ -133,6 +134,7 @@ def _pair(flags: argparse.Namespace) -> Pair:
         flags.read_share,
         flags.branches,
         gpus=dict(zip(SERVICES, flags.gpus, strict=False)),
+        slept={"target-2": flags.second_sleeps} if flags.second_sleeps else {},
     )
 
 

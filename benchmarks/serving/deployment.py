@@ -31,7 +31,8 @@ class Pair:
     """target_shape, draft_shape: names in SHAPES. acceptance: imposed, a token. read_share: of later draft passes.
     branches: the most that a row drafts. adaptive: whether the target decides how many tokens up to γ are drafted.
     draft_in_target: whether each target runs the draft. target_flags, draft_flags: further flags of the services. gpus:
-    the device of each service by name; empty: as torch finds."""
+    the device of each service by name; empty: as torch finds. slept: milliseconds that each step of a target takes, by
+    its name, which has no model then."""
 
     target_shape: str
     draft_shape: str
@@ -45,6 +46,7 @@ class Pair:
     target_flags: tuple[str, ...] = ()
     draft_flags: tuple[str, ...] = ()
     gpus: Mapping[str, int] = field(default_factory=dict)
+    slept: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sparse_rows(self) -> int:
@@ -179,6 +181,7 @@ class Deployment:
         command += ["--max-context", str(self._room.context), "--max-sessions", str(sessions)]
         command += ["--load-format", "dummy", "--prefill-chunk", str(min(PREFILL_CHUNK, self._room.prompt))]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []
+        command += ["--slept", str(self.pair.slept[name])] if name in self.pair.slept else []
         self._launched[name] = time.monotonic()
         return self._start(*command, *own, stdout=subprocess.PIPE, gpu=self.pair.gpus.get(name))
 

@@ -22,6 +22,7 @@ import uvloop
 
 import draft_service.service
 import target_service.service
+from benchmarks.scripted import ScriptedRunner
 from benchmarks.serving.controls import Controls
 from benchmarks.serving.timeline import Recorder, RecorderOfBoth, RoundKey, timeline_of_draft
 from config import DraftSettings, SettingsError, TargetSettings, resolve_service
@@ -29,7 +30,12 @@ from draft_service.drafter import Drafter
 from draft_service.link import keep_link
 from draft_service.sessions import DraftSession
 from draft_service.steps import DraftStep, DraftStepResult
+from engine.grammars import Grammars
 from engine.inputs import SharedBudget
+from engine.kv.pages import pages_for
+from engine.loading.opening import OpenedModel
+from engine.loading.shape import load_shape
+from engine.loading.tokenizer import load_tokenizer, tokenizer_hash
 from engine.rounds.requests import DraftedTokens, RoundOutput
 from engine.step_loop import run_step_loop
 from sparsity.reader import Reader
@@ -164,6 +170,9 @@ def main() -> None:
     parser.add_argument("--timeline", metavar="FILE", help="write when steps ran and messages came")
     parser.add_argument("--controls", metavar="FILE", help="JSON, read again before each row")
     parser.add_argument("--replay", action="store_true", help="of a target: read what is announced and nothing else")
+    parser.add_argument(
+        "--slept", type=float, default=0.0, metavar="MS", help="of a target: a step's time, without a model"
+    )
     try:
         if side == "target":
             _run_target(parser)
@@ -182,6 +191,9 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
             patches.enter_context(
                 patch.object(SelfDrafting, "pays", lambda *of_step: Controls.read(flags.controls).self_drafting)
             )
+        if flags.slept:
+            opened = _without_model(settings, flags.slept)
+            patches.enter_context(patch.object(target_service.service, "open_model", lambda _: opened))
         if flags.replay:
             patches.enter_context(patch.object(Reader, "_shared_budget", _announced_only))
         if settings.draft_in_target:
@@ -195,6 +207,15 @@ def _run_target(parser: argparse.ArgumentParser) -> None:
                 patches, target_service.service, DraftProtocol, Proposals, partial(_target_recorder, flags.timeline)
             )
         uvloop.run(serve_until_signal("target", lambda on_ready: target_service.service.run(settings, on_ready)))
+
+
+def _without_model(settings: TargetSettings, milliseconds: float) -> OpenedModel:
+    """Return what stands in for a target's model where its verdicts are imposed: each of its steps sleeps."""
+    shape, tokenizer = load_shape(settings.model), load_tokenizer(settings.model)
+    pages = settings.max_sessions * pages_for(settings.max_context + 8 * settings.widest_round)
+    runner = ScriptedRunner(errs=False, pages=pages, step_ms=(milliseconds, 0.0))
+    runner.vocab_size = shape.vocab_size
+    return OpenedModel(runner, shape, tokenizer_hash(tokenizer), Grammars(tokenizer, runner.vocab_size, []))
 
 
 def _run_draft(parser: argparse.ArgumentParser) -> None:
