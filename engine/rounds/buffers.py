@@ -75,7 +75,8 @@ def make_round_buffers(shape: RoundShape, settings: RoundSettings, vocab: int, d
     }
     if shape.branches > 1:
         layout |= dict.fromkeys(("before", "own", "kept_own"), ((rows,), torch.int32))
-        layout |= dict.fromkeys(("source", "target"), ((count * passes,), torch.int64))
+        # What is moved was drafted in a round of its own, which may have had more passes.
+        layout |= dict.fromkeys(("source", "target"), ((count * (settings.gamma + 1),), torch.int64))
         layout["totals"] = (count,), torch.int32
     results: Layout = {"tokens": ((passes, rows), torch.int32)}
     if settings.alternatives:
@@ -175,7 +176,7 @@ def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: 
     for name in ("before", "own", "kept_own", "totals"):
         host[name][:] = 0
     host["source"][:] = host["target"][:] = -1
-    passes = len(host["uniforms"])
+    passes, movable = len(host["uniforms"]), len(host["source"]) // shape.sequences
     for i, item in enumerate(requests):
         branches = item.branches or (Branch(item.kv.length, item.tokens[0], item.uniforms),)
         rows, count = slice(i * shape.branches, (i + 1) * shape.branches), len(branches)
@@ -191,7 +192,7 @@ def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: 
         host["lengths"][i] = item.kv.length + 1
         host["totals"][i] = item.kv.length + count * passes
         if item.moved is not None:
-            here, table = slice(i * passes, i * passes + item.moved.count), item.kv.table()
+            here, table = slice(i * movable, i * movable + item.moved.count), item.kv.table()
             steps = np.arange(item.moved.count)
             host["source"][here] = slots_of(table, item.moved.source + steps)
             host["target"][here] = slots_of(table, item.moved.target + steps)
