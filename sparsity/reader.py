@@ -55,15 +55,10 @@ class Reader:
         ValueError for a selection with another number of rows than the method's.
         """
         method, plan = self.method, self.plan
-        self._length, self._planned = length, None
-        self._reads_all = (
-            (method.in_advance is None and not method.shares_budget)
-            or (method.announcing is not None and announced is None)
-            or (method.shares_budget and plan.budget == 1)
-            or not plan.sparse_layers
-        )
-        if self._reads_all:
+        if self._needs_all(announced is not None):
+            self.read_all(length)
             return None
+        self._length, self._planned, self._reads_all = length, None, False
         if announced is not None and announced.num_heads != self.announced_rows:
             raise ValueError(f"{method.name}: {announced.num_heads} rows announced, expected {self.announced_rows}")
         self.summary_tokens = method.summaries(plan, base)
@@ -76,6 +71,24 @@ class Reader:
             read = SparseRead(plan.block_size, lists, emit_weights=method.remembers)
         read.group_means, read.report_blocks = method.uses_means(plan), self.report_blocks
         return read
+
+    def read_all(self, length: int) -> None:
+        """Take note of a round that ends at `length` and reads everything, in place of `read`."""
+        self._length, self._planned, self._reads_all = length, None, True
+
+    @property
+    def reads_all_alone(self) -> bool:
+        """Whether rounds without an announcement read everything."""
+        return self._needs_all(is_announced=False)
+
+    def _needs_all(self, is_announced: bool) -> bool:
+        method = self.method
+        return (
+            (method.in_advance is None and not method.shares_budget)
+            or (method.announcing is not None and not is_announced)
+            or (method.shares_budget and self.plan.budget == 1)
+            or not self.plan.sparse_layers
+        )
 
     def _shared_budget(self, announced: BlockSelection, base: int) -> SharedBudget:
         """What the draft announced, and with the rest of one budget over all layers and heads the target's own

@@ -1,13 +1,15 @@
 """How each session's next rounds are made: how many tokens are drafted, if any, and whether announcements are read.
 
-The decision is `choose`, a pure function of what tokens cost by the figures there are: the session's own acceptance
-(acceptance.py) and what rounds take on this target at the present load (round_costs.py). With `--gamma auto` these are
-measured, and what nothing is known of is tried now and then by all sessions together, for a few rounds. With a number
-every round drafts so many tokens, and a session whose draft is of hardly any use is decoded plainly for a while, by
-a cost that is assumed.
+By the figures there are: acceptance (acceptance.py) and what rounds take on this target at the present load
+(round_costs.py). With `--gamma auto` these are measured. Whether to draft at all, all sessions decide together, by what
+is typical of them: a few that are drafted beside others that are not cost both, the ones a wait for the others' steps,
+the others a pause between theirs. How many tokens, `choose` decides for each by its own acceptance; one that differs
+much from the others may go without a draft alone. What nothing is known of is tried now and then by all together, for a
+few rounds.
 
-After drafting that did not pay a session does without for 16 tokens, and each time for twice as many, up to 512; with
-measured costs for so many more that trying again costs a hundredth of the time.
+With a number every round drafts so many tokens, and a session whose draft is of hardly any use is decoded plainly for a
+while, by a cost that is assumed. After drafting that did not pay it does without for 16 tokens, and each time for twice
+as many, up to 512; with measured costs for so many more that trying again costs a hundredth of the time.
 """
 
 from collections import Counter
@@ -15,10 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from target_service.acceptance import Acceptance
-from target_service.round_costs import PLAIN, Choice, Load, RoundCosts
+from target_service.round_costs import PLAIN, Choice, Load, RoundCosts, sessions_of
 
 MARGIN = 0.05  # by which another way of drafting must be faster than the present one
 PLAIN_MARGIN = 0.01  # by which going without a draft must be
+ODD = 0.25  # by which a session's tokens a round must differ from what is typical, to decide by itself over drafting
+ODD_ROUNDS = 16  # after so many rounds
+ALIKE = 7 / 8  # of the sessions, whose rounds must be drafted alike for their time to be a figure
 ASSUMED_COST = 0.06  # of a drafted token, in plain rounds, where costs are not measured
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # tokens
 TRIAL = 4  # rounds that drafting gets after a pause, before it is judged
@@ -27,7 +32,9 @@ PROBED = 4  # rounds of each session that a figure needs to count
 FIRST_GAMMA = 4  # where nothing is known yet
 TYPICAL_NEWEST = 1 / 64  # weight of the newest round in what is typical of all sessions
 TYPICAL_ROUNDS = 6  # rounds that what is typical counts as in a session that begins
-TRIED_SESSIONS = 16  # of so many sessions one begins with a draft even where that typically does not pay
+SETTLED = 8  # times as many are seen before what can be estimated is tried, or drafting where nothing is drafted
+SHORTEST_PAUSE = 128  # rounds of each session that draft nothing, before drafting is tried again
+PROBE_LIMIT = 8  # times the rounds that a probe needs, after which it ends in any case
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Pace:
 
     choice: how its rounds are made while it is not paused. trial: rounds that are still to be drafted before that is
     judged. next_pause: tokens that the next pause lasts. paused_until: the number of committed tokens at which the last
-    pause ends. kind: how its last round was made, None before the first.
+    pause ends. alone: whether that pause is for its own acceptance's sake; else all sessions pause. kind: how its last
+    round was made, None before the first.
     """
 
     choice: Choice
@@ -44,13 +52,22 @@ class Pace:
     trial: int = 0
     next_pause: int = FIRST_PAUSE
     paused_until: int = 0
+    alone: bool = True
     kind: Choice | None = None
 
     def paused(self, committed: int, least: int = 0) -> "Pace":
         """Return the pace at the start of a pause of at least so many tokens, when `committed` tokens are committed."""
         longer = min(2 * self.next_pause, LONGEST_PAUSE)
         prior, until = self.acceptance.as_prior(), committed + max(self.next_pause, least)
-        return replace(self, acceptance=prior, trial=TRIAL, next_pause=longer, paused_until=until)
+        return replace(self, acceptance=prior, trial=TRIAL, next_pause=longer, paused_until=until, alone=True)
+
+    def paused_with_all(self, committed: int) -> "Pace":
+        """Return the pace in a pause of all sessions, which lasts on as long as this is said after each round."""
+        return replace(self, trial=0, paused_until=committed + FIRST_PAUSE, alone=False)
+
+    def resumed(self, committed: int) -> "Pace":
+        """Return the pace at the end of a pause."""
+        return replace(self, trial=0, paused_until=min(self.paused_until, committed))
 
     def is_paused(self, committed: int) -> bool:
         """Return whether a session of so many committed tokens goes without a draft."""
@@ -109,28 +126,19 @@ class Controller:
     def __init__(self, most: int, adaptive: bool, counters: Counter[str]) -> None:
         self.costs = RoundCosts()
         self.probe: Choice | None = None  # what all sessions try
-        self._probe_left, self._probe_load = 0, (0, 0)
+        self._probe_left, self._probe_limit, self._probe_load = 0, 0, (0, 0)
         self._most, self._adaptive, self._counters = most, adaptive, counters
         self._typical = Acceptance.assumed(most)
-        self._opened = 0
+        self._plain = {False: False, True: False}  # whether sessions that take announcements, or not, draft nothing
 
-    def first_pace(self, load: Load, committed: int, announces: bool) -> Pace:
-        """Return how a session begins: in the way that is the fastest by what is typical of the others.
-
-        Where no figure tells of drafting it is drafted, so that there will be one.
-        """
-        self._opened += 1
+    def first_pace(self, committed: int, announces: bool) -> Pace:
+        """Return how a session begins: as the others go on, by what is typical of them."""
+        pace = Pace(Choice(self._most, announces), Acceptance.assumed(self._most))
         if not self._adaptive:
-            return Pace(Choice(self._most, announces), Acceptance.assumed(self._most))
-        pace = Pace(Choice(min(self._most, FIRST_GAMMA), announces), self._typical.as_prior(TYPICAL_ROUNDS))
-        rates = self._rates(load, pace, announces)
-        plain = rates.pop(PLAIN, 0.0)
-        if not rates:
             return pace
-        pace = replace(pace, choice=max(rates, key=rates.__getitem__))
-        if rates[pace.choice] >= plain or self._opened % TRIED_SESSIONS == 0:
-            return pace
-        return replace(pace, next_pause=LONGEST_PAUSE).paused(committed, self._least_pause(pace, load))
+        prior = self._typical.as_prior(TYPICAL_ROUNDS)
+        pace = replace(pace, choice=Choice(min(self._most, FIRST_GAMMA), announces), acceptance=prior)
+        return pace.paused_with_all(committed) if self._plain[announces] else pace
 
     def effective(self, pace: Pace, committed: int) -> Choice:
         """Return how a session's next round is to be made."""
@@ -152,19 +160,48 @@ class Controller:
             gained, cost = pace.acceptance.tokens(self._most) - 1, seen.cost or ASSUMED_COST * self._most
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
-        if kind == before and seen.seconds and 2 * others[kind] >= others.total():
+        # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead.
+        alike = others[kind] >= (ALIKE if kind.gamma else 1) * others.total()
+        if kind == before and seen.seconds and alike:
             self.costs.add(load, kind, seen.seconds, seen.drafting, seen.step)
         self._advance_probe(pace, seen, load, others.total())
-        if pace.is_paused(seen.committed) or pace.trial or self.probe is not None:
-            return pace
+        if self.probe is not None:
+            return pace.resumed(seen.committed) if self.probe.gamma and not pace.alone else pace
         return self._decide(pace, seen, load)
 
     def _decide(self, pace: Pace, seen: RoundSeen, load: Load) -> Pace:
-        choice = choose(pace.choice, self._rates(load, pace, seen.announces))
+        is_odd = self._is_odd(pace)
+        self._decide_for_all(load, seen.announces)
+        if self._plain[seen.announces] and not is_odd:
+            self._counters["drafting_pauses"] += not pace.is_paused(seen.committed)
+            return pace.paused_with_all(seen.committed)
+        if pace.is_paused(seen.committed):
+            return pace if pace.alone else pace.resumed(seen.committed)
+        if pace.trial:
+            return pace
+        rates = self._rates(load, pace.acceptance, seen.announces)
+        if not is_odd:
+            rates.pop(PLAIN, None)
+        choice = choose(pace.choice, rates)
         if choice == PLAIN:
             return self._pause(pace, seen.committed, self._least_pause(pace, load))
         settled = pace.acceptance.judged[0] > 2 * TRIAL
         return replace(pace, choice=choice, next_pause=FIRST_PAUSE if settled else pace.next_pause)
+
+    def _decide_for_all(self, load: Load, announces: bool) -> None:
+        """Decide whether such sessions draft, where there are figures for both."""
+        rates = self._rates(load, self._typical, announces)
+        plain, drafted = rates.pop(PLAIN, 0.0), max(rates.values(), default=0.0)
+        if plain and drafted:
+            margin = MARGIN if self._plain[announces] else -PLAIN_MARGIN
+            self._plain[announces] = drafted <= plain * (1 + margin)
+
+    def _is_odd(self, pace: Pace) -> bool:
+        """Return whether a session is known to differ much from the others."""
+        if pace.acceptance.judged[0] < ODD_ROUNDS:
+            return False
+        own, typical = pace.acceptance.tokens(self._most), self._typical.tokens(self._most)
+        return abs(own / typical - 1) > ODD
 
     def _pause(self, pace: Pace, committed: int, least: int) -> Pace:
         self._counters["drafting_pauses"] += 1
@@ -175,37 +212,57 @@ class Controller:
         drafted, plain = self.costs.seconds(load, pace.choice), self.costs.seconds(load, PLAIN)
         return round(TRIAL * max(0.0, drafted / plain - 1) / TRIAL_SHARE) if drafted and plain else 0
 
-    def _rates(self, load: Load, pace: Pace, announces: bool) -> dict[Choice, float]:
+    def _rates(self, load: Load, acceptance: Acceptance, announces: bool) -> dict[Choice, float]:
         """Return the tokens a second of each choice of which the seconds are known."""
         options = [Choice(gamma, sparse) for gamma in gammas(self._most) for sparse in {False, announces}]
-        seconds = {option: self.costs.seconds(load, option) for option in [PLAIN, *options]}
-        tokens = pace.acceptance.tokens
-        return {option: tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
+        seconds = {option: self.costs.estimate(load, option) for option in [PLAIN, *options]}
+        return {option: acceptance.tokens(option.gamma) / cost for option, cost in seconds.items() if cost}
 
     # What is tried.
 
     def _advance_probe(self, pace: Pace, seen: RoundSeen, load: Load, sessions: int) -> None:
         """Begin to try what nothing is known of, go on, or end."""
         if self.probe is not None:
-            self._probe_left -= 1
-            if self._probe_left <= 0 or load != self._probe_load:
+            self._probe_left -= bool(seen.kind.gamma) == bool(self.probe.gamma)
+            self._probe_limit -= 1
+            if min(self._probe_left, self._probe_limit) <= 0 or load != self._probe_load:
                 self.probe = None
             return
-        present = pace.choice
-        if self.costs.rounds(load, present) < PROBED * max(1, sessions) or seen.kind != present:
+        present = PLAIN if pace.is_paused(seen.committed) else pace.choice
+        known = self.costs.rounds(load, present) / (PROBED * sessions_of(load))
+        if known < 1 or seen.kind != present:
             return
-        for option in self._unknown(pace, seen.announces, load):
+        for option in self._unknown(pace, present, seen.announces, load):
+            if known < SETTLED and (present == PLAIN or self.costs.estimate(load, option) is not None):
+                continue  # sessions that come and go pass through many loads
             self._counters["drafting_probes"] += 1
-            self.probe, self._probe_left, self._probe_load = option, (PROBED + 2) * sessions, load
+            rounds = (PROBED + 2) * sessions
+            self.probe, self._probe_left, self._probe_load = option, rounds, load
+            self._probe_limit = PROBE_LIMIT * rounds
             return
 
-    def _unknown(self, pace: Pace, announces: bool, load: Load) -> Iterable[Choice]:
+    def _unknown(self, pace: Pace, present: Choice, announces: bool, load: Load) -> Iterable[Choice]:
         """Yield the ways without a figure that could be faster than the present one."""
-        seconds = self.costs.seconds(load, pace.choice)
+        if present == PLAIN:
+            if not pace.alone and self._is_due(load, pace.choice):
+                yield pace.choice
+            return
+        seconds = self.costs.seconds(load, present)
         assert seconds is not None
-        rate = pace.acceptance.tokens(pace.choice.gamma) / seconds
+        rate = self._typical.tokens(present.gamma) / seconds
         if not self.costs.rounds(load, PLAIN) and self.costs.least_plain_seconds(load) * rate < 1:
             yield PLAIN
-        other = Choice(pace.choice.gamma, not pace.choice.sparse)
+        other = Choice(present.gamma, not present.sparse)
         if announces and self.costs.seconds(load, other) is None:
             yield other
+
+    def _is_due(self, load: Load, choice: Choice) -> bool:
+        """Return whether sessions that draft nothing are to try it again, since what they say may have changed.
+
+        As seldom as trying it in vain costs TRIAL_SHARE of their time; the draft reads their texts beside them.
+        """
+        drafted, plain = (self.costs.seconds(load, each) for each in (choice, PLAIN))
+        if not drafted or not plain or not self.costs.rounds(load, choice):
+            return True
+        least = (PROBED + 2) * max(0.0, drafted / plain - 1) / TRIAL_SHARE
+        return self.costs.since(load, choice) >= max(SHORTEST_PAUSE, least)

@@ -1,9 +1,12 @@
 """Plain decoding without a pause between steps: the next one is launched before the host has seen the one that runs.
 
 A session that decodes plainly needs nothing but its last token, which lies on the device already. So the host commits
-and sends the tokens of one step, and plans and launches the next but one, while the device runs the next. A session
-that ends at a stop token has run one row in vain; what it wrote lies behind its text, in pages of its own.
+and sends the tokens of one step, and plans and launches the next but one, while the device runs the next. Sessions
+that wait for their draft meanwhile are in none of these steps. A session that ends at a stop token has run one row in
+vain; what it wrote lies behind its text, in pages of its own.
 """
+
+from collections.abc import Callable
 
 from engine.inputs import SequenceInput
 from engine.judging import Drafted
@@ -20,17 +23,22 @@ def can_be_left(step: VerifyStep) -> bool:
     return bool(step.rounds) and not step.prefills and plainly and len(step.rounds) <= MOST_UNDER_WAY
 
 
-def plan_behind(running: VerifyStep, sessions: list[TargetSession], gamma: int) -> VerifyStep:
+def plan_behind(
+    running: VerifyStep, sessions: list[TargetSession], gamma: int, waits: Callable[[TargetSession], bool]
+) -> VerifyStep:
     """Return the step to execute while `running` is under way, which it waits for.
 
-    sessions: all that run, none of which is to draft for itself. gamma: tokens that a text proposes, at most. The step
-    has rounds if each session either goes on plainly behind the one that runs or is known to end in it; else it does
-    nothing but wait. Where a text repeats itself the next token is waited for, which tells whether it goes on to.
+    sessions: all that run, none of which is to draft for itself. gamma: tokens that a text proposes, at most. waits:
+    says of a session that it would not take part in a step now. The step has rounds if each session either goes on
+    plainly behind the one that runs, or is known to end in it, or waits; else it does nothing but wait. Where a text
+    repeats itself the next token is waited for, which tells whether it goes on to.
     """
     places = {id(item.session): place for place, item in enumerate(running.rounds)}
+    going_on = [session for session in sessions if id(session) in places]
     ahead = VerifyStep(before=running)
-    if all(id(session) in places and _needs_no_host(session) and not session.look_up(gamma) for session in sessions):
-        going_on = [session for session in sessions if len(session.tokens) + 1 < session.max_length]
+    plainly = all(_needs_no_host(session) and not session.look_up(gamma) for session in going_on)
+    if plainly and all(waits(session) for session in sessions if id(session) not in places):
+        going_on = [session for session in going_on if len(session.tokens) + 1 < session.max_length]
         ahead.rounds = [_plan_round(session, places[id(session)]) for session in going_on]
         ahead.left_running = bool(ahead.rounds)
     return ahead
@@ -39,7 +47,9 @@ def plan_behind(running: VerifyStep, sessions: list[TargetSession], gamma: int) 
 def _needs_no_host(session: TargetSession) -> bool:
     """Return whether nothing but its last token decides over a session's next one."""
     looked_at = session.logprobs is not None or bool(session.rules)
-    return session.draft is None and not looked_at and session.reader is None and session.screening is None
+    chooses = session.reader is not None and not session.reader.reads_all_alone
+    drafted = session.draft is not None and session.drafted and session.next_round.gamma > 0
+    return not drafted and not looked_at and not chooses and session.screening is None
 
 
 def _plan_round(session: TargetSession, place: int) -> VerifyRound:

@@ -123,13 +123,11 @@ def plan_verify_step(
     for session in sessions:
         if session.unread > 0:
             reading.append(session)
-        elif session.grammar is not None and not session.grammar.ready:
+        elif waits(session, settings, counters, now):
             continue
-        elif session.awaits_its_end:
-            alone.append(session)
-        elif session.next_round.gamma and (proposal := session.ready_proposal()) is not None:
+        elif (proposal := _proposal_of(session)) is not None:
             step.rounds.append(plan_round(session, proposal, proposal.tokens, now))
-        elif not session.next_round.gamma or _may_decode_plainly(session, settings.draft_timeout, counters, now):
+        else:
             alone.append(session)
     step.rounds += _plan_alone(alone, settings, drafting, runner.kv, now)
     starts = [session.kv.length for session in reading]
@@ -139,6 +137,23 @@ def plan_verify_step(
         if share:
             step.prefills.append((session, _plan_reading(session, share, *how)))
     return step if step.rounds or step.prefills else None
+
+
+def waits(session: TargetSession, settings: TargetSettings, counters: Counter[str], now: float) -> bool:
+    """Return whether a session has no part in a step at the time `now`: it waits for its grammar, or for its draft,
+    which it does until its patience ends."""
+    if session.unread > 0:
+        return False
+    if session.grammar is not None and not session.grammar.ready:
+        return True
+    if session.awaits_its_end or not session.next_round.gamma or _proposal_of(session) is not None:
+        return False
+    return not _may_decode_plainly(session, settings.draft_timeout, counters, now)
+
+
+def _proposal_of(session: TargetSession) -> Proposal | None:
+    """Return the proposal to verify in a session's next round, if it is here and the round is to be drafted."""
+    return session.ready_proposal() if session.next_round.gamma and not session.awaits_its_end else None
 
 
 def _plan_alone(

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 Load = tuple[int, int]  # powers of two: sessions that generate, and tokens of all of them
 
-NEWEST = 1 / 16  # weight of the newest round, once more than 16 are known
+NEWEST = 1 / 16  # weight of the newest round of all sessions, once more than 16 are known
 OUTLIER = 3.0  # times the mean: more is counted as this (another session's prompt, a graph that is captured)
-STALE = 4096  # rounds of all sessions at a load, after which a figure that had no part in them is forgotten
+STALE = 4096  # rounds of all sessions at a load, after which a figure that had no part in them is forgotten,
+TRIED_IN = 600  # or as many of each session that trying it again, six rounds each, costs a hundredth of their time
 LEAST_OF_STEP = 0.6  # of what a round that reads everything takes to verify: a plain one takes no less
 
 
@@ -36,11 +37,12 @@ class _Figure:
     step: float = 0.0
     newest: int = 0
 
-    def add(self, seconds: float, drafting: float, step: float, number: int) -> None:
+    def add(self, seconds: float, drafting: float, step: float, number: int, sessions: int) -> None:
+        """Take note of the round of one of so many sessions."""
         if self.rounds:
             seconds = min(seconds, OUTLIER * self.seconds)
         self.rounds, self.newest = self.rounds + 1, number
-        weight = max(NEWEST, 1 / self.rounds)
+        weight = max(NEWEST / sessions, 1 / self.rounds)
         self.seconds += weight * (seconds - self.seconds)
         self.drafting += weight * (drafting - self.drafting)
         self.step += weight * (step - self.step)
@@ -62,13 +64,23 @@ class RoundCosts:
         """Take note of a round: from the commit before to its own, of which its draft and its step took so much."""
         here = self._loads.setdefault(load, _AtLoad())
         here.rounds += 1
-        here.figures.setdefault(choice, _Figure()).add(seconds, drafting, step, here.rounds)
+        of_round = seconds, drafting, step, here.rounds, sessions_of(load)
+        here.figures.setdefault(choice, _Figure()).add(*of_round)
 
     def rounds(self, load: Load, choice: Choice) -> int:
         """Return how many rounds a figure rests on, 0 where there is none or it is stale."""
         here = self._loads.get(load)
         figure = here.figures.get(choice) if here else None
-        return figure.rounds if here and figure and here.rounds - figure.newest < STALE else 0
+        if here is None or figure is None:
+            return 0
+        slower = figure.seconds / min(each.seconds for each in here.figures.values())
+        lasts = max(STALE, TRIED_IN * sessions_of(load) * slower)
+        return figure.rounds if here.rounds - figure.newest < lasts else 0
+
+    def since(self, load: Load, choice: Choice) -> int:
+        """Return how many rounds of each session there have been at a load since the last that was made so."""
+        here = self._loads[load]
+        return (here.rounds - here.figures[choice].newest) // sessions_of(load)
 
     def seconds(self, load: Load, choice: Choice) -> float | None:
         """Return what a round takes: as measured, or for another γ than was measured by what a pass of the draft takes.
@@ -85,6 +97,22 @@ class RoundCosts:
         a_pass = figure.drafting / (nearest.gamma + 1)
         return max(figure.step, figure.seconds + (choice.gamma - nearest.gamma) * a_pass)
 
+    def estimate(self, load: Load, choice: Choice) -> float | None:
+        """Return what a round takes, as `seconds` does; where that is not known here, by a load beside this one.
+
+        That is twice or half as large, so that its figure is scaled by how another one differs that both have.
+        """
+        seconds = self.seconds(load, choice)
+        if seconds is not None:
+            return seconds
+        for other in _beside(load):
+            there = self.seconds(other, choice)
+            both = [known for known in self._known(load) if self.rounds(other, known)]
+            if there is not None and both:
+                here, known = self._loads[load], self._loads[other]
+                return there * here.figures[both[0]].seconds / known.figures[both[0]].seconds
+        return None
+
     def least_plain_seconds(self, load: Load) -> float:
         """Return what a plain round takes at least, judged by steps that verify over everything; 0 if none is known."""
         steps = [self._loads[load].figures[c].step for c in self._known(load) if c.gamma and not c.sparse]
@@ -92,3 +120,15 @@ class RoundCosts:
 
     def _known(self, load: Load) -> Iterable[Choice]:
         return [c for c in (self._loads[load].figures if load in self._loads else ()) if self.rounds(load, c)]
+
+
+def sessions_of(load: Load) -> int:
+    """Return about how many sessions generate at a load."""
+    return max(1, 1 << load[0] >> 1)
+
+
+def _beside(load: Load) -> list[Load]:
+    """Return the loads with about as many sessions and tokens, the nearest first."""
+    sessions, tokens = load
+    near = [(a, b) for a in (0, -1, 1) for b in (0, -1, 1) if (a, b) != (0, 0)]
+    return [(sessions + a, tokens + b) for a, b in sorted(near, key=lambda each: abs(each[0]) + abs(each[1]))]

@@ -29,7 +29,7 @@ from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.going_ahead import can_be_left, plan_behind
-from target_service.planning import VerifyResult, VerifyRound, VerifyStep, draft_for_themselves, plan_verify_step
+from target_service.planning import VerifyResult, VerifyRound, VerifyStep, draft_for_themselves, plan_verify_step, waits
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
@@ -189,7 +189,7 @@ class Verifier:
             self._spans.add(session.traceparent, "target.queue", session.stats.queue_seconds)
             if session.pace is UNDECIDED:
                 tokens = len(session.tokens)
-                session.pace = self.controller.first_pace(self._load(), tokens, bool(session.announced_by))
+                session.pace = self.controller.first_pace(tokens, bool(session.announced_by))
                 session.next_round = self.controller.effective(session.pace, tokens)
             self.protocol.assign(session, wait=True)
         if self._under_way is not None:
@@ -204,10 +204,11 @@ class Verifier:
 
     def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
-        running = list(self.admission.running.values())
+        running, now = list(self.admission.running.values()), time.monotonic()
         behind = VerifyStep(before=under_way)
         if not draft_for_themselves(running, self._drafting, self.runner.kv):
-            behind = plan_behind(under_way, running, self.settings.most_drafted)
+            most = self.settings.most_drafted
+            behind = plan_behind(under_way, running, most, lambda each: waits(each, self.settings, self.counters, now))
         if not self.runner.kv.reserve(behind.work):
             return VerifyStep(before=under_way)
         self.counters["steps_ahead"] += behind.left_running
@@ -316,6 +317,8 @@ class Verifier:
             self._close(session)
             return
         if session.reader is not None:
+            if item.input.follows is not None:
+                session.reader.read_all(len(session.tokens))
             session.reader.finish(output)
         take_reads(session, self.plan, self.runner.kv)
         imposed = self.settings.synthetic_acceptance

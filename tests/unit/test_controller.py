@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from target_service.acceptance import Acceptance
 from target_service.controller import (
-    LONGEST_PAUSE,
+    FIRST_PAUSE,
     MARGIN,
+    ODD_ROUNDS,
     PLAIN_MARGIN,
-    TRIED_SESSIONS,
     Controller,
+    Pace,
     RoundSeen,
     choose,
     gammas,
 )
-from target_service.round_costs import PLAIN, STALE, Choice, RoundCosts
+from target_service.round_costs import PLAIN, STALE, TRIED_IN, Choice, Load, RoundCosts
 
 CHOICES = [PLAIN, *(Choice(gamma, sparse) for gamma in (1, 2, 4) for sparse in (False, True))]
 LOAD = (1, 10)
@@ -52,6 +53,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.counters: Counter[str] = Counter()
+        self.load = self.sessions.bit_length(), 10
         self.controller = Controller(self.most, self.adaptive, self.counters)
 
     def seconds(self, kind: Choice) -> float:
@@ -63,7 +65,7 @@ class Machine:
     def generate(self, tokens: int) -> float:
         """Generate so many tokens in each session, and return how many times as fast that was as plain decoding."""
         began, first = self.now, 100
-        paces = [self.controller.first_pace(LOAD, first, self.announces) for _ in range(self.sessions)]
+        paces = [self.controller.first_pace(first, self.announces) for _ in range(self.sessions)]
         committed = [first] * self.sessions
         while min(committed) < first + tokens:
             others = Counter(pace.kind for pace in paces if pace.kind)
@@ -75,7 +77,7 @@ class Machine:
                 committed[i] += accepted + 1
                 drafting, step = (kind.gamma + 1) * self.a_pass, self.seconds(Choice(kind.gamma, kind.sparse))
                 seen = RoundSeen(kind, accepted, committed[i], spent[i], drafting, step - drafting, self.announces)
-                paces[i] = self.controller.after_round(paces[i], seen, LOAD, others)
+                paces[i] = self.controller.after_round(paces[i], seen, self.load, others)
                 self.drafted += kind.gamma
             self.now += sum(spent) / self.sessions
             self.kinds.append(kinds[0])
@@ -145,15 +147,84 @@ def test_a_figure_that_is_not_renewed_is_forgotten_and_an_outlier_counts_little(
     assert costs.seconds(LOAD, Choice(4)) == pytest.approx(0.020 * (1 + 2 / 16))
 
 
-def test_a_session_begins_as_is_typically_the_fastest_and_drafted_where_that_is_not_known() -> None:
+def test_a_figure_is_forgotten_the_later_the_more_trying_it_again_costs() -> None:
+    load: Load = (6, 16)  # 32 sessions
+    costs = RoundCosts()
+    costs.add(load, Choice(4), 0.040, 0.010, 0.010)
+    for _ in range(2 * STALE):
+        costs.add(load, PLAIN, 0.010, 0.0, 0.010)
+    assert costs.rounds(load, Choice(4)) == 1  # four times as long: six rounds of each cost 24 plain ones
+    for _ in range(TRIED_IN * 32 * 4):
+        costs.add(load, PLAIN, 0.010, 0.0, 0.010)
+    assert costs.rounds(load, Choice(4)) == 0
+
+
+def test_a_figure_counts_rounds_of_all_sessions_alike() -> None:
+    """A step whose 32 rounds took long is one of many, not as many as 32."""
+    costs, load = RoundCosts(), (6, 16)
+    for seconds in [*[0.010] * 320, *[0.020] * 32]:
+        costs.add(load, PLAIN, seconds, 0.0, seconds)
+    assert 0.0105 < (costs.seconds(load, PLAIN) or 0) < 0.0111
+
+
+def test_what_is_not_known_at_a_load_is_estimated_by_one_beside_it() -> None:
+    costs = RoundCosts()
+    costs.add((6, 16), PLAIN, 0.010, 0.0, 0.010)
+    costs.add((6, 16), Choice(4), 0.030, 0.010, 0.010)
+    assert costs.estimate((5, 16), Choice(4)) is None  # nothing is known there that says how they differ
+    costs.add((5, 16), PLAIN, 0.008, 0.0, 0.008)
+    assert costs.estimate((5, 16), Choice(4)) == pytest.approx(0.024)
+    assert costs.estimate((5, 15), Choice(4)) is costs.estimate((3, 16), Choice(4)) is None
+    costs.add((5, 16), Choice(4), 0.020, 0.010, 0.010)
+    assert costs.estimate((5, 16), Choice(4)) == pytest.approx(0.020)
+
+
+def test_a_session_begins_as_the_others_go_on_and_drafted_where_nothing_is_known() -> None:
+    controller = Controller(4, True, Counter())
+    assert not controller.first_pace(100, announces=False).is_paused(100)
+    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
+    controller.costs.add(LOAD, Choice(4), 4.0, 1.0, 1.0)
+    seen = RoundSeen(Choice(4), 0, 101, 4.0, 1.0, 1.0, False)
+    paces = [controller.first_pace(100, announces=False) for _ in range(2)]
+    paused = controller.after_round(paces[0], seen, LOAD, Counter({Choice(4): 2}))
+    assert paused.is_paused(101) and not paused.alone
+    begun = controller.first_pace(100, announces=False)
+    assert begun.is_paused(100) and not begun.alone
+    assert not controller.first_pace(100, announces=True).is_paused(100)  # of these nothing is decided yet
+
+
+def test_sessions_go_without_a_draft_together_and_draft_again_together() -> None:
+    controller = Controller(4, True, Counter())
+
+    def after(pace: Pace, kind: Choice) -> Pace:
+        seen = RoundSeen(kind, kind.gamma, 101, 1.0, 0.1, 1.0, False)
+        return controller.after_round(pace, seen, LOAD, Counter({kind: 2}))
+
+    controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
+    controller.costs.add(LOAD, Choice(4), 9.0, 1.0, 1.0)
+    paces = [after(controller.first_pace(100, announces=False), Choice(4)) for _ in range(3)]
+    assert all(pace.is_paused(101) for pace in paces)
+    paces = [after(pace, PLAIN) for pace in paces]
+    assert all(pace.is_paused(101 + FIRST_PAUSE - 1) for pace in paces)  # it lasts on
+    for _ in range(200):
+        controller.costs.add(LOAD, Choice(4), 1.0, 0.1, 1.0)
+    paces = [after(pace, PLAIN) for pace in paces]
+    assert not any(pace.is_paused(101) for pace in paces)
+
+
+def test_a_session_that_differs_from_the_others_decides_by_itself() -> None:
     controller = Controller(4, True, Counter())
     controller.costs.add(LOAD, PLAIN, 1.0, 0.0, 1.0)
-    assert not controller.first_pace(LOAD, 100, announces=False).is_paused(100)
-    controller.costs.add(LOAD, Choice(4), 4.0, 1.0, 1.0)
-    begun = [controller.first_pace(LOAD, 100, announces=False) for _ in range(TRIED_SESSIONS)]
-    assert [pace.is_paused(100) for pace in begun].count(False) == 1  # to see whether it is still so
-    assert all(pace.is_paused(100 + LONGEST_PAUSE - 1) for pace in begun if pace.is_paused(100))
-    assert all(pace.is_paused(100 + round(4 * 3.0 / 0.01) - 1) for pace in begun if pace.is_paused(100))
+    controller.costs.add(LOAD, Choice(4), 2.0, 0.1, 1.0)
+    others = Counter({Choice(4): 8})
+    odd, usual = (controller.first_pace(100, announces=False) for _ in range(2))
+    for _ in range(3 * ODD_ROUNDS):
+        for _ in range(7):
+            usual = controller.after_round(usual, RoundSeen(Choice(4), 4, 101, None, 0.1, 1.0, False), LOAD, others)
+        if not odd.is_paused(101):
+            odd = controller.after_round(odd, RoundSeen(Choice(4), 0, 101, None, 0.1, 1.0, False), LOAD, others)
+    assert not usual.is_paused(101)
+    assert odd.is_paused(101) and odd.alone
 
 
 # On a machine.
@@ -169,7 +240,8 @@ def test_a_draft_that_is_of_no_use_is_left_out_after_few_rounds() -> None:
     assert fixed.drafted <= 80
     machine = Machine(0.010, 0.011, 0.011, 0.002, lambda place: 1 / 183)
     assert machine.generate(2000) >= 0.98
-    assert machine.generate(48) >= 0.98  # another session begins as the one before ended
+    assert machine.controller.first_pace(100, announces=False).is_paused(100)  # the next begins as this one ended
+    assert machine.generate(2000) >= 0.98
 
 
 @settings(max_examples=25)

@@ -3,10 +3,12 @@
 Without a GPU the steps run at once; on a GPU they are captured and run while the host plans the next one.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -52,6 +54,7 @@ class Ask:
     stops: tuple[int, ...] = ()
     aborted: int = 0
     logprobs: bool = False
+    exactness: m.Exactness = m.Exactness.EXACT
 
 
 @dataclass
@@ -62,11 +65,12 @@ class Target:
     told: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, m.FinishReason] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    commits: list[m.Commit] = field(default_factory=list)
     left: int = 0  # steps that were left running
 
     def open(self, name: str, ask: Ask) -> None:
         tokens = [(7 * i + ask.prompt) % 90 + 1 for i in range(ask.prompt)]
-        exact = ask.sampling, m.Exactness.EXACT
+        exact = ask.sampling, ask.exactness
         limits = len(tokens), ask.max_tokens, list(ask.stops)
         request = m.Open(name, tokens, *limits, *exact, wants_logprobs=ask.logprobs)
         self.told[name] = []
@@ -77,6 +81,7 @@ class Target:
             self.failed.add(event.session)
         elif isinstance(event, m.Commit):
             self.told[event.at.session] += event.tokens
+            self.commits.append(event)
             if event.finish_reason is not m.FinishReason.NONE:
                 self.ended[event.at.session] = event.finish_reason
 
@@ -220,6 +225,59 @@ def test_a_session_gives_way_where_pages_run_out_and_loses_nothing(folder: Path,
     for name, prompt in (("0", 40), ("1", 35)):
         waiting.run([Ask(0, prompt, 60)])
         assert target.told[name] == waiting.told["0"]
+
+
+def test_approximate_sessions_go_ahead_while_no_draft_serves_them(folder: Path) -> None:
+    """Without announcements they read everything, and say so."""
+    approximate = Ask(0, 20, 60, exactness=m.Exactness.APPROXIMATE)
+    target = target_of(folder, True)
+    target.run([approximate, replace(approximate, prompt=31)])
+    assert target.left == 60
+    assert [commit.kv_tokens_read for commit in target.commits] == [each.kv_tokens_total for each in target.commits]
+    exact, waited = target_of(folder, True), target_of(folder, False)
+    exact.run([Ask(0, 20, 60), Ask(0, 31, 60)])
+    waited.run([approximate, replace(approximate, prompt=31)])
+    assert exact.told == target.told == waited.told
+    # By whole blocks, of the tokens that have KV by then.
+    assert [each.kv_tokens_total for each in target.commits] == [each.kv_tokens_total for each in waited.commits]
+
+
+def test_others_go_ahead_while_a_session_waits_for_its_draft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its patience ends, or a proposal is here: then the step that runs is waited for."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    target = target_of(folder, True, draft="a model", draft_timeout=5.0)
+    target.open("plain", Ask(0, 20, 200))
+    target.open("drafted", Ask(0, 30, 200))
+    for _ in range(3):
+        target.step()
+    sent: list[m.TargetEvent] = []
+    draft = DraftPeer("draft", sent.append)
+    verifier = target.verifier
+    plain, drafted = verifier.admission.running["plain"], verifier.admission.running["drafted"]
+    plain.pace = plain.pace.paused(len(plain.tokens), 500)
+    plain.next_round = verifier.controller.effective(plain.pace, len(plain.tokens))
+    verifier.protocol.attach(draft)
+    verifier.protocol.receive(draft, m.Ready(drafted.at))
+
+    def left_of(steps: int) -> int:
+        before = target.left
+        for _ in range(steps):
+            assert target.step()
+        return target.left - before
+
+    assert left_of(2) < 2  # the step that runs had both
+    tokens = len(drafted.tokens)
+    assert left_of(10) == 10 and len(drafted.tokens) == tokens
+    at = drafted.at
+    proposal = m.Proposals(at, [0], [drafted.tokens[-1]], [2], [1, 2], [], np.empty(0), np.empty(0), 0.0, b"")
+    verifier.protocol.receive(draft, proposal)
+    assert left_of(2) == 0 and len(drafted.tokens) > tokens
+    tokens = len(drafted.tokens)
+    assert left_of(10) >= 9 and len(drafted.tokens) == tokens
+    now[0] += 6
+    assert left_of(2) == 0 and len(drafted.tokens) > tokens
+    assert verifier.counters["draft_timeouts"] == 1
 
 
 def test_a_draft_that_comes_meanwhile_knows_where_the_session_stands(folder: Path) -> None:
