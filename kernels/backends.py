@@ -64,6 +64,16 @@ def follow(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@jit
+def ask_for(ptr, at, LENGTH: tl.constexpr):
+    """Have rows of LENGTH numbers, from the places `at` on, brought to the second-level cache."""
+    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    lines = ptr + at[:, None] + (tl.arange(0, max(1, LENGTH // LINE)) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 def check_backend(operation: str, backend: str) -> None:
     """Raise NotImplementedError for a backend that `operation` does not have."""
     if backend not in ("torch", "triton"):

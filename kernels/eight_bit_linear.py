@@ -3,6 +3,8 @@
 Only the weights are rounded (to e4m3, a scale for each output); inputs and sums keep their precision. In Triton a
 program makes COLUMNS outputs of all rows on tensor cores, with the weights as 16-bit floats, which hold every e4m3
 number. Inputs are cut into stretches where there are too few outputs to fill a GPU; who reads the result adds them up.
+A launch begins before the one before it has ended (programmatic dependent launch) and asks for its first weights, which
+depend on nothing.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.backends import ask_for, check_backend, jit, overlapping_launch, power_of_two, tl
 from kernels.gated_activation import silu_and_multiply
 
 MAX_ROWS = 128  # beyond it, reading the weights is no longer what takes the time
@@ -95,6 +97,7 @@ def eight_bit_linear(
         GATED=gated,
         STAGES=tuning.stages,
         num_warps=tuning.warps,
+        **overlapping_launch(x.device),
     )
     return out
 
@@ -121,9 +124,11 @@ def _eight_bit_linear_kernel(
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
     LENGTH: tl.constexpr = inputs // PARTS
+    AHEAD: tl.constexpr = 512  # inputs of an output whose weights are asked for before the wait
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -134,6 +139,13 @@ def _eight_bit_linear_kernel(
     x_at = x_ptr + row[None, :] * inputs + depth[:, None] + part * LENGTH
     sums = tl.zeros([COLUMNS, ROWS], tl.float32)
     ups = sums
+    if PDL:
+        # At once, before its own wait: what may follow, a norm or a layer like this, reads only constants before its.
+        tl.extra.cuda.gdc_launch_dependents()
+        ask_for(values_ptr, known * inputs + part * LENGTH, min(LENGTH, AHEAD))
+        if GATED:
+            ask_for(values_ptr, (known + outputs) * inputs, min(LENGTH, AHEAD))
+        tl.extra.cuda.gdc_wait()
     for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
         x = tl.load(x_at + at, mask=there[None, :], other=0.0).to(tl.float16)
         sums = tl.dot(tl.load(weights_at + at).to(tl.float16), x, sums)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, tl
 
 
 def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
@@ -15,12 +15,14 @@ def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
         return F.silu(gate_up[:, :size]) * gate_up[:, size:]
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     chunk = 1024
-    _silu_and_multiply_kernel[(rows, -(-size // chunk))](gate_up, out, size, CHUNK=chunk)
+    flags = overlapping_launch(gate_up.device)
+    _silu_and_multiply_kernel[(rows, -(-size // chunk))](gate_up, out, size, CHUNK=chunk, **flags)
     return out
 
 
 @jit
-def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, size: tl.constexpr, CHUNK: tl.constexpr):
+def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, size: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     gate = tl.load(gate_up_ptr + row * 2 * size + at, mask=at < size, other=0.0)

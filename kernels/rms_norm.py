@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends import check_backend, jit, power_of_two, tl
+from kernels.backends import check_backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def add_rms_norm(
@@ -33,6 +33,7 @@ def add_rms_norm(
         PARTS=1 if hidden.dim() == 2 else len(hidden),
         SIZE=power_of_two(size),
         num_warps=8 if size >= 2048 else 4,
+        **overlapping_launch(hidden.device),
     )
     return out, total
 
@@ -56,11 +57,13 @@ def _add_rms_norm_kernel(
     rows,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    follow(PDL)
     total = tl.load(hidden_ptr + row * stride + at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(hidden_ptr + (part * rows + row) * stride + at, mask=inside, other=0.0)

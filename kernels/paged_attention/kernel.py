@@ -4,7 +4,7 @@ All tiles of all items, an item being a (sequence, KV head, tile of queries), st
 equal stretch of it and leaves a partial result for each item that it touches, which a second kernel merges.
 """
 
-from kernels.backends import follow, jit, tl
+from kernels.backends import ask_for, follow, jit, tl
 
 
 @jit
@@ -64,16 +64,6 @@ def _kv_places(
         page = tl.load(tables_ptr + sequence * table_stride + place // PAGE, mask=there, other=0).to(tl.int64)
         at = ((page * KV_HEADS + kv_head) * PAGE + place % PAGE) * DIM
     return at, position, there
-
-
-@jit
-def _ask_for(ptr, at, DIM: tl.constexpr):
-    """Have rows of DIM numbers brought to the second-level cache."""
-    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    lines = ptr + at[:, None] + (tl.arange(0, max(1, DIM // LINE)) * LINE)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @jit
@@ -158,8 +148,8 @@ def partial_attention_kernel(
             at, _position, _there = _kv_places(
                 place, sequence, kv_head, tokens, length, source, KV_HEADS, DIM, PAGE, BLOCK, SPARSE
             )
-            _ask_for(k_ptr, at, DIM)
-            _ask_for(v_ptr, at, DIM)
+            ask_for(k_ptr, at, DIM)
+            ask_for(v_ptr, at, DIM)
         tl.extra.cuda.gdc_wait()
     while tile < last:
         first = tl.load(tile_starts_ptr + item)
