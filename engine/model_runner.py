@@ -228,23 +228,25 @@ class ModelRunner(Runner):
         self._passes.memories = ReadMemories(sequences)
 
     @torch.inference_mode()
-    def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
+    def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
         """Capture the steps that requests take, in batches of up to `sequences`, and load what judges by rules."""
         kinds = self._ends_of_prompts()
         for read, sampling in itertools.product(reads, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=1))):
-            for queries in self._queries_of(read):
+            for queries in self._queries_of(read, gammas):
                 supports = [_WIDE] if queries in self._widest and not sampling.greedy else []
                 drafted = Drafted([0] * (queries - 1), supports, sampling, 0)
                 kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted=drafted))
         self._capture(kinds, sequences)
 
-    def _queries_of(self, read: SparseRead | None) -> list[int]:
+    def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:
         """Return the sizes of the steps that judge rounds which read so; some of those that share budgets are joined
         by wider ones, which read everything.
         """
         if read is None:
             return [1, self._limits.step_queries, *self._widest]
-        return [1, self._limits.step_queries] if read.drafts else [self._limits.step_queries, *self._widest]
+        if read.drafts:
+            return [1, *(gamma + 1 for gamma in gammas)]
+        return [self._limits.step_queries, *self._widest]
 
     def _ends_of_prompts(self) -> list[SequenceInput]:
         """Return an input of each kind of step that reads the last few tokens of a prompt."""

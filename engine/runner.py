@@ -38,8 +38,11 @@ class Runner:
         """
         raise NotImplementedError(f"{type(self).__name__} waits for each step")
 
-    def warm_up(self, reads: list[SparseRead | None], sequences: int) -> None:
-        """Make ready for steps that read so, of up to so many sequences. There may be nothing to do."""
+    def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
+        """Make ready for steps that read so, of up to so many sequences. There may be nothing to do.
+
+        gammas: the numbers of tokens that steps may draft by themselves.
+        """
 
     def warm_up_prompts(self, tokens: int) -> None:
         """Make ready for prompts of which so many tokens are read at once. There may be nothing to do."""

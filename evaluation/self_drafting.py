@@ -88,7 +88,8 @@ def _go_on(
     prefill(runner, kv, tokens[kv.length : -1])
     runner.kv.index_prefix(kv, tokens)
     while len(tokens) < len(passage) + count:
-        base, drafted = len(tokens), drafting.drafted(weighed, len(tokens))
+        base = len(tokens)
+        drafted = drafting.gamma if drafting.can_draft(weighed, base) else 0
         round_ = Drafted([0] * drafted, [], sampling, base)
         item = SequenceInput(kv, [tokens[-1], *round_.tokens], "all", drafting.read(memory, base, drafted), round_)
         (output,) = runner.forward([item])

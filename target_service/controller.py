@@ -157,7 +157,7 @@ class Controller:
             self._typical = self._typical.after_round(kind.gamma, seen.accepted, TYPICAL_NEWEST)
             pace = replace(pace, acceptance=known, trial=max(0, pace.trial - 1))
         if not self._adaptive:
-            gained, cost = pace.acceptance.tokens(self._most) - 1, seen.cost or ASSUMED_COST * self._most
+            gained, cost = pace.acceptance.tokens(kind.gamma) - 1, seen.cost or ASSUMED_COST * kind.gamma
             useless = kind.gamma and gained < cost and not pace.trial
             return self._pause(pace, seen.committed, 0) if useless else pace
         # Beside others that are drafted a plain round takes longer than where nothing is, since then steps go ahead.

@@ -160,7 +160,8 @@ def _plan_alone(
     sessions: list[TargetSession], settings: TargetSettings, drafting: SelfDrafting | None, kv: KVCache, now: float
 ) -> list[VerifyRound]:
     """Return the rounds of sessions without a proposal of a draft. Those that draft for themselves all do, or none."""
-    if drafting is None or not draft_for_themselves(sessions, drafting, kv):
+    gamma = drafted_for_themselves(sessions, drafting, kv)
+    if drafting is None or not gamma:
         return [plan_round(session, None, session.look_up(settings.most_drafted), now) for session in sessions]
     rounds, load = [], _load_of(sessions, kv)
     for session in sessions:
@@ -168,17 +169,17 @@ def _plan_alone(
             rounds.append(plan_round(session, None, [], now))
             continue
         base = len(session.tokens)
-        drafted = drafting.drafted(session.weighed, base)
+        drafted = gamma if drafting.can_draft(session.weighed, base) else 0
         item = plan_round(session, None, [0] * drafted, now)
-        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(*load)
+        item.input.read, item.drafting_cost = drafting.read(session.memory, base, drafted), drafting.cost(gamma, *load)
         rounds.append(item)
     return rounds
 
 
-def draft_for_themselves(sessions: Iterable[TargetSession], drafting: SelfDrafting | None, kv: KVCache) -> bool:
-    """Return whether sessions without a proposal of a draft would draft for themselves in a step of their own."""
+def drafted_for_themselves(sessions: Iterable[TargetSession], drafting: SelfDrafting | None, kv: KVCache) -> int:
+    """Return how many tokens each of these sessions, without a proposal of a draft, drafts in a step of their own."""
     tokens, away = _load_of(sessions, kv)
-    return drafting is not None and tokens > 0 and drafting.pays(tokens, away)
+    return drafting.drafted_in_step(tokens, away) if drafting is not None and tokens > 0 else 0
 
 
 def _load_of(sessions: Iterable[TargetSession], kv: KVCache) -> tuple[int, int]:

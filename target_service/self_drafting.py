@@ -1,7 +1,7 @@
-"""Drafting by the target itself (`--draft self`): whether it pays in a step, and what the drafting passes read.
+"""Drafting by the target itself (`--draft self`): how many tokens pay in a step, and what the drafting passes read.
 
 The model drafts γ tokens one by one over a small share of the KV, and then runs them all over the whole of it, in one
-step (engine.passes.drafting). Sessions draft together or not at all, since all take part in each pass of a step.
+step (engine.passes.drafting). Sessions draft as many together or none, since all take part in each pass of a step.
 """
 
 from dataclasses import dataclass, replace
@@ -14,51 +14,85 @@ from engine.inputs import ReadMemory, SharedBudget, SparseRead
 from sparsity.announce import LEAST_WINDOW, shared_room
 from sparsity.plan import Plan
 from sparsity.selection import row_words
+from target_service.controller import gammas
 
 DECAY = 0.9  # of remembered weights, a round
-EXPECTED = 0.7  # of the drafted tokens, that must pay for a round before any is tried
+EXPECTED = 0.7  # of the drafted tokens: accepted, before any is tried; and how many of a fixed number must pay for it
+NEWEST = 1 / 256  # weight of the newest judged token
+FORGOTTEN = 1 / 4096  # of what has been seen, in a round of a session in which nothing is drafted
+MARGIN = 0.05  # by which drafting must be faster than going without
+PASS = 1.3  # times what its bytes take, that a pass over lists takes, where a dense one is near them (H200)
+JUDGING = 0.14  # of a plain step, that judging several tokens and weighing adds to it (H200)
 LINK = 60  # tokens of KV that a GPU reads from its own memory while one comes from the host's
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelfDrafting:
     """How a target drafts for itself.
 
-    plan: its budget is the share that drafting passes read. weight_tokens: tokens of KV that take as long to read as
-    the weights do. least_tokens: tokens of the sessions of a step from which on they draft; negative: where it pays.
+    plan: its budget is the share that drafting passes read. gamma: tokens that a round drafts. weight_tokens: tokens of
+    KV that take as long to read as the weights do. least_tokens: tokens of the sessions of a step from which on they
+    draft; negative: where it pays. adaptive: whether rounds draft as many tokens, up to gamma, as are the fastest by
+    what has been accepted. chance: of a drafted token to be accepted, by all sessions.
     """
 
     plan: Plan
     gamma: int
     weight_tokens: float
     least_tokens: int
+    adaptive: bool = False
+    chance: float = EXPECTED
 
-    def cost(self, tokens: int, away: int = 0) -> float:
-        """Return what drafting adds to a step over so many tokens of KV, in plain steps: so many tokens of each session
-        have to be accepted. A step takes the time of reading weights and KV.
+    @property
+    def gammas(self) -> list[int]:
+        """The numbers of tokens that a round may draft."""
+        return gammas(self.gamma) if self.adaptive else [self.gamma]
+
+    def cost(self, gamma: int, tokens: int, away: int = 0) -> float:
+        """Return what drafting so many tokens adds to a step over so many tokens of KV, in plain steps: so many tokens
+        of each session have to be accepted. A step takes the time of reading weights and KV.
 
         away: those of sessions whose KV has partly left the GPU. A plain step brings it from the host as well, and the
         drafting passes find most of what they read still on the GPU, so that they add little to such a step.
         """
         pass_tokens = self.weight_tokens + self.plan.budget * tokens
-        return self.gamma * pass_tokens / (self.weight_tokens + tokens + LINK * away)
+        return JUDGING + PASS * gamma * pass_tokens / (self.weight_tokens + tokens + LINK * away)
 
-    def pays(self, tokens: int, away: int = 0) -> bool:
-        """Return whether a step over so many tokens of KV is to draft."""
+    def drafted_in_step(self, tokens: int, away: int = 0) -> int:
+        """Return how many tokens a step over so many tokens of KV drafts for each session; 0: drafting does not pay."""
+        if self.least_tokens >= 0 and tokens < self.least_tokens:
+            return 0
+        rates = {gamma: self._committed(gamma) / (1 + self.cost(gamma, tokens, away)) for gamma in self.gammas}
+        best = max(rates, key=rates.__getitem__)
         if self.least_tokens >= 0:
-            return tokens >= self.least_tokens
-        return self.cost(tokens, away) < EXPECTED * self.gamma
+            return best
+        pays = rates[best] > 1 + MARGIN if self.adaptive else self.cost(best, tokens, away) < EXPECTED * best
+        return best if pays else 0
+
+    def _committed(self, gamma: int) -> float:
+        """Return how many tokens a round that drafts so many is expected to commit, the last one included."""
+        return sum(self.chance**accepted for accepted in range(gamma + 1))
+
+    def note_round(self, drafted: int, accepted: int) -> None:
+        """Take note of a session's round. What was seen of drafted tokens is forgotten while none are drafted, so that
+        drafting is tried again.
+        """
+        judged = min(drafted, accepted + 1)
+        if judged:
+            self.chance += (1 - (1 - NEWEST) ** judged) * (accepted / judged - self.chance)
+        else:
+            self.chance += FORGOTTEN * max(0.0, EXPECTED - self.chance)
 
     def new_memory(self) -> ReadMemory:
         """Return what a session that drafts for itself begins with, where nothing was weighed."""
         importance = [self.plan.head_importance[layer] for layer in self.plan.sparse_layers]
         return ReadMemory(torch.tensor(importance).flatten(), DECAY)
 
-    def drafted(self, weighed: int, base: int) -> int:
-        """Return how many tokens a round behind `base` committed tokens drafts: none if its KV was not weighed in the
-        last round, which `weighed` tokens had been committed before; 0: never.
+    def can_draft(self, weighed: int, base: int) -> bool:
+        """Return whether a round behind `base` committed tokens can draft: its KV was weighed in the last round, which
+        `weighed` tokens had been committed before; 0: never.
         """
-        return self.gamma if weighed and base - weighed <= self.gamma + 1 else 0
+        return weighed > 0 and base - weighed <= self.gamma + 1
 
     def read(self, memory: ReadMemory, base: int, drafted: int) -> SparseRead:
         """Return what the passes read that draft so many tokens behind `base` committed ones: the sinks, the newest
@@ -78,4 +112,6 @@ def self_drafting(settings: TargetSettings, plan: Plan, weight_tokens: float) ->
     if settings.draft not in ("self", "auto") or not plan.sparse_layers:
         return None
     plan = replace(plan, budget=settings.self_read_share)
-    return SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from)
+    # Each number of tokens has a shape of its own, by which results would differ in their last bits.
+    adaptive = settings.adaptive and not settings.deterministic
+    return SelfDrafting(plan, settings.most_drafted, weight_tokens, settings.self_from, adaptive)

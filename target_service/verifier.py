@@ -29,7 +29,14 @@ from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.going_ahead import can_be_left, plan_behind
-from target_service.planning import VerifyResult, VerifyRound, VerifyStep, draft_for_themselves, plan_verify_step, waits
+from target_service.planning import (
+    VerifyResult,
+    VerifyRound,
+    VerifyStep,
+    drafted_for_themselves,
+    plan_verify_step,
+    waits,
+)
 from target_service.protocol import DraftProtocol
 from target_service.reads import ask_for_reads, take_reads
 from target_service.reporting import ReadingRate
@@ -127,7 +134,8 @@ class Verifier:
         if self._drafting is not None:
             reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
-        self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS))
+        own_gammas = [] if self._drafting is None else self._drafting.gammas
+        self.runner.warm_up(reads, min(self.settings.max_sessions, WARM_SESSIONS), own_gammas)
 
     @property
     def totals(self) -> dict[str, float]:
@@ -206,7 +214,7 @@ class Verifier:
         """Return what to run while a step is under way, or a step that only waits for it."""
         running, now = list(self.admission.running.values()), time.monotonic()
         behind = VerifyStep(before=under_way)
-        if not draft_for_themselves(running, self._drafting, self.runner.kv):
+        if not drafted_for_themselves(running, self._drafting, self.runner.kv):
             most = self.settings.most_drafted
             behind = plan_behind(under_way, running, most, lambda each: waits(each, self.settings, self.counters, now))
         if not self.runner.kv.reserve(behind.work):
@@ -392,6 +400,8 @@ class Verifier:
             self.counters[f"{proposer}_rounds"] += 1
             self.counters[f"{proposer}_draft_tokens"] += commit.drafted
             self.counters[f"{proposer}_accepted_tokens"] += commit.accepted
+        if self._drafting is not None and (item.drafting_cost or not commit.drafted):
+            self._drafting.note_round(commit.drafted, commit.accepted)
 
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""

@@ -184,13 +184,25 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
+def _as_controlled(controls: str) -> Callable[..., int]:
+    """Return what stands in for SelfDrafting.drafted_in_step: a fixed number of tokens is drafted in the rows that are
+    to draft, whether it pays or not.
+    """
+    decided = SelfDrafting.drafted_in_step
+
+    def drafted_in_step(drafting: SelfDrafting, tokens: int, away: int = 0) -> int:
+        if not Controls.read(controls).self_drafting:
+            return 0
+        return decided(drafting, tokens, away) if drafting.adaptive else drafting.gamma
+
+    return drafted_in_step
+
+
 def _run_target(parser: argparse.ArgumentParser) -> None:
     settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[2:], os.environ)
     with contextlib.ExitStack() as patches:
         if settings.draft == "self":
-            patches.enter_context(
-                patch.object(SelfDrafting, "pays", lambda *of_step: Controls.read(flags.controls).self_drafting)
-            )
+            patches.enter_context(patch.object(SelfDrafting, "drafted_in_step", _as_controlled(flags.controls)))
         if flags.slept:
             opened = _without_model(settings, flags.slept)
             patches.enter_context(patch.object(target_service.service, "open_model", lambda _: opened))

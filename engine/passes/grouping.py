@@ -85,6 +85,8 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
     sizes = (1, limits.step_queries, limits.queries)[limits.pinned :]
     sequences = limits.pinned_sequences or power_of_two(len(inputs))
     queries = next(n for n in sizes if n >= longest)
+    if inputs[0].read is not None and inputs[0].read.drafts and not limits.pinned:
+        queries = longest  # all but the first of a sequence are drafted
     shape = PassShape(sequences, sequences * queries, queries, limits.pages, pinned=limits.pinned)
     shape = _complete(shape, inputs, kv)
     if shape.support:

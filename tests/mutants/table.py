@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "target_service/going_ahead.py",
         "test_going_ahead",
-        ("a session that comes waits for ever", "if all(id(session) in places and", "if all("),
+        ("a session that comes waits for ever", "if plainly and all(waits(session) for session in sessions if id(session) not in places):", "if plainly:"),
         ("a session runs beyond its length", "if len(session.tokens) + 1 < session.max_length", "if True"),
         ("a token is drawn by the last one's number", "session.sampling, len(session.tokens) + 1)", "session.sampling, len(session.tokens))"),
     ),

@@ -170,7 +170,7 @@ def test_proposals_that_are_never_right_are_left_out_and_tried_again(clock: Cloc
     world.check_greedy(name)
     assert totals(world)[1] == 0
     places = [commit.at.base for commit in world.commits[name] if commit.drafted]
-    assert places == [*range(7, 40, 4), 59, 63, 67, 71]  # 9, and after a pause of 16 tokens
+    assert places == [*range(7, 52, 4), 71, 75, 79, 83]  # 12, and after a pause of 16 tokens
     assert world.verifier.counters["drafting_pauses"] == 2
 
 

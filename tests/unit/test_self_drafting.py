@@ -27,17 +27,47 @@ WEIGHT_TOKENS = 16.1e9 / 131072
 
 def test_drafting_pays_at_length_and_not_before() -> None:
     drafting = SelfDrafting(LLAMA_8B, 8, WEIGHT_TOKENS, -1)
-    assert drafting.cost(0) == 8, "without KV each drafting pass is a whole step"
-    assert drafting.cost(8 * 102_400) == pytest.approx(1.46, abs=0.01)
-    assert not drafting.pays(8 * 4_096) and drafting.pays(8 * 16_384) and drafting.pays(102_400)
-    assert drafting.pays(4_096, 4_096) and drafting.cost(102_400, 102_400) < 0.2, "each step waits for the host's link"
+    assert drafting.cost(8, 0) > 8, "without KV each drafting pass is a whole step"
+    rounds = {8 * 102_400: 87.4 / 29.0, 8 * 32_768: 58.4 / 12.65, 102_400: 41.8 / 7.2}  # docs/performance.md, γ = 7
+    for tokens, steps in rounds.items():
+        assert 1 + drafting.cost(7, tokens) == pytest.approx(steps, rel=0.12)
+    assert not drafting.drafted_in_step(8 * 4_096) and not drafting.drafted_in_step(32_768)
+    assert drafting.drafted_in_step(8 * 32_768) == drafting.drafted_in_step(8 * 102_400) == 8
+    assert drafting.drafted_in_step(4_096, 4_096) == 8 and drafting.cost(8, 102_400, 102_400) < 0.4, (
+        "each step waits for the host's link"
+    )
     forced = replace(drafting, least_tokens=100)
-    assert not forced.pays(99) and forced.pays(100)
+    assert not forced.drafted_in_step(99) and forced.drafted_in_step(100) == 8
+
+
+def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_was_accepted() -> None:
+    drafting = SelfDrafting(LLAMA_8B, 7, WEIGHT_TOKENS, -1, adaptive=True)
+    assert drafting.gammas == [1, 2, 4, 7]
+    by_chance = {0.05: 0, 0.4: 0, 0.46: 1, 0.65: 2, 0.8: 4, 0.97: 7}
+    for chance, expected in by_chance.items():
+        assert replace(drafting, chance=chance).drafted_in_step(8 * 102_400) == expected
+    assert replace(drafting, chance=0.97).drafted_in_step(32_768) == 0, "weights are most of what a pass reads"
+    assert replace(drafting, chance=0.05, least_tokens=100).drafted_in_step(100) == 1
+
+
+def test_what_is_seen_of_drafted_tokens_counts_and_is_forgotten_where_none_are_drafted() -> None:
+    drafting = SelfDrafting(LLAMA_8B, 4, WEIGHT_TOKENS, -1, adaptive=True)
+    for _ in range(500):
+        drafting.note_round(4, 3)  # of four judged tokens one is wrong
+    assert drafting.chance == pytest.approx(0.75, abs=0.01)
+    for _ in range(500):
+        drafting.note_round(4, 0)
+    assert drafting.chance < 0.2 and not drafting.drafted_in_step(8 * 102_400)
+    rounds = 0
+    while not drafting.drafted_in_step(8 * 102_400):
+        drafting.note_round(0, 0)
+        rounds += 1
+    assert 500 < rounds < 5_000, "it is tried again"
 
 
 def test_a_round_drafts_only_behind_one_that_weighed_the_kv() -> None:
     drafting = SelfDrafting(LLAMA_8B, 4, 0.0, 0)
-    assert [drafting.drafted(0, 100), drafting.drafted(95, 100), drafting.drafted(94, 100)] == [0, 4, 0]
+    assert [drafting.can_draft(*of) for of in ((0, 100), (95, 100), (94, 100))] == [False, True, False]
 
 
 def test_the_budget_holds_sinks_means_and_new_tokens() -> None:
@@ -98,6 +128,18 @@ def test_a_session_first_weighs_and_then_drafts_in_every_round(clock: Clock) -> 
     world.check_greedy(name)
     assert [(commit.drafted, len(commit.tokens)) for commit in world.commits[name]] == [(0, 1)] + [(4, 5)] * 8
     assert len(world.target.lists_drafted_by) == 8
+
+
+def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(clock: Clock) -> None:
+    world = self_drafted(clock, 1, FakeModel(agreement=2), gamma=0)
+    names = [world.open(prompt, 150) for prompt in prompts(random.Random(1), 4, 60)]
+    world.run_and_check_greedy(names, set())
+    drafted = [commit.drafted for name in names for commit in world.commits[name]]
+    early, late = drafted[: len(drafted) // 8], [commit.drafted for commit in world.commits[names[0]][-10:]]
+    assert 4 in early and set(late) <= {0, 1, 2}, (early, late)
+    counted = world.verifier.counters
+    assert counted["rounds_gamma_2"] == drafted.count(2) > 20, "what was chosen is told"
+    world.check_nothing_left()
 
 
 def test_what_does_not_pay_is_decoded_plainly(clock: Clock) -> None:

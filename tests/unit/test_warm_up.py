@@ -84,7 +84,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("captures")
-@pytest.mark.parametrize("settings", [{}, {"branches": 3}, {"read_share": 0.5, "refresh_every": 2}])
+@pytest.mark.parametrize("settings", [{}, {"branches": 3}, {"draft_read_share": 0.5, "draft_refresh_every": 2}])
 def test_no_round_of_a_draft_is_captured_for_a_request(settings: dict[str, Any]) -> None:
     plan, runner = load_plan(models.PLAN), runner_of(models.DRAFT)
     drafter = Drafter(runner, plan, DraftSettings(gamma=GAMMA, max_sessions=SESSIONS, **settings))
