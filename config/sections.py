@@ -80,7 +80,8 @@ class ModelSettings(Section):
     gamma: int = _rounds(
         4,
         "tokens drafted a round; auto (or 0): as many, up to max_gamma, as are the fastest by measured costs and "
-        "acceptance, none where that is, and approximate sessions read everything where that is",
+        "acceptance (costs of draft self: by the sizes of weights and KV), none where that is, and approximate "
+        "sessions read everything where that is",
         least=0,
         most=MOST_GAMMA,
         words={"auto": 0},
