@@ -1,10 +1,15 @@
-"""How many tokens a target accepts of what it drafts for itself, in texts that it goes on with behind a passage."""
+"""How many tokens a target accepts of what it drafts for itself, in texts that it goes on with behind a passage.
 
+By what it reads while it drafts: what dense passes weighed (`pillar`: PillarAttn of SparseSpec, which is served), or
+the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.11049, with the KV of StreamingLLM).
+"""
+
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from engine.inputs import SequenceInput
+from engine.inputs import ReadMemory, SequenceInput, SparseRead
 from engine.judging import Drafted
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.loading.model import default_device, resolve_dtype
@@ -19,14 +24,16 @@ from sparsity.plan import Plan
 from target_service.self_drafting import SelfDrafting
 
 TEMPERATURES = (0.0, 0.7, 1.0)
+WAYS = ("pillar", "streaming")
 
 
 @dataclass(frozen=True)
 class SelfRow:
-    """One way of drafting over all passages. share: of the KV, that drafting passes may read; read: of the blocks, that
-    they did. judged: drafted tokens up to the first that was rejected in each round.
+    """One way of drafting over all passages, one of WAYS. share: of the KV, that drafting passes may read; read: of the
+    blocks, that they did. judged: drafted tokens up to the first that was rejected in each round.
     """
 
+    way: str
     context: int
     share: float
     temperature: float
@@ -59,8 +66,8 @@ def run_study(
     gamma: int,
     shares: Sequence[float],
 ) -> list[SelfRow]:
-    """Return a row for each share and temperature. target: Hugging Face id or folder. generated: tokens behind each
-    passage of `context` tokens. Raises ValueError for texts that are too short.
+    """Return a row for each way, share and temperature. target: Hugging Face id or folder. generated: tokens behind
+    each passage of `context` tokens. Raises ValueError for texts that are too short.
     """
     device, total = default_device(), context + generated + 2 * (gamma + 1)
     cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
@@ -70,8 +77,8 @@ def run_study(
     rows: list[SelfRow] = []
     for share in shares:
         drafting = SelfDrafting(replace(plan, budget=share), gamma, 0.0, 0)
-        for temperature in TEMPERATURES:
-            row = SelfRow(context, share, temperature, gamma, 0, 0, 0, 0.0)
+        for way, temperature in itertools.product(WAYS, TEMPERATURES):
+            row = SelfRow(way, context, share, temperature, gamma, 0, 0, 0, 0.0)
             for seed, case in enumerate(cases):
                 row = row.add(_go_on(runner, drafting, case.tokens, generated, Sampling(temperature, seed=seed), row))
             rows.append(row)
@@ -91,7 +98,8 @@ def _go_on(
         base = len(tokens)
         drafted = drafting.gamma if drafting.can_draft(weighed, base) else 0
         round_ = Drafted([0] * drafted, [], sampling, base)
-        item = SequenceInput(kv, [tokens[-1], *round_.tokens], "all", drafting.read(memory, base, drafted), round_)
+        read = _read(row.way, drafting, memory, base, drafted)
+        item = SequenceInput(kv, [tokens[-1], *round_.tokens], "all", read, round_)
         (output,) = runner.forward([item])
         assert output.verdict is not None
         kept, following = output.verdict
@@ -106,11 +114,23 @@ def _go_on(
     return replace(row, rounds=rounds, judged=judged, accepted=accepted, read=blocks_read / max(1, blocks))
 
 
-COLUMNS = ("tokens", "share", "temperature", "blocks read", "acceptance a token", "accepted a round", "of")
+def _read(way: str, drafting: SelfDrafting, memory: ReadMemory, base: int, drafted: int) -> SparseRead:
+    """Return what the passes read that draft so many tokens behind `base` committed ones."""
+    read = drafting.read(memory, base, drafted)
+    if way == "pillar":
+        return read
+    assert read.budget is not None
+    blocks, first = drafting.plan.num_blocks(base), read.budget.first
+    newest = max(1, round(drafting.plan.budget * blocks) - first - 1)  # one is of what is drafted
+    return replace(read, budget=replace(read.budget, last=max(first, blocks - newest), room=0), group_means=False)
+
+
+COLUMNS = ("reads", "tokens", "share", "temperature", "blocks read", "acceptance a token", "accepted a round", "of")
 
 
 def cells(row: SelfRow) -> list[str]:
     return [
+        row.way,
         str(row.context),
         f"{row.share:g}",
         f"{row.temperature:g}",
@@ -122,7 +142,7 @@ def cells(row: SelfRow) -> list[str]:
 
 
 def to_text(rows: list[SelfRow]) -> str:
-    return align([list(COLUMNS), *map(cells, rows)], left=0)
+    return align([list(COLUMNS), *map(cells, rows)], left=1)
 
 
 def to_json(rows: list[SelfRow]) -> str:

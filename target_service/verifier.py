@@ -25,6 +25,7 @@ from sparsity.methods import METHODS, methods_of
 from sparsity.plan import Plan
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
+from target_service.accounts import COUNTED, count_round, trace_round
 from target_service.admission import Admission
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
@@ -50,15 +51,6 @@ from wire.tracing import NO_SPANS, Spans
 log = logging.getLogger(__name__)
 
 WARM_SESSIONS = 16  # batches up to this size are made ready before the first request
-# Counters that are there before they count: Prometheus sees no rise in one that begins with 1.
-_COUNTED = (
-    *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
-    "steps_ahead",  # launched before the host had seen the one before
-    *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
-    *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
-    *("screening_rounds", "screened_tokens", "confirmed_tokens"),
-)
-
 # Called with a sparse round's position as it began, the drafted tokens that it kept, and the blocks that it read, bool
 # [layers, kv_heads, blocks].
 OnRound = Callable[[At, int, Tensor], None]
@@ -105,7 +97,7 @@ class Verifier:
         runner.kv.check_writable(pages, who)
         self.runner, self.plan, self.settings = runner, plan, settings
         by_gamma = [f"rounds_gamma_{gamma}" for gamma in gammas(settings.most_drafted)]
-        self.counters: Counter[str] = Counter(dict.fromkeys((*_COUNTED, *by_gamma), 0))
+        self.counters: Counter[str] = Counter(dict.fromkeys((*COUNTED, *by_gamma), 0))
         adaptive = settings.adaptive and settings.has_draft
         self.controller = Controller(settings.most_drafted, adaptive, self.counters)
         self.reading = ReadingRate()
@@ -334,10 +326,12 @@ class Verifier:
             verdict = imposed_verdict(item, imposed, self.runner.vocab_size)
         commit, answer = commit_round(item, output, verdict, seconds, self.plan, self.runner.kv)
         self._report(session, commit)
-        self._trace(session, commit)
-        self._count(item, commit)
+        trace_round(self._spans, session, commit)
+        count_round(self.counters, item, commit)
         if item.drafting_cost:
             session.weighed = commit.at.base
+        if self._drafting is not None and (item.drafting_cost or not commit.drafted):
+            self._drafting.note_round(commit.drafted, commit.accepted)
         self._tell(item, commit, output.supports)
         if session.kv_is_dense and not self.runner.deterministic:
             self.runner.kv.index_prefix(session.kv, session.tokens)
@@ -386,38 +380,12 @@ class Verifier:
         session.pace = self.controller.after_round(session.pace, seen, beside.load, beside.kinds)
         session.next_round = self.controller.effective(session.pace, seen.committed)
 
-    def _count(self, item: VerifyRound, commit: Commit) -> None:
-        """Count a round, with those who proposed in it."""
-        self.counters["committed_tokens"] += 0 if item.screens else len(commit.tokens)
-        self.counters["screening_rounds"] += item.screens
-        self.counters["screened_tokens"] += commit.screened
-        self.counters["confirmed_tokens"] += commit.confirmed
-        self.counters["rounds" if commit.drafted else "plain_rounds"] += 1
-        self.counters["foreseen_rounds"] += item.session.foreseen
-        self.counters[f"rounds_gamma_{commit.drafted}"] += 1
-        if commit.drafted and item.proposal is None:
-            proposer = "self" if item.drafting_cost else "ngram"
-            self.counters[f"{proposer}_rounds"] += 1
-            self.counters[f"{proposer}_draft_tokens"] += commit.drafted
-            self.counters[f"{proposer}_accepted_tokens"] += commit.accepted
-        if self._drafting is not None and (item.drafting_cost or not commit.drafted):
-            self._drafting.note_round(commit.drafted, commit.accepted)
-
     def _report(self, session: TargetSession, commit: Commit) -> None:
         """Tell `on_round` of a round that was read sparsely."""
         reader = session.reader
         if self._on_round is not None and reader is not None and reader.is_sparse:
             assert reader.chosen is not None
             self._on_round(commit.at, commit.accepted, reader.chosen)
-
-    def _trace(self, session: TargetSession, commit: Commit) -> None:
-        """Add the spans of a round that has just been verified, if the session's request is traced."""
-        parent, at, verify = session.traceparent, commit.at, commit.verify_seconds
-        if commit.wait_seconds:
-            self._spans.add(parent, "target.wait", commit.wait_seconds, ended=verify, round=at.round)
-        self._spans.add(
-            parent, "target.verify", verify, round=at.round, drafted=commit.drafted, accepted=commit.accepted
-        )
 
 
 def _prompt_logprobs(session: TargetSession, output: SequenceOutput) -> list[TokenLogprobs]:
