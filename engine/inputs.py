@@ -98,6 +98,8 @@ class SequenceInput:
     to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
     behind the first are put in the place of those given, in `drafted` as well. follows: the place that the sequence had
     in the step before, which still runs (Runner.launch): its one token is the one that step leaves, not the one given.
+    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its tokens behind the first are those
+    that its round leaves, not those given.
     """
 
     kv: SequenceKV
@@ -107,6 +109,7 @@ class SequenceInput:
     drafted: Drafted | None = None
     prompt: SparsePrompt | None = None
     follows: int | None = None
+    behind: int | None = None
 
     @property
     def logits_rows(self) -> int:

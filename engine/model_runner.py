@@ -22,12 +22,14 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
 from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
+from engine.passes.behind_rounds import LeftRounds
 from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
-from engine.passes.outputs import StepUnderWay
+from engine.passes.outputs import MOST_UNDER_WAY, StepUnderWay
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.under_way import RoundsUnderWay
 from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling, Support
@@ -88,6 +90,7 @@ class ModelRunner(Runner):
         self._joins = self._captures and not deterministic
         # Where launches are no graphs the host is busy as long as the device.
         self.goes_ahead = self._captures and not deterministic and not kv.offloads
+        self.chains = not deterministic and not kv.offloads
         self._turn = 1
         if attention_backend is not None:
             check_attention_backend(attention_backend, self.device.type, deterministic, not self._captures)
@@ -113,9 +116,29 @@ class ModelRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
-        self.kv.begin_pass([(item.kv, 1) for item in inputs])
-        self._turn = 3 - self._turn
-        return self._passes.launch_step(inputs, replace(step_shape(inputs, self.kv, self._limits), turn=self._turn))
+        self.kv.begin_pass([(item.kv, len(item.tokens)) for item in inputs])
+        if all(item.behind is None for item in inputs):
+            self._turn = 3 - self._turn
+            return self._passes.launch_step(inputs, replace(step_shape(inputs, self.kv, self._limits), turn=self._turn))
+        left = self._passes.left_rounds
+        assert left is not None
+        shape = self._of_step(inputs) if self._captures else exact_shape(inputs, self.kv, self._limits)
+        support = max(shape.support, left.ids.shape[2]) if shape.support else 0
+        return self._passes.launch_step(inputs, replace(shape, behind=True, support=support))
+
+    def _of_step(self, inputs: list[SequenceInput]) -> PassShape:
+        """Return the shape of the captured step of inputs of one kind: one that may run behind rounds serves others."""
+        shape = step_shape(inputs, self.kv, self._limits)
+        judges = shape.judged and shape.queries > 1 and not shape.width
+        return replace(shape, behind=judges and self._passes.left_rounds is not None)
+
+    def make_room_for_rounds(self, gamma: int, support: int) -> None:
+        self._passes.left_rounds = LeftRounds.make(MOST_UNDER_WAY, gamma, min(support, self.vocab_size), self.device)
+
+    @torch.inference_mode()
+    def take_rounds(self, rounds: RoundsUnderWay) -> None:
+        assert self._passes.left_rounds is not None
+        self._passes.left_rounds.take(*rounds.left())
 
     def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run inputs of one kind."""
@@ -134,8 +157,7 @@ class ModelRunner(Runner):
         """
 
         def shape_of(part: list[SequenceInput]) -> PassShape:
-            of_runner = self.kv, self._limits
-            return step_shape(part, *of_runner) if captured else exact_shape(part, *of_runner, rows)
+            return self._of_step(part) if captured else exact_shape(part, self.kv, self._limits, rows)
 
         shape = shape_of(inputs)
         if not all(self.kv.is_resident(item.kv) for item in inputs):
@@ -262,7 +284,7 @@ class ModelRunner(Runner):
         steps = list(itertools.product(kinds, counts))
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(steps, desc="capturing CUDA graphs of steps", disable=None):
-                shape = step_shape([item] * count, self.kv, self._limits)
+                shape = self._of_step([item] * count)
                 self._passes.step_of(shape)
                 if self.goes_ahead and item.drafted and item.read is None and len(item.tokens) == 1:
                     for turn in (1, 2):
@@ -299,10 +321,13 @@ class ModelRunner(Runner):
             self._rounds.warm_up(sequences, methods)
             self._capture(self._ends_of_prompts(), sequences)
 
-    @torch.inference_mode()
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+        return self.launch_rounds(requests).outputs()
+
+    @torch.inference_mode()
+    def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         if self._rounds is None:
-            raise RuntimeError("draft_rounds needs prepare_rounds first")
+            raise RuntimeError("rounds are drafted once prepare_rounds has said how")
         # One graph serves all rounds, and beside branches each session runs one token: what is before is read first.
         branched = any(item.branches or item.moved for item in requests)
         most = 1 if branched else ROUND_QUERIES if self._captures else max(len(item.tokens) for item in requests)
@@ -312,4 +337,4 @@ class ModelRunner(Runner):
             requests = [
                 replace(item, tokens=item.tokens[-1:]) if len(item.tokens) > most else item for item in requests
             ]
-        return self._rounds.draft(requests)
+        return self._rounds.launch(requests)

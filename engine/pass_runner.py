@@ -13,6 +13,7 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.layer_attention import LayerPages, PromptsOfLayer
 from engine.modules import ModulesDecoder
+from engine.passes.behind_rounds import LeftRounds
 from engine.passes.buffers import make_buffers
 from engine.passes.grouping import StepLimits
 from engine.passes.launches import run_pass
@@ -49,6 +50,7 @@ class PassRunner:
         dim, dtype = kv.k_pages[0].shape[3], kv.k_pages[0].dtype
         self._cudnn = attention is None and cudnn_attends(dim, dtype, kv.device)
         self._left = torch.zeros(MOST_UNDER_WAY, dtype=torch.int64, device=kv.device)
+        self.left_rounds: LeftRounds | None = None  # by a draft on the same device
         self._room: Tensor | None = None  # for the pieces that prompts are read in
         self._unfinished: torch.cuda.Event | None = None  # of the last pass that nobody has waited for
 
@@ -74,15 +76,13 @@ class PassRunner:
         return read_outputs(step.buffers, shape, inputs, self._kv, results)
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
-        """Launch the captured step of a shape with a turn, and advance the lengths of the inputs' KV."""
+        """Launch the step of a shape, whose inputs are all judged, and advance the lengths of their KV."""
         step = self.step_of(shape)
         self._lay_out(step.buffers, shape, inputs, None)
         step.run()
-        done = torch.cuda.Event() if self._kv.device.type == "cuda" else None
-        if done is not None:
-            done.record()
+        done = step.buffers.results.send_back()
         for item in inputs:
-            item.kv.length += 1
+            item.kv.length += len(item.tokens)
         return StepUnderWay(step.buffers.results, len(inputs), done)
 
     def run_exact(
@@ -113,7 +113,8 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        return make_buffers(shape, self._kv, memory, logits_rows, self._left if shape.turn else None)
+        left, rounds = self._left if shape.turn else None, self.left_rounds if shape.behind else None
+        return make_buffers(shape, self._kv, memory, logits_rows, left, rounds)
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None

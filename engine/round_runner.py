@@ -17,9 +17,10 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE
 from engine.modules import ModulesDecoder
 from engine.read_memories import ReadMemories
-from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers, read_round
+from engine.rounds.buffers import RoundShape, bring_rules, lay_out_round, make_round_buffers
 from engine.rounds.launches import run_round
-from engine.rounds.requests import RoundMemory, RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.requests import RoundMemory, RoundRequest, RoundSettings
+from engine.rounds.under_way import LaunchedRound, RoundsUnderWay
 from engine.staging import Buffers
 from kernels.backends import Backend, power_of_two
 
@@ -66,41 +67,41 @@ class RoundRunner:
                 if self._settings.refresh_every > 1 and of_each == self._settings.branches:
                     self._round_of(replace(shape, refreshes=False))
 
-    def draft(self, requests: list[RoundRequest]) -> list[RoundOutput]:
+    def launch(self, requests: list[RoundRequest]) -> RoundsUnderWay:
         """Draft a round of each, those of one method and one γ that refresh, or do not, together. Raises OutOfPages.
 
-        Those that do not allow all tokens are drafted apart.
+        Those that do not allow all tokens are drafted apart, and waited for.
         """
-        outputs: dict[int, RoundOutput] = {}
+        parts: list[LaunchedRound] = []
         refreshes = [item.refresh or self._settings.refresh_every == 1 for item in requests]
         methods = [item.announce.method if item.announce else "" for item in requests]
         gammas = [0 if item.gamma == self._settings.gamma else item.gamma for item in requests]
         kinds = list(zip(methods, refreshes, (item.allowed is not None for item in requests), gammas, strict=True))
         for kind in sorted(set(kinds)):
             chosen = [i for i, of_request in enumerate(kinds) if of_request == kind]
-            drafted = self._draft([requests[i] for i in chosen], *kind)
-            outputs.update(zip(chosen, drafted, strict=True))
-        return [outputs[i] for i in range(len(requests))]
+            parts.append(self._launch(chosen, [requests[i] for i in chosen], *kind))
+        return RoundsUnderWay(parts)
 
-    def _draft(
-        self, requests: list[RoundRequest], method: str, refreshes: bool, asks: bool, gamma: int
-    ) -> list[RoundOutput]:
+    def _launch(
+        self, places: list[int], requests: list[RoundRequest], method: str, refreshes: bool, asks: bool, gamma: int
+    ) -> LaunchedRound:
         for item in requests:
             self._kv.grow(item.kv, item.kv.length + item.tokens_written(self._settings.gamma))
         shape = replace(self._shape_of(requests, method, refreshes), gamma=gamma)
         round_ = self._round_of(shape, requests if asks else None)
         memories = [self._nobody if item.memory is None else item.memory for item in requests]
-        places = []
+        remembered = []
         if self._settings.refresh_every > 1:
-            places = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
-        lay_out_round(round_.buffers, shape, requests, places)
+            remembered = [self._memories.index_of(memory) for memory in (*memories, self._nobody)]
+        lay_out_round(round_.buffers, shape, requests, remembered)
         bring_rules(round_.buffers, requests)
         round_.run()
         for item, memory in zip(requests, memories, strict=True):
             if refreshes:
                 memory.length = min([branch.length for branch in item.branches] or [item.kv.length + len(item.tokens)])
             memory.rounds = 0 if refreshes else memory.rounds + 1
-        return read_round(round_.buffers, shape, requests)
+        results = round_.buffers.results
+        return LaunchedRound(places, requests, shape, results, results.send_back())
 
     def _shape_of(self, requests: list[RoundRequest], method: str, refreshes: bool) -> RoundShape:
         ruled = any(item.rules is not None for item in requests)

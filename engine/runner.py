@@ -6,6 +6,7 @@ from engine.inputs import SequenceInput, SequenceOutput, SparseRead
 from engine.kv.cache import KVCache
 from engine.passes.outputs import StepUnderWay
 from engine.rounds.requests import RoundOutput, RoundRequest, RoundSettings
+from engine.rounds.under_way import RoundsUnderWay
 
 
 class Runner:
@@ -13,7 +14,8 @@ class Runner:
 
     vocab_size: token ids that there are. deterministic: whether what a sequence gives depends on nothing that runs
     beside it. weight_tokens: tokens of KV that take as much memory as the weights. goes_ahead: whether it pays to
-    launch a step of plain decoding before the host has seen the one before (`launch`).
+    launch a step of plain decoding before the host has seen the one before (`launch`). chains: whether rounds can be
+    launched (`launch_rounds`), and steps behind them (`take_rounds`).
     """
 
     kv: KVCache
@@ -21,6 +23,7 @@ class Runner:
     deterministic = False
     weight_tokens = 0.0
     goes_ahead = False
+    chains = False
 
     def forward(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run all inputs, write their KV and advance their lengths. Returns outputs in input order.
@@ -34,9 +37,21 @@ class Runner:
         lengths advance, its verdicts come later.
 
         A token may be that which the step launched last leaves (SequenceInput.follows); at most two steps are under
+        way. A step may also judge what a draft's rounds leave (SequenceInput.behind); then it is the only one under
         way. Raises OutOfPages before anything has changed.
         """
         raise NotImplementedError(f"{type(self).__name__} waits for each step")
+
+    def make_room_for_rounds(self, gamma: int, support: int) -> None:
+        """Have room for what rounds of a draft on the same device leave, before `warm_up`.
+
+        gamma: tokens of a round, at most. support: entries of the distribution that each is drawn from, at most.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
+
+    def take_rounds(self, rounds: RoundsUnderWay) -> None:
+        """Have the next step that is launched judge what these rounds of one branch leave, without waiting for them."""
+        raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 
     def warm_up(self, reads: list[SparseRead | None], sequences: int, gammas: Sequence[int] = ()) -> None:
         """Make ready for steps that read so, of up to so many sequences. There may be nothing to do.
@@ -59,6 +74,10 @@ class Runner:
     def prepare_rounds(self, settings: RoundSettings) -> None:
         """Say how rounds are drafted, before the first `draft_rounds`."""
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")
+
+    def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
+        """Launch `draft_rounds` without waiting for them. Raises OutOfPages."""
+        raise NotImplementedError(f"{type(self).__name__} waits for its rounds")
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         """Draft a whole round of each; the lengths of their KV are left to the caller. Raises OutOfPages."""

@@ -51,12 +51,24 @@ class Staging:
             self.copy_in()
             self._sent.record()
 
+    def send_back(self) -> torch.cuda.Event | None:
+        """Copy what the device writes to `host`, in the order of its stream, without waiting.
+
+        Returns what comes once it is there; None: it is. The next `send_back` overwrites it.
+        """
+        if self._sent is None:
+            return None
+        if not self.in_graph:
+            self.copy_out()
+        done = torch.cuda.Event()
+        done.record()
+        return done
+
     def fetch(self) -> dict[str, np.ndarray]:
-        """Copy what the device has written, once it has; `host`, which the next `fetch` overwrites."""
-        if self._sent is not None:
-            if not self.in_graph:
-                self.copy_out()
-            torch.cuda.current_stream().synchronize()
+        """Wait for what the device writes; `host`, which the next `fetch` overwrites."""
+        done = self.send_back()
+        if done is not None:
+            done.synchronize()
         return self.host
 
     def copy_in(self) -> None:

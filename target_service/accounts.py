@@ -11,6 +11,7 @@ from wire.tracing import Spans
 COUNTED = (
     *("failed_steps", "failed_sessions", "drafting_pauses", "drafting_probes", "draft_timeouts", "plain_rounds"),
     "steps_ahead",  # launched before the host had seen the one before
+    "steps_behind_rounds",  # launched before the host had seen what was drafted
     *("ngram_rounds", "ngram_draft_tokens", "ngram_accepted_tokens"),
     *("self_rounds", "self_draft_tokens", "self_accepted_tokens"),
     *("screening_rounds", "screened_tokens", "confirmed_tokens"),

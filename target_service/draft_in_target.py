@@ -1,20 +1,52 @@
 """A draft that the target runs itself (`--draft-in-target`): the steps of both models, by turns, on one device.
 
 Both read memory as fast as it goes, so that side by side neither would gain. Draft and target are those of the two
-services, with the same events between them, which are handed over as they are.
+services, with the same events between them, which are handed over as they are. Where nothing needs the host between
+drafting and judging, the target's step is launched behind the draft's rounds before these have ended
+(target_service.behind_rounds).
 """
+
+import time
+from dataclasses import dataclass
 
 from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult
+from engine.rounds.under_way import RoundsUnderWay
+from target_service.behind_rounds import DraftedRound, take_proposals
 from target_service.planning import VerifyResult, VerifyStep
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from wire.errors import InvalidArgument
 from wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 
-Step = DraftStep | VerifyStep
-Result = DraftStepResult | VerifyResult
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """A draft's step whose rounds are launched, and waited for by the next step."""
+
+    drafted: DraftStep
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Rounds that run, launched at a time by time.perf_counter."""
+
+    rounds: RoundsUnderWay
+    began: float
+
+
+@dataclass(frozen=True)
+class BehindStep:
+    """A draft's step whose rounds run, and the target's step to launch behind them; None: there is none yet."""
+
+    drafted: DraftStep
+    launched: Launched
+    verify: VerifyStep | None
+
+
+Step = DraftStep | LaunchStep | BehindStep | VerifyStep
+Result = DraftStepResult | Launched | VerifyResult
 
 
 class StepsByTurns:
@@ -24,6 +56,11 @@ class StepsByTurns:
         self.verifier, self.drafter = verifier, drafter
         self._drafts_next = True
         self._spoke = False  # one of them to the other, since a step was looked for
+        self._launched: tuple[DraftStep, Launched] | None = None
+        self._chains = verifier.runner.chains and drafter.runner.chains
+        if self._chains:
+            own = verifier.settings.own_draft
+            verifier.runner.make_room_for_rounds(own.most_drafted, own.support)
         self._target = TargetPeer(self._tell_target)
         self._draft = DraftPeer("draft in target", self._tell_draft)
         drafter.attach(self._target)
@@ -45,6 +82,8 @@ class StepsByTurns:
 
     def plan_step(self) -> Step | None:
         """Return the next step, of the one that did not run last if it has something to do; None if neither has."""
+        if self._launched is not None:
+            return self._plan_behind(*self._launched)
         while True:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
@@ -52,9 +91,24 @@ class StepsByTurns:
                 step = owner.plan_step()
                 if step is not None:
                     self._drafts_next = owner is self.verifier
-                    return step
+                    return LaunchStep(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
             if not self._spoke:  # else the one may have something to do by what the other said
                 return None
+
+    def _can_launch(self, step: DraftStep) -> bool:
+        """Return whether the target's step may be launched behind a draft's: it drafts rounds for what there is."""
+        if not self._chains or not step.rounds or step.inputs or self.verifier.has_step_under_way:
+            return False
+        return not any(item.ahead or item.request.allowed or item.request.branches for item in step.rounds)
+
+    def _plan_behind(self, step: DraftStep, launched: Launched) -> BehindStep:
+        self._launched = None
+        rounds = {
+            item.session.id: DraftedRound(item.session.at, item.session.tokens_to_propose(item.base), place)
+            for place, item in enumerate(step.rounds)
+        }
+        verify = self.verifier.plan_behind_rounds(rounds) if launched.rounds.of_one_branch else None
+        return BehindStep(step, launched, verify)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""
@@ -62,19 +116,46 @@ class StepsByTurns:
 
     def execute(self, step: Step) -> Result:
         """Run a step, in the model's thread."""
-        return self.drafter.execute(step) if isinstance(step, DraftStep) else self.verifier.execute(step)
+        match step:
+            case DraftStep():
+                return self.drafter.execute(step)
+            case VerifyStep():
+                return self.verifier.execute(step)
+            case LaunchStep(drafted):
+                began = time.perf_counter()
+                requests = [item.request for item in drafted.rounds]
+                return Launched(self.drafter.runner.launch_rounds(requests), began)
+            case BehindStep(_, launched, verify):
+                if verify is not None:
+                    self.verifier.runner.take_rounds(launched.rounds)
+                    self.verifier.execute(verify)
+                outputs, ended = launched.rounds.outputs(), time.perf_counter()
+                if verify is not None:
+                    verify.began = ended
+                return DraftStepResult(outputs, ended - launched.began)
 
     def finish_step(self, step: Step, result: Result) -> None:
         """Take what a step gave."""
-        if isinstance(step, DraftStep):
-            assert isinstance(result, DraftStepResult)
-            self.drafter.finish_step(step, result)
-        else:
-            assert isinstance(result, VerifyResult)
-            self.verifier.finish_step(step, result)
+        match step, result:
+            case DraftStep(), DraftStepResult():
+                self.drafter.finish_step(step, result)
+            case VerifyStep(), VerifyResult():
+                self.verifier.finish_step(step, result)
+            case LaunchStep(drafted), Launched():
+                self._launched = drafted, result
+            case BehindStep(drafted, _, verify), DraftStepResult():
+                self.drafter.finish_step(drafted, result)
+                if verify is not None:
+                    take_proposals(verify)
+                    self.verifier.finish_step(verify, VerifyResult([], [], 0.0))
+            case _:
+                raise TypeError(f"a {type(step).__name__} gave a {type(result).__name__}")
 
     def fail_step(self, step: Step, error: Exception) -> bool:
         """Take the sessions of a step that raised `error` out of service; those of a draft's are decoded plainly."""
-        if isinstance(step, DraftStep):
-            return self.drafter.fail_step(step, error)
-        return self.verifier.fail_step(step, error)
+        if isinstance(step, VerifyStep):
+            return self.verifier.fail_step(step, error)
+        drafted = step if isinstance(step, DraftStep) else step.drafted
+        if isinstance(step, BehindStep) and step.verify is not None:
+            self.verifier.fail_step(step.verify, error)
+        return self.drafter.fail_step(drafted, error)

@@ -37,6 +37,7 @@ def plan_behind(
     going_on = [session for session in sessions if id(session) in places]
     ahead = VerifyStep(before=running)
     plainly = all(_needs_no_host(session) and not session.look_up(gamma) for session in going_on)
+    plainly &= all(len(item.input.tokens) == 1 for item in running.rounds)  # others leave no tokens for the next step
     if plainly and all(waits(session) for session in sessions if id(session) not in places):
         going_on = [session for session in going_on if len(session.tokens) + 1 < session.max_length]
         ahead.rounds = [_plan_round(session, places[id(session)]) for session in going_on]

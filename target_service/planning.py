@@ -31,7 +31,7 @@ class VerifyRound:
     proposal: the draft's; None where the target proposes by itself, or nothing is proposed. wait_seconds: how long the
     target has waited for the proposal. held: tokens that it is to confirm, between the first one and those proposed.
     drafting_cost: the tokens that have to be accepted to pay for drafting in the step itself; 0 where nothing is
-    drafted there.
+    drafted there. is_void: what it gives counts for nothing.
     """
 
     session: TargetSession
@@ -40,6 +40,7 @@ class VerifyRound:
     wait_seconds: float
     held: int = 0
     drafting_cost: float = 0.0
+    is_void: bool = False
 
     @property
     def proposed(self) -> list[int]:

@@ -89,6 +89,7 @@ async def serve(
     """
     verifier = Verifier(runner, plan, settings, on_round, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
+    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)  # of different types of steps
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()
@@ -96,7 +97,6 @@ async def serve(
     for compiler in (grammars, None if drafter is None else drafter.admission.grammars):
         if compiler is not None:
             compiler.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
-    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)  # of different types of steps
     speculation = SpeculationServicer(verifier, hello, wake)
 
     def status() -> ServiceStatus:

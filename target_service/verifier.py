@@ -7,7 +7,7 @@ commit.py what of it is committed. What is known of a session lies in session.py
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from sparsity.reader import Reader
 from sparsity.selection import BlockSelection
 from target_service.accounts import COUNTED, count_round, trace_round
 from target_service.admission import Admission
+from target_service.behind_rounds import DraftedRound, plan_behind_rounds
 from target_service.commit import commit_round, imposed_verdict
 from target_service.controller import UNDECIDED, Controller, RoundSeen, gammas
 from target_service.going_ahead import can_be_left, plan_behind
@@ -202,6 +203,20 @@ class Verifier:
             step.left_running = self.runner.goes_ahead and can_be_left(step)
         return step
 
+    @property
+    def has_step_under_way(self) -> bool:
+        """Whether a step was left running, which the next one waits for."""
+        return self._under_way is not None
+
+    def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
+        """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
+        running, now = list(self.admission.running.values()), time.monotonic()
+        step = plan_behind_rounds(running, rounds, lambda each: waits(each, self.settings, self.counters, now), now)
+        if step is None or not self.runner.kv.reserve(step.work):
+            return None
+        self.counters["steps_behind_rounds"] += 1
+        return step
+
     def _plan_behind(self, under_way: VerifyStep) -> VerifyStep:
         """Return what to run while a step is under way, or a step that only waits for it."""
         running, now = list(self.admission.running.values()), time.monotonic()
@@ -274,7 +289,9 @@ class Verifier:
                 self.runner.kv.index_prefix(session.kv, session.tokens, dense)
         beside = self._beside(step)
         for item, output in zip(step.rounds, result.outputs, strict=True):
-            if self.admission.is_open(item.session):
+            if item.is_void and self.admission.is_open(item.session):
+                self.runner.kv.truncate(item.session.kv, len(item.session.tokens) - 1)
+            elif self.admission.is_open(item.session):
                 self._finish_round(item, output, result.seconds, beside)
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:

@@ -41,7 +41,7 @@ from engine.step_loop import run_step_loop
 from sparsity.reader import Reader
 from sparsity.selection import BlockSelection, last_word_mask, row_words
 from target_service.commit import imposed_token
-from target_service.draft_in_target import Step, StepsByTurns
+from target_service.draft_in_target import BehindStep, LaunchStep, Step, StepsByTurns
 from target_service.planning import VerifyStep
 from target_service.protocol import DraftProtocol
 from target_service.self_drafting import SelfDrafting
@@ -262,7 +262,11 @@ def _rounds_verified(step: VerifyStep) -> tuple[list[RoundKey], int]:
     return [(item.session.id, *item.session.key) for item in ending.rounds], len(ending.prefills)
 
 
-def _rounds_drafted(step: DraftStep) -> tuple[list[RoundKey], int]:
+def _rounds_drafted(work: DraftStep | LaunchStep | BehindStep) -> tuple[list[RoundKey], int]:
+    """Rounds that are launched count where they are waited for."""
+    if isinstance(work, LaunchStep):
+        return [], 0
+    step = work if isinstance(work, DraftStep) else work.drafted
     return [(session.id, session.epoch, number) for session, number, _ in _drafted(step)], len(step.reading)
 
 
@@ -296,7 +300,7 @@ def _time_both(patches: contextlib.ExitStack, file: str) -> None:
         verified.append(_target_recorder(file, steps.verifier))
         drafted.append(_draft_recorder(str(timeline_of_draft(Path(file))), steps.drafter))
         return RecorderOfBoth(
-            [*verified, *drafted], lambda work: drafted[0] if isinstance(work, DraftStep) else verified[0]
+            [*verified, *drafted], lambda work: verified[0] if isinstance(work, VerifyStep) else drafted[0]
         )
 
     _time_arrivals(patches, DraftProtocol, Proposals, verified)

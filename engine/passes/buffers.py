@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.judging import verdict_layout
 from engine.kv.cache import KVCache
+from engine.passes.behind_rounds import LeftRounds
 from engine.passes.layout import lay_out_rows
 from engine.passes.shape import PassShape
 from engine.staging import Buffers, Layout, Staging
@@ -17,12 +18,14 @@ def make_buffers(
     memory: Tensor | None = None,
     logits_rows: int | None = None,
     left: Tensor | None = None,
+    rounds: LeftRounds | None = None,
 ) -> Buffers:
     """Return the buffers of a shape, filled as for a pass without sequences.
 
     memory: [indices, rows, blocks] float32, for a shape that shares budgets out: what is remembered of many sequences.
     logits_rows: how many rows give logits, where the pass is not judged; None: all. left: int64, for a shape with a
-    turn: the tokens that the last step of these has left, by its sequences.
+    turn: the tokens that the last step of these has left, by its sequences. rounds: what a draft's rounds have left,
+    for a shape that may run behind them.
 
     The pass adds to the tensors: logits [logits rows, vocab]; where it makes them, lists and counts as
     `_lists_layout` has them; read_weights [sparse layers, sequences, kv_heads, width] float32.
@@ -34,6 +37,8 @@ def make_buffers(
         layout["group_counts"] = (shape.sequences,), torch.int32
     if shape.turn:
         layout["follows"] = (shape.sequences,), torch.int32  # places in the last step; -1: the host gives the token
+    if shape.behind:
+        layout["behind"] = (shape.sequences,), torch.int32  # places in a draft's rounds; -1: the host gives the tokens
     if shape.fetches:
         layout["round"] = (1,), torch.int32  # of the residency tables
     drawn_from = {
@@ -48,6 +53,9 @@ def make_buffers(
     if left is not None:
         buffers.tensors["left"] = left
         buffers.inputs.host["follows"][:] = -1
+    if rounds is not None:
+        buffers.tensors |= {"left_tokens": rounds.tokens, "left_ids": rounds.ids, "left_probs": rounds.probs}
+        buffers.inputs.host["behind"][:] = -1
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()
     return buffers

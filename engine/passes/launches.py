@@ -9,6 +9,7 @@ from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
+from engine.passes.behind_rounds import take_left_tokens
 from engine.passes.drafting import draft_tokens
 from engine.passes.reads import heads_of, listed_layers, listed_reads, slots_of_layers, tables_of_layers
 from engine.passes.shape import PassShape
@@ -34,6 +35,8 @@ def run_pass(
     without lists read piece by piece, if they do.
     """
     given = buffers.tensors
+    if shape.behind:
+        take_left_tokens(given)
     if shape.shares_out:
         _share_out(given, shape, kv.kv_heads)
     fetched = None

@@ -32,6 +32,10 @@ def lay_out_pass(
         host["follows"][:] = -1
         for i, item in enumerate(inputs):
             host["follows"][i] = -1 if item.follows is None else item.follows
+    if shape.behind:
+        host["behind"][:] = -1
+        for i, item in enumerate(inputs):
+            host["behind"][i] = -1 if item.behind is None else item.behind
     if shape.fetches:
         host["round"][0] = kv.next_round()
         for i, item in enumerate(inputs):  # a last block may reach beyond the pages that there are

@@ -22,7 +22,8 @@ class PassShape:
     passes over lists, which are all that runs if they fetch. weighs: whether the pass that judges reads everything,
     and has the budget's memory take up what it weighs (SparseRead.drafts). turn: 1 or 2 for a step of one token a
     sequence that may begin before the host has seen the last one: it takes tokens that the last one has left on the
-    device, and leaves its own. Such steps take turns between two sets of buffers. 0: for all others.
+    device, and leaves its own. Such steps take turns between two sets of buffers. 0: for all others. behind: whether
+    drafted tokens may be those that a draft's rounds have left on the device.
     """
 
     sequences: int
@@ -44,6 +45,7 @@ class PassShape:
     drafts: bool = False
     weighs: bool = False
     turn: int = 0
+    behind: bool = False
 
     @property
     def shares_out(self) -> bool:

@@ -198,9 +198,8 @@ def _lay_out_branches(host: dict[str, np.ndarray], shape: RoundShape, requests: 
             host["target"][here] = slots_of(table, item.moved.target + steps)
 
 
-def read_round(buffers: Buffers, shape: RoundShape, requests: list[RoundRequest]) -> list[RoundOutput]:
-    """Wait for a round and return its results, in the order of the requests."""
-    results = buffers.results.fetch()
+def read_round(results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> list[RoundOutput]:
+    """Return the results of a round, which are on the host, in the order of the requests."""
     tokens = results["tokens"].T.tolist()
     alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
 

@@ -75,6 +75,8 @@ def test_greedy_exact_equals_transformers(
     stack = launch(*flags.split())
     assert ("draft" in stack.services) == ("--draft-in-target" not in flags)
     drafted, accepted = check(stack, "", prompts[every], greedy)
+    if "--draft-in-target" in flags:
+        assert metric(stack.http, "service_events_total", name="steps_behind_rounds") > 10
     stack.stop()
     assert accepted > share * drafted, "fewer drafted tokens were accepted than these books give"
 

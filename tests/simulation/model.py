@@ -14,9 +14,9 @@ from engine.kv.cache import KVCache
 from engine.kv.pages import PAGE_SIZE, SequenceKV
 from engine.passes.outputs import StepUnderWay
 from engine.rounds.requests import AnnouncementRequest, Branch, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
-from engine.runner import Runner
 from sparsity.plan import uniform_plan
 from sparsity.selection import last_word_mask, row_words
+from tests.chaining import ChainingRunner, StepAtOnce
 
 VOCAB = 64
 STOP = 0
@@ -39,17 +39,7 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
     return tokens
 
 
-class _Launched(StepUnderWay):
-    """A step whose outputs are known already."""
-
-    def __init__(self, given: list[SequenceOutput]) -> None:
-        self._given = given
-
-    def outputs(self) -> list[SequenceOutput]:
-        return self._given
-
-
-class ScriptedRunner(Runner):
+class ScriptedRunner(ChainingRunner):
     """Cells of pages hold (position, token). Samples as it decodes greedily: its distributions are for show.
 
     errs: how many of 16 of its tokens are wrong, as a draft's are. report: told what must not be. fault: called before
@@ -94,10 +84,12 @@ class ScriptedRunner(Runner):
         return outputs
 
     def launch(self, inputs: list[SequenceInput]) -> StepUnderWay:
+        if any(item.behind is not None for item in inputs):
+            return super().launch(inputs)
         known = [item if item.follows is None else replace(item, tokens=[self._left[item.follows]]) for item in inputs]
         outputs = self.forward(known)
         self._left = [output.verdict[1] for output in outputs if output.verdict is not None]
-        return _Launched(outputs)
+        return StepAtOnce(outputs)
 
     def _run(self, item: SequenceInput) -> SequenceOutput:
         output = SequenceOutput()

@@ -109,7 +109,7 @@ class World:
         """Return a model of the process of this name."""
         runner = ScriptedRunner(pages, errs, self.report, lambda: self.faults.before_step(name))
         runner.is_sick = lambda: self.faults.is_sick(name)
-        runner.goes_ahead = self.scenario.goes_ahead
+        runner.goes_ahead = runner.chains = self.scenario.goes_ahead
         return runner
 
     def _keep_drafter(self, drafter: Drafter) -> None:

@@ -29,7 +29,6 @@ from engine.rounds.requests import (
 )
 from engine.rounds.rules import RoundRules
 from engine.ruled_judging import judge_by_rules
-from engine.runner import Runner
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from engine.staging import Staging
 from kernels.backends import default_backend
@@ -37,6 +36,7 @@ from kernels.rejection import draw, truncated_probs
 from kernels.shared_budget import score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 from sparsity.plan import uniform_plan
+from tests.chaining import ChainingRunner
 from wire import messages as m
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
@@ -97,7 +97,7 @@ class FakeModel:
         return tokens, m.FinishReason.LENGTH
 
 
-class FakeRunner(Runner):
+class FakeRunner(ChainingRunner):
     """Keys hold (position, token). Logits come from what block tables and block lists lead to.
 
     heads: of block weights. ends: whether the model looks at the ends alone; then only these must be readable. errors:

@@ -175,7 +175,7 @@ def test_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
-    sizes = ["--shapes", "4x200", "--tokens", "100", "--modes", "none", "approximate", "--breakdown"]
+    sizes = ["--shapes", "4x200", "--tokens", "250", "--modes", "none", "approximate", "--breakdown"]
     main([*TINY, *sizes, "--targets", "2", "--draft-in-target", "--json", str(file)])
     content = json.loads(file.read_text())
     assert content["failures"] == []

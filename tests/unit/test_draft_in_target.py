@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,15 +14,17 @@ from hypothesis import strategies as st
 
 import models
 from config import SettingsError, TargetSettings
-from draft_service.steps import DraftStep
 from engine.loading.memory import bytes_of_token, room_for_kv
 from engine.loading.opening import open_both
 from engine.loading.shape import load_shape
+from engine.sampling import Sampling
 from engine.step_loop import run_step_loop
-from target_service.draft_in_target import Result, Step, StepsByTurns
+from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurns
+from target_service.planning import VerifyStep
 from tests.unit.clock import Clock
 from tests.unit.fake_models import VOCAB, FakeModel
-from tests.unit.world import World, prompts, totals
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
+from tests.unit.world import World, changed_logits, prompts, target_probs, totals
 from wire import messages as m
 
 
@@ -39,9 +42,11 @@ class Turns:
             step = self.steps.plan_step()
             if step is None:
                 return
-            self.kinds.append("draft" if isinstance(step, DraftStep) else "verify")
+            if not isinstance(step, LaunchStep):
+                self.kinds.append("verify" if isinstance(step, VerifyStep) else "draft")
             self.steps.finish_step(step, self.execute(step))
-            self.world.check_kv()
+            if not self.world.verifier.has_step_under_way:
+                self.world.check_kv()
             if self.world.script:
                 self.world.script.pop(0)()
         raise AssertionError("the sessions do not come to an end")
@@ -56,15 +61,21 @@ class Turns:
         assert not draft.sessions
 
 
-def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, **settings: int) -> Turns:
-    return Turns(World(clock, seed, model or FakeModel(agreement=3), ahead=False, **settings))
+def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: bool = True, **settings: int) -> Turns:
+    world = World(clock, seed, model or FakeModel(agreement=3), ahead=False, **settings)
+    world.target.chains = world.draft.chains = chains
+    return Turns(world)
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
 @pytest.mark.parametrize("agreement", [0, 3, 4])
-def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreement: int) -> None:
-    """And no round is plain, none waits: a draft's step stands before each of the target's."""
-    made = turns(clock, 1, FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement))
+@pytest.mark.parametrize("chains", [True, False])
+def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreement: int, chains: bool) -> None:
+    """And no round is plain, none waits: a draft's step stands before each of the target's.
+
+    Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
+    """
+    made = turns(clock, 1, FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement), chains)
     names = [made.world.open(prompt, 25, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
@@ -75,6 +86,10 @@ def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreemen
     counters = made.world.verifier.counters
     assert counters["draft_timeouts"] == counters["stale_frames"] == counters["rejected_events"] == 0
     assert counters["plain_rounds"] == 0 or not agreement  # a draft that is never right is left out for a while
+    behind = counters["steps_behind_rounds"]
+    assert (behind > 0) == (chains and exactness is m.Exactness.EXACT)
+    drafting = made.kinds.count("draft")
+    assert not behind or not agreement or behind > drafting / 3, made.kinds  # prompts are read at first
     assert (counters["announced_bytes"] > 0) == (exactness is m.Exactness.APPROXIMATE)
     made.check_nothing_left()
 
@@ -106,6 +121,26 @@ def test_sessions_come_and_go(seed: int, aborted: set[int], pages: int) -> None:
         if number not in aborted or made.world.ended(name):
             made.world.check_greedy(name)
     made.check_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [RULED["plain"], RULED["all"]], ids=["plain", "all"])
+def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sampling) -> None:
+    """The first token is drafted and judged, and the second, given the first."""
+    model = FakeModel(agreement=2)
+    made = turns(clock, 5, model, prefill_chunk=512)
+    names = [made.world.open(PROMPT, 3, replace(sampling, seed=seed), STOPS) for seed in range(900)]
+    made.run()
+    drafted, accepted = totals(made.world)
+    assert drafted > 1000 and 0.1 < accepted / drafted < 0.9
+    assert (made.world.verifier.counters["steps_behind_rounds"] > 10) == (sampling is RULED["plain"])
+    outcomes = [made.world.ledger.records[name].generated for name in names]
+    (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
+    for start in ((), (first,)):
+        counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
+        tokens = [*PROMPT, *start]
+        logits = changed_logits(model.target(tokens), tokens, len(PROMPT), sampling, STOPS)
+        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
 
 
 def test_a_draft_step_that_fails_costs_no_token(clock: Clock) -> None:

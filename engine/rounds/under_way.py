@@ -1,0 +1,58 @@
+"""Rounds that have been launched and not been waited for: what they leave on the device, and what they give."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.rounds.buffers import RoundShape, read_round
+from engine.rounds.requests import RoundOutput, RoundRequest
+from engine.staging import Staging
+
+
+@dataclass(frozen=True)
+class LaunchedRound:
+    """Requests that are drafted together. places: of each among all that were launched with it.
+
+    results: where the round leaves what it gives. done: comes when it has ended; None: it has.
+    """
+
+    places: list[int]
+    requests: list[RoundRequest]
+    shape: RoundShape
+    results: Staging
+    done: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class RoundsUnderWay:
+    """What was launched at once. To be waited for before the next ones are launched."""
+
+    parts: list[LaunchedRound]
+
+    def outputs(self) -> list[RoundOutput]:
+        """Wait for the rounds and return what they give, in the order of the requests."""
+        outputs: dict[int, RoundOutput] = {}
+        for part in self.parts:
+            if part.done is not None:
+                part.done.synchronize()
+            outputs.update(zip(part.places, read_round(part.results.host, part.shape, part.requests), strict=True))
+        return [outputs[i] for i in range(len(outputs))]
+
+    @property
+    def of_one_branch(self) -> bool:
+        """Whether all are drafted together, each behind the tokens that there are."""
+        return len(self.parts) == 1 and self.parts[0].shape.branches == 1
+
+    def left(self) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the tokens that rounds of one branch leave on the device, [requests, γ] int32, and ids and
+        probabilities of what they were drawn from, [requests, γ, support]; None if all are greedy.
+        """
+        if not self.of_one_branch:
+            raise ValueError("rounds of several parts or branches leave nothing that a step could take: wait for them")
+        (part,) = self.parts
+        results, count = part.results.device, len(part.requests)
+        tokens = results["tokens"][:-1, :count].T
+        if "ids" not in results:
+            return tokens, None
+        return tokens, (results["ids"][:-1, :count].transpose(0, 1), results["probs"][:-1, :count].transpose(0, 1))

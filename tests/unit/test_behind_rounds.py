@@ -1,0 +1,107 @@
+"""A step that is launched behind a draft's rounds judges what they leave as if the host had brought it.
+
+Without a GPU both run at once through the torch kernels; on a GPU they are captured, and the step is launched before
+the rounds have ended.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import models
+from engine.inputs import SequenceInput
+from engine.judging import Drafted
+from engine.kv.pages import SequenceKV
+from engine.loading.model import load_model
+from engine.loading.runner import make_runner
+from engine.model_runner import ModelRunner
+from engine.rounds.requests import Branch, RoundRequest, RoundSettings
+from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GAMMA, SUPPORT = 4, 64
+SAMPLINGS = {
+    "greedy": [Sampling(0.0)],
+    "sampled": [Sampling(0.9, 0.8, seed=5), Sampling(1.0, seed=6)],
+    "both": [Sampling(0.0), Sampling(1.0, seed=6), Sampling(0.7, top_k=7, min_p=0.01, seed=9)],
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[ModelRunner, ModelRunner]:
+    """Return a target that runs steps behind rounds, and its draft."""
+    target, draft = (
+        make_runner(load_model(str(path), torch.float32, DEVICE), 4096, max_context=400, step_queries=GAMMA + 1)
+        for path in (models.TARGET, models.DRAFT)
+    )
+    target.make_room_for_rounds(GAMMA, SUPPORT)
+    draft.prepare_rounds(RoundSettings(GAMMA, SUPPORT, 16, branches=2))
+    return target, draft
+
+
+def request_of(kv: SequenceKV, text: list[int], sampling: Sampling) -> RoundRequest:
+    draws = uniforms(sampling.seed, len(text), GAMMA + 1, USE_DRAFT)
+    how = {"top_k": sampling.top_k, "min_p": sampling.min_p}
+    return RoundRequest(kv, text[-1:], sampling.temperature, sampling.top_p, draws, None, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("proposed", [[4], [4, 4, 4], [2, 4, 1, 3, 4]])
+def test_it_judges_what_the_rounds_leave(
+    pair: tuple[ModelRunner, ModelRunner], proposed: list[int], samplings: list[Sampling]
+) -> None:
+    """Of each as many tokens as are proposed; steps and rounds hold their sequences in other orders."""
+    target, draft = pair
+    random = torch.Generator().manual_seed(len(proposed))
+    texts = [torch.randint(0, 4000, (20 + 7 * i,), generator=random).tolist() for i in range(len(proposed))]
+    chosen = [samplings[i % len(samplings)] for i in range(len(proposed))]
+    kvs = {}
+    for runner in pair:
+        kvs[runner] = [SequenceKV() for _ in texts]
+        runner.forward([SequenceInput(kv, text[:-1]) for kv, text in zip(kvs[runner], texts, strict=True)])
+    requests = [request_of(*of) for of in zip(kvs[draft], texts, chosen, strict=True)]
+    order = list(reversed(range(len(texts))))
+    rounds = draft.launch_rounds([requests[i] for i in order])
+    target.take_rounds(rounds)
+    judged = [Drafted([0] * count, [], chosen[i], len(texts[i])) for i, count in enumerate(proposed)]
+    behind = [
+        SequenceInput(kv, [text[-1], *drafted.tokens], "all", drafted=drafted, behind=order.index(i))
+        for i, (kv, text, drafted) in enumerate(zip(kvs[target], texts, judged, strict=True))
+    ]
+    given = target.launch(behind).outputs()
+    drafts = [rounds.outputs()[order.index(i)].branches[0] for i in range(len(texts))]
+    known = []
+    for i, (item, count) in enumerate(zip(behind, proposed, strict=True)):
+        assert item.kv.length == len(texts[i]) + count
+        target.kv.truncate(item.kv, len(texts[i]) - 1)
+        tokens, supports = drafts[i].tokens[:count], list[Support]()
+        ids, probs = drafts[i].ids, drafts[i].probs
+        if not chosen[i].greedy:
+            assert ids is not None and probs is not None
+            supports = [Support(*of_token) for of_token in zip(ids[:count], probs[:count], strict=True)]
+        drafted = replace(judged[i], tokens=tokens, supports=supports)
+        known.append(replace(item, tokens=[texts[i][-1], *tokens], drafted=drafted, behind=None))
+    expected = target.forward(known)
+    assert [output.verdict for output in given] == [output.verdict for output in expected]
+    assert all(output.finite for output in given)
+    for runner, held in kvs.items():
+        for kv in held:
+            runner.kv.release(kv)
+
+
+def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    target, draft = pair
+    kvs = [SequenceKV(), SequenceKV()]
+    draft.forward([SequenceInput(kv, [1, 2, 3, 4]) for kv in kvs])
+    first, second = (request_of(kv, [1, 2, 3, 4, 5], Sampling(0.0)) for kv in kvs)
+    branches = tuple(Branch(4, token, first.uniforms) for token in (5, 6))
+    for requests in (
+        [replace(first, tokens=[], branches=branches)],
+        [first, replace(second, gamma=2, uniforms=second.uniforms[:3])],
+    ):
+        rounds = draft.launch_rounds(requests)
+        assert not rounds.of_one_branch
+        with pytest.raises(ValueError, match="wait for them"):
+            target.take_rounds(rounds)
+        assert len(rounds.outputs()) == len(requests)
