@@ -143,7 +143,7 @@ def _count_blocks(budget: SharedBudget, length: int, block_size: int) -> int:
     blocks, rows = -(-length // block_size), len(budget.bitmap)
     announced = BlockSelection(rows, blocks, budget.bitmap)
     middle = budget.last - budget.first
-    chosen = announced.count(budget.first, budget.last) + max(0, budget.room)
+    chosen = max(announced.count(budget.first, budget.last), budget.room)
     return rows * (blocks - middle) + min(chosen, rows * middle)
 
 

@@ -33,10 +33,10 @@ class ReadMemory:
 
 @dataclass
 class SharedBudget:
-    """Blocks that are read in any case, and `room` for more of them over all layers and heads at once.
+    """Blocks that are read in any case, and `room` for so many from `first` up to `last` - 1, in all layers and heads.
 
     bitmap: uint64 [rows, words], a bit a block, lowest first: read in any case, as are blocks before `first` and from
-    `last` on. The other blocks are those that `memory` holds the highest weights for.
+    `last` on. Those between these count. The other blocks are those that `memory` holds the highest weights for.
     """
 
     bitmap: np.ndarray
@@ -98,8 +98,8 @@ class SequenceInput:
     to be judged; then logits must be "all", and the output is a verdict instead of them. Where the read drafts, tokens
     behind the first are put in the place of those given, in `drafted` as well. follows: the place that the sequence had
     in the step before, which still runs (Runner.launch): its one token is the one that step leaves, not the one given.
-    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its tokens behind the first are those
-    that its round leaves, not those given.
+    behind: its place in a draft's rounds, which still run (Runner.take_rounds): its tokens behind the first, and the
+    bitmap of its budget if it has one, are those that its round leaves, not those given.
     """
 
     kv: SequenceKV

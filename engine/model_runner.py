@@ -24,7 +24,7 @@ from engine.modules import ModulesDecoder
 from engine.pass_runner import PassRunner
 from engine.passes.behind_rounds import LeftRounds
 from engine.passes.grouping import StepLimits, exact_shape, join_rounds, kind_of, step_shape
-from engine.passes.outputs import MOST_UNDER_WAY, StepUnderWay
+from engine.passes.outputs import StepUnderWay
 from engine.passes.shape import PassShape
 from engine.read_memories import ReadMemories
 from engine.round_runner import ROUND_QUERIES, RoundRunner
@@ -34,6 +34,7 @@ from engine.ruled_judging import judge_by_rules
 from engine.runner import Runner
 from engine.sampling import Sampling, Support
 from kernels.backends import Backend, default_backend, power_of_two
+from kernels.shared_budget import WORD
 
 STEP_QUERIES = 16  # a sequence with more tokens to run, and more than γ + 1, is reading a prompt
 PINNED_SEQUENCES = 8  # of every step of a deterministic runner
@@ -129,16 +130,18 @@ class ModelRunner(Runner):
     def _of_step(self, inputs: list[SequenceInput]) -> PassShape:
         """Return the shape of the captured step of inputs of one kind: one that may run behind rounds serves others."""
         shape = step_shape(inputs, self.kv, self._limits)
-        judges = shape.judged and shape.queries > 1 and not shape.width
+        judges = shape.judged and shape.queries > 1 and (not shape.width or (shape.read_weights and shape.shares_out))
         return replace(shape, behind=judges and self._passes.left_rounds is not None)
 
-    def make_room_for_rounds(self, gamma: int, support: int) -> None:
-        self._passes.left_rounds = LeftRounds.make(MOST_UNDER_WAY, gamma, min(support, self.vocab_size), self.device)
+    def make_room_for_rounds(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> None:
+        words = -(-self._limits.pages * PAGE_SIZE // (block_size * WORD))
+        sizes = sequences, gamma, min(support, self.vocab_size), (rows, words)
+        self._passes.left_rounds = LeftRounds.make(*sizes, self.device)
 
     @torch.inference_mode()
     def take_rounds(self, rounds: RoundsUnderWay) -> None:
         assert self._passes.left_rounds is not None
-        self._passes.left_rounds.take(*rounds.left())
+        self._passes.left_rounds.take(rounds.left())
 
     def _run(self, inputs: list[SequenceInput]) -> list[SequenceOutput]:
         """Run inputs of one kind."""

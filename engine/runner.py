@@ -42,10 +42,11 @@ class Runner:
         """
         raise NotImplementedError(f"{type(self).__name__} waits for each step")
 
-    def make_room_for_rounds(self, gamma: int, support: int) -> None:
-        """Have room for what rounds of a draft on the same device leave, before `warm_up`.
+    def make_room_for_rounds(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> None:
+        """Have room for what rounds of a draft on the same device leave, of so many sequences, before `warm_up`.
 
-        gamma: tokens of a round, at most. support: entries of the distribution that each is drawn from, at most.
+        gamma: tokens of a round, at most. support: entries of the distribution that each is drawn from, at most. rows,
+        block_size: of an announcement.
         """
         raise NotImplementedError(f"{type(self).__name__} runs no steps behind rounds")
 

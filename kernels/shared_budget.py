@@ -52,6 +52,17 @@ def score_blocks(
     return forced, scores
 
 
+def room_left(room: Tensor, forced: Tensor, first: Tensor, last: Tensor, blocks: Tensor) -> Tensor:
+    """Return how many blocks each group may read beside those that are read whatever they score: [groups] int32.
+
+    room: [groups] int32, blocks from `first` up to, but not including, `last` that it may read over all rows; the
+    others as of `score_blocks`. Of those between `first` and `last` the forced ones count.
+    """
+    rows = forced.shape[1]
+    outside = rows * (first + blocks - last)
+    return (room - (forced.sum((1, 2)) - outside)).clamp(min=0).int()
+
+
 def remember_weights(
     memory: Tensor,
     places: Tensor,

@@ -102,7 +102,7 @@ class Reader:
             importance = torch.tensor([plan.head_importance[layer] for layer in plan.sparse_layers])
             self._read_memory = ReadMemory(importance.flatten(), plan.memory_decay)
         first, last = plan.middle(plan.num_blocks(base), self.method.window)
-        room = shared_room(plan, base, blocks) - announced.count(first, last)
+        room = shared_room(plan, base, blocks)
         sparse = set(plan.sparse_layers)
         dense = tuple(layer for layer in range(plan.target_layers) if layer not in sparse)
         bitmap = announced.resized(blocks).words

@@ -7,6 +7,8 @@ The host hears what was drafted while the step runs, and puts it into the step b
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from sparsity.plan import Plan
+from sparsity.selection import BlockSelection
 from target_service.planning import VerifyStep, plan_round
 from target_service.session import TargetSession
 from wire.messages import At
@@ -14,17 +16,19 @@ from wire.messages import At
 
 class DraftedRound(NamedTuple):
     """A session's round that is being drafted. at: what it builds on. gamma: tokens that will be proposed. place: of it
-    among the rounds that run.
+    among the rounds that run. announces: whether it will say what is to be read.
     """
 
     at: At
     gamma: int
     place: int
+    announces: bool
 
 
 def plan_behind_rounds(
     sessions: Sequence[TargetSession],
     rounds: Mapping[str, DraftedRound],
+    plan: Plan,
     waits: Callable[[TargetSession], bool],
     now: float,
 ) -> VerifyStep | None:
@@ -36,14 +40,19 @@ def plan_behind_rounds(
     for session in sessions:
         drafted = rounds.get(session.id)
         if drafted is not None and _is_for(session, drafted.at):
-            if _needs_the_host(session):
+            if _needs_the_host(session, drafted):
                 return None
             item = plan_round(session, None, [0] * drafted.gamma, now)
             item.input.behind = drafted.place
+            if session.reader is not None and drafted.announces:
+                base = len(session.tokens)
+                nothing = BlockSelection.from_lists([[]] * session.reader.announced_rows, plan.num_blocks(base))
+                item.input.read = session.reader.read(nothing, base, base + drafted.gamma)
             step.rounds.append(item)
         elif not waits(session):
             return None
-    return step if step.rounds else None
+    alike = len({item.input.read is None for item in step.rounds}) == 1  # they run in one pass
+    return step if alike else None
 
 
 def take_proposals(step: VerifyStep) -> None:
@@ -68,7 +77,17 @@ def _is_for(session: TargetSession, at: At) -> bool:
     return expected and session.unread <= 0 and not session.awaits_its_end
 
 
-def _needs_the_host(session: TargetSession) -> bool:
+def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     """Return whether the host has a part in what is read or judged."""
     looked_at = session.logprobs is not None or bool(session.rules) or session.grammar is not None
-    return looked_at or session.reader is not None or session.screening is not None
+    return looked_at or session.screening is not None or _is_read_by_lists(session, drafted)
+
+
+def _is_read_by_lists(session: TargetSession, drafted: DraftedRound) -> bool:
+    """Return whether the host makes lists of what the round reads, or looks at them."""
+    reader = session.reader
+    if reader is None:
+        return False
+    if drafted.announces and session.next_round.sparse:
+        return not reader.method.shares_budget or reader.report_blocks or session.reads_wanted
+    return drafted.announces or not reader.reads_all_alone

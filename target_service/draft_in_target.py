@@ -59,8 +59,7 @@ class StepsByTurns:
         self._launched: tuple[DraftStep, Launched] | None = None
         self._chains = verifier.runner.chains and drafter.runner.chains
         if self._chains:
-            own = verifier.settings.own_draft
-            verifier.runner.make_room_for_rounds(own.most_drafted, own.support)
+            verifier.make_room_for_rounds()
         self._target = TargetPeer(self._tell_target)
         self._draft = DraftPeer("draft in target", self._tell_draft)
         drafter.attach(self._target)
@@ -104,7 +103,9 @@ class StepsByTurns:
     def _plan_behind(self, step: DraftStep, launched: Launched) -> BehindStep:
         self._launched = None
         rounds = {
-            item.session.id: DraftedRound(item.session.at, item.session.tokens_to_propose(item.base), place)
+            item.session.id: DraftedRound(
+                item.session.at, item.session.tokens_to_propose(item.base), place, item.request.announce is not None
+            )
             for place, item in enumerate(step.rounds)
         }
         verify = self.verifier.plan_behind_rounds(rounds) if launched.rounds.of_one_branch else None

@@ -203,6 +203,12 @@ class Verifier:
             step.left_running = self.runner.goes_ahead and can_be_left(step)
         return step
 
+    def make_room_for_rounds(self) -> None:
+        """Have room for what rounds of a draft in this process leave on the device, before `warm_up`."""
+        own, rows = self.settings.own_draft, Reader(METHODS["ahead"], self.plan).announced_rows
+        of_rounds = own.most_drafted, own.support, rows, self.plan.block_size
+        self.runner.make_room_for_rounds(self.settings.max_sessions, *of_rounds)
+
     @property
     def has_step_under_way(self) -> bool:
         """Whether a step was left running, which the next one waits for."""
@@ -211,7 +217,8 @@ class Verifier:
     def plan_behind_rounds(self, rounds: Mapping[str, DraftedRound]) -> VerifyStep | None:
         """Return the step to launch behind rounds that are being drafted, by session; None if there can be none."""
         running, now = list(self.admission.running.values()), time.monotonic()
-        step = plan_behind_rounds(running, rounds, lambda each: waits(each, self.settings, self.counters, now), now)
+        plan, how = self.plan, (self.settings, self.counters, now)
+        step = plan_behind_rounds(running, rounds, plan, lambda each: waits(each, *how), now)
         if step is None or not self.runner.kv.reserve(step.work):
             return None
         self.counters["steps_behind_rounds"] += 1

@@ -36,7 +36,7 @@ class ChainingRunner(Runner):
 
     _left_rounds: Sequence[RoundOutput] = ()
 
-    def make_room_for_rounds(self, gamma: int, support: int) -> None:
+    def make_room_for_rounds(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> None:
         pass
 
     def launch_rounds(self, requests: list[RoundRequest]) -> RoundsUnderWay:
@@ -61,4 +61,9 @@ class ChainingRunner(Runner):
             supports = [Support(ids, probs) for ids, probs in zip(left.ids[:count], left.probs[:count], strict=True)]
         tokens = left.tokens[:count]
         drafted = replace(item.drafted, tokens=tokens, supports=supports)
-        return replace(item, tokens=[item.tokens[0], *tokens], drafted=drafted, behind=None)
+        read, bitmap = item.read, self._left_rounds[item.behind].bitmap
+        if read is not None:
+            assert read.budget is not None and bitmap is not None and not read.budget.bitmap.any()
+            words = read.budget.bitmap.shape[1]
+            read = replace(read, budget=replace(read.budget, bitmap=bitmap[:, :words]))
+        return replace(item, tokens=[item.tokens[0], *tokens], read=read, drafted=drafted, behind=None)

@@ -11,27 +11,30 @@ class LeftRounds:
     """What the last rounds of a draft on the same device have left, one a place.
 
     tokens: [places, γ] int32; ids: [places, γ, support] int32 and probs: the same float32, what each was drawn from.
+    bitmaps: [places, rows, words] int64, the blocks that were announced, a bit each.
     """
 
     tokens: Tensor
     ids: Tensor
     probs: Tensor
+    bitmaps: Tensor
 
     @staticmethod
-    def make(places: int, gamma: int, support: int, device: torch.device) -> "LeftRounds":
-        """Return room for so many rounds of up to so many tokens."""
+    def make(places: int, gamma: int, support: int, bitmap: tuple[int, int], device: torch.device) -> "LeftRounds":
+        """Return room for so many rounds of up to so many tokens. bitmap: rows and words of an announcement."""
         sizes = places, gamma, support
         tokens, ids = (torch.zeros(size, dtype=torch.int32, device=device) for size in (sizes[:2], sizes))
-        return LeftRounds(tokens, ids, torch.zeros(sizes, device=device))
+        bitmaps = torch.zeros(places, *bitmap, dtype=torch.int64, device=device)
+        return LeftRounds(tokens, ids, torch.zeros(sizes, device=device), bitmaps)
 
-    def take(self, tokens: Tensor, drawn_from: tuple[Tensor, Tensor] | None) -> None:
+    def take(self, left: dict[str, Tensor]) -> None:
         """Copy what rounds leave (RoundsUnderWay.left), in the order of the device's stream."""
-        count, gamma = tokens.shape
-        self.tokens[:count, :gamma].copy_(tokens)
-        if drawn_from is not None:
-            support = drawn_from[0].shape[2]
-            for kept, given in zip((self.ids, self.probs), drawn_from, strict=True):
-                kept[:count, :gamma, :support].copy_(given)
+        for name, given in left.items():
+            kept = vars(self)[name]
+            if name == "bitmaps":
+                given = given[..., : kept.shape[2]]  # what lies beyond a target's context is never announced
+                kept[: len(given)].zero_()
+            kept[tuple(slice(size) for size in given.shape)].copy_(given)
 
 
 def take_left_tokens(given: dict[str, Tensor]) -> None:
@@ -40,12 +43,17 @@ def take_left_tokens(given: dict[str, Tensor]) -> None:
     given: the buffers of the pass. It launches only.
     """
     place, taken = given["behind"].long().clamp(min=0), given["behind"] >= 0
+    if "bitmaps" in given:
+        bitmaps, left = given["bitmaps"], given["left_bitmaps"]
+        words = min(bitmaps.shape[2], left.shape[2])
+        here = bitmaps[..., :words]
+        here.copy_(left[place, :, :words].where(taken[:, None, None], here))
     known = given["draft_tokens"]
     gamma = min(known.shape[1], given["left_tokens"].shape[1])
     known[:, :gamma] = given["left_tokens"][place, :gamma].where(taken[:, None], known[:, :gamma])
     if "support_ids" in given:
-        for name, left in (("support_ids", given["left_ids"]), ("support_probs", given["left_probs"])):
-            of_pass = given[name]
+        for name in ("ids", "probs"):
+            of_pass, left = given[f"support_{name}"], given[f"left_{name}"]
             support = min(of_pass.shape[2], left.shape[2])
             here = of_pass[:, :gamma, :support]
             here.copy_(left[place, :gamma, :support].where(taken[:, None, None], here))

@@ -54,7 +54,7 @@ def make_buffers(
         buffers.tensors["left"] = left
         buffers.inputs.host["follows"][:] = -1
     if rounds is not None:
-        buffers.tensors |= {"left_tokens": rounds.tokens, "left_ids": rounds.ids, "left_probs": rounds.probs}
+        buffers.tensors |= {f"left_{name}": tensor for name, tensor in vars(rounds).items()}
         buffers.inputs.host["behind"][:] = -1
     lay_out_rows(buffers.inputs.host, [])
     buffers.inputs.send()

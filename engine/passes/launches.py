@@ -16,7 +16,7 @@ from engine.passes.shape import PassShape
 from engine.staging import Buffers
 from kernels.backends import Backend, default_backend
 from kernels.paged_attention import pinned_tuning
-from kernels.shared_budget import remember_weights, score_blocks
+from kernels.shared_budget import remember_weights, room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 
 
@@ -80,7 +80,8 @@ def _share_out(given: dict[str, Tensor], shape: PassShape, kv_heads: int) -> Non
     limits = given["first"], given["last"], given["blocks"]
     remembered = memory, given["indices"], given["importance"]
     forced, scores = score_blocks(given["bitmaps"], *remembered, *limits, backend)
-    given["lists"], given["counts"] = select_top_k_over_all(scores, given["room"], forced, backend, kv_heads)
+    room = room_left(given["room"], forced, *limits)
+    given["lists"], given["counts"] = select_top_k_over_all(scores, room, forced, backend, kv_heads)
 
 
 def _attention_of(

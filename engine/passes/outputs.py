@@ -29,7 +29,10 @@ class StepUnderWay:
         """Wait for the step and return what it gave each sequence. To be called once, before the next but one."""
         if self._done is not None:
             self._done.synchronize()
-        return read_verdicts(self._results.host, self._count)
+        outputs = read_verdicts(self._results.host, self._count)
+        for output, read in zip(outputs, self._results.host.get("blocks_read", ()), strict=False):
+            output.blocks_read = int(read)
+        return outputs
 
 
 def read_outputs(

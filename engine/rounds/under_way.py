@@ -44,15 +44,16 @@ class RoundsUnderWay:
         """Whether all are drafted together, each behind the tokens that there are."""
         return len(self.parts) == 1 and self.parts[0].shape.branches == 1
 
-    def left(self) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the tokens that rounds of one branch leave on the device, [requests, γ] int32, and ids and
-        probabilities of what they were drawn from, [requests, γ, support]; None if all are greedy.
+    def left(self) -> dict[str, Tensor]:
+        """Return what rounds of one branch leave on the device.
+
+        tokens: [requests, γ] int32; ids, probs: [requests, γ, support], of what they were drawn from, unless all are
+        greedy; bitmaps: [requests, rows, words] int64, the blocks that they announce, if they do.
         """
         if not self.of_one_branch:
             raise ValueError("rounds of several parts or branches leave nothing that a step could take: wait for them")
         (part,) = self.parts
         results, count = part.results.device, len(part.requests)
-        tokens = results["tokens"][:-1, :count].T
-        if "ids" not in results:
-            return tokens, None
-        return tokens, (results["ids"][:-1, :count].transpose(0, 1), results["probs"][:-1, :count].transpose(0, 1))
+        drawn = [name for name in ("tokens", "ids", "probs") if name in results]
+        left = {name: results[name][:-1, :count].transpose(0, 1) for name in drawn}
+        return left | ({"bitmaps": results["bitmaps"][:count]} if "bitmaps" in results else {})

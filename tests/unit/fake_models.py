@@ -33,7 +33,7 @@ from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from engine.staging import Staging
 from kernels.backends import default_backend
 from kernels.rejection import draw, truncated_probs
-from kernels.shared_budget import score_blocks
+from kernels.shared_budget import room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 from sparsity.plan import uniform_plan
 from tests.chaining import ChainingRunner
@@ -249,7 +249,7 @@ class FakeRunner(ChainingRunner):
         )
         memory, at = self._remembered(budget.memory, blocks)[None], torch.zeros(1, dtype=torch.int32)
         forced, scores = score_blocks(words, memory, at, budget.memory.importance, first, last, count)
-        chosen, counts = select_top_k_over_all(scores, room, forced)
+        chosen, counts = select_top_k_over_all(scores, room_left(room, forced, first, last, count), forced)
         rows = [blocks_[:n].numpy() for blocks_, n in zip(chosen[0], counts[0], strict=True)]
         lists: Lists = [None] * self.kv.num_layers
         sparse = [layer for layer in range(self.kv.num_layers) if layer not in budget.dense_layers]

@@ -16,8 +16,14 @@ from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
+from engine.passes.behind_rounds import LeftRounds, take_left_tokens
 from engine.rounds.requests import Branch, RoundRequest, RoundSettings
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
+from sparsity.methods import METHODS
+from sparsity.plan import load_plan
+from sparsity.reader import Reader
+from sparsity.rounds import announced_selection, announcement_request, round_settings
+from sparsity.selection import BlockSelection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
@@ -35,7 +41,7 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
         make_runner(load_model(str(path), torch.float32, DEVICE), 4096, max_context=400, step_queries=GAMMA + 1)
         for path in (models.TARGET, models.DRAFT)
     )
-    target.make_room_for_rounds(GAMMA, SUPPORT)
+    target.make_room_for_rounds(8, GAMMA, SUPPORT, 4, 16)
     draft.prepare_rounds(RoundSettings(GAMMA, SUPPORT, 16, branches=2))
     return target, draft
 
@@ -90,6 +96,51 @@ def test_it_judges_what_the_rounds_leave(
             runner.kv.release(kv)
 
 
+def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    """The same blocks, and the same verdicts, as where the host brings the announcement."""
+    target, draft = pair
+    plan, method = replace(load_plan(models.PLAN), budget=0.25, group_size=0), METHODS["ahead"]
+    rows = Reader(method, plan).announced_rows
+    target.make_room_for_rounds(8, GAMMA, SUPPORT, rows, plan.block_size)
+    draft.prepare_rounds(round_settings(plan, GAMMA, SUPPORT))
+    random = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 40, 217)]
+    kvs = {}
+    for runner in pair:
+        kvs[runner] = [SequenceKV() for _ in texts]
+        for kv, text in zip(kvs[runner], texts, strict=True):
+            for start in range(0, len(text) - 1, 64):
+                runner.forward([SequenceInput(kv, text[start : min(start + 64, len(text) - 1)])])
+    requests = [
+        replace(request_of(kv, text, Sampling(0.0)), announce=announcement_request(method, plan, len(text), None))
+        for kv, text in zip(kvs[draft], texts, strict=True)
+    ]
+    rounds = draft.launch_rounds(requests)
+    target.take_rounds(rounds)
+    judged = [Drafted([0] * GAMMA, [], Sampling(0.0), len(text)) for text in texts]
+
+    def input_of(i: int, announced: BlockSelection) -> SequenceInput:
+        """Each time with a memory of its own: of nothing."""
+        read = Reader(method, plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
+        return SequenceInput(kvs[target][i], [texts[i][-1], *judged[i].tokens], "all", read, judged[i])
+
+    nothing = [BlockSelection.from_lists([[]] * rows, plan.num_blocks(len(text))) for text in texts]
+    behind = [replace(input_of(i, nothing[i]), behind=i) for i in range(len(texts))]
+    given = target.launch(behind).outputs()
+    known = []
+    for i, (output, text) in enumerate(zip(rounds.outputs(), texts, strict=True)):
+        target.kv.truncate(kvs[target][i], len(text) - 1)
+        assert output.bitmap is not None and output.bitmap.any() == (len(text) > 100)
+        judged[i] = replace(judged[i], tokens=output.tokens[:GAMMA])
+        known.append(input_of(i, announced_selection(output.bitmap, plan, len(text))))
+    expected = target.forward(known)
+    assert [output.verdict for output in given] == [output.verdict for output in expected]
+    assert [output.blocks_read for output in given] == [output.blocks_read for output in expected]
+    for runner, held in kvs.items():
+        for kv in held:
+            runner.kv.release(kv)
+
+
 def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tuple[ModelRunner, ModelRunner]) -> None:
     target, draft = pair
     kvs = [SequenceKV(), SequenceKV()]
@@ -105,3 +156,32 @@ def test_rounds_of_branches_or_of_several_kinds_have_to_be_waited_for(pair: tupl
         with pytest.raises(ValueError, match="wait for them"):
             target.take_rounds(rounds)
         assert len(rounds.outputs()) == len(requests)
+
+
+def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
+    """Of three sequences the last one runs behind the first round and the first one behind the second."""
+    left = LeftRounds.make(2, 3, 2, (1, 2), torch.device(DEVICE))
+    left.take(
+        {
+            "tokens": torch.tensor([[11, 12, 13], [21, 22, 23]], dtype=torch.int32),
+            "ids": torch.full((2, 3, 2), 7, dtype=torch.int32),
+            "probs": torch.full((2, 3, 2), 0.5),
+            "bitmaps": torch.tensor([[[5]], [[6]]]),
+        }
+    )
+    given = {
+        "behind": torch.tensor([1, -1, 0], dtype=torch.int32),
+        "query_starts": torch.tensor([0, 3, 5, 9], dtype=torch.int32),
+        "token_ids": torch.tensor([1, 0, 0, 2, 9, 3, 0, 0, 0, 0]),
+        "draft_counts": torch.tensor([2, 1, 3], dtype=torch.int32),
+        "draft_tokens": torch.tensor([[0, 0, 0], [9, 0, 0], [0, 0, 0]], dtype=torch.int32),
+        "support_ids": torch.zeros(3, 3, 4, dtype=torch.int32),
+        "support_probs": torch.zeros(3, 3, 4),
+        "bitmaps": torch.tensor([[[1, 1]], [[2, 2]], [[3, 3]]]),
+    }
+    given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
+    take_left_tokens(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})
+    assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 11, 12, 13, 0]
+    assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [11, 12, 13]
+    assert given["support_ids"].sum((1, 2)).tolist() == [42, 0, 42] and given["support_probs"].sum() == 6
+    assert given["bitmaps"].tolist() == [[[6, 0]], [[2, 2]], [[5, 0]]]

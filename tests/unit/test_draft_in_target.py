@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from target_service.planning import VerifyStep
 from tests.unit.clock import Clock
 from tests.unit.fake_models import VOCAB, FakeModel
 from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
-from tests.unit.world import World, changed_logits, prompts, target_probs, totals
+from tests.unit.world import PLAN, World, changed_logits, prompts, target_probs, totals
 from wire import messages as m
 
 
@@ -61,22 +62,28 @@ class Turns:
         assert not draft.sessions
 
 
-def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: bool = True, **settings: int) -> Turns:
+def turns(clock: Clock, seed: int = 0, model: FakeModel | None = None, chains: bool = True, **settings: Any) -> Turns:
     world = World(clock, seed, model or FakeModel(agreement=3), ahead=False, **settings)
     world.target.chains = world.draft.chains = chains
     return Turns(world)
 
 
-@pytest.mark.parametrize("exactness", m.Exactness)
+@pytest.mark.parametrize(
+    ("exactness", "sparsity"),
+    [(m.Exactness.EXACT, ""), (m.Exactness.APPROXIMATE, "ahead"), (m.Exactness.APPROXIMATE, "sts")],
+)
 @pytest.mark.parametrize("agreement", [0, 3, 4])
 @pytest.mark.parametrize("chains", [True, False])
-def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreement: int, chains: bool) -> None:
+def test_greedy_is_plain_decoding(
+    clock: Clock, exactness: m.Exactness, sparsity: str, agreement: int, chains: bool
+) -> None:
     """And no round is plain, none waits: a draft's step stands before each of the target's.
 
     Where nothing needs the host between them, all but the first of the target's are launched behind the draft's rounds.
     """
-    made = turns(clock, 1, FakeModel(ends=exactness is m.Exactness.APPROXIMATE, agreement=agreement), chains)
-    names = [made.world.open(prompt, 25, exactness=exactness) for prompt in prompts(made.world.rng, 4)]
+    made = turns(clock, 1, FakeModel(exactness is m.Exactness.APPROXIMATE, agreement, recent=1), chains)
+    how = {"exactness": exactness, "sparsity": sparsity}
+    names = [made.world.open(prompt, 25, **how) for prompt in prompts(made.world.rng, 4)]
     made.run()
     for name in names:
         made.world.check_greedy(name)
@@ -87,7 +94,7 @@ def test_greedy_is_plain_decoding(clock: Clock, exactness: m.Exactness, agreemen
     assert counters["draft_timeouts"] == counters["stale_frames"] == counters["rejected_events"] == 0
     assert counters["plain_rounds"] == 0 or not agreement  # a draft that is never right is left out for a while
     behind = counters["steps_behind_rounds"]
-    assert (behind > 0) == (chains and exactness is m.Exactness.EXACT)
+    assert (behind > 0) == (chains and (exactness is m.Exactness.EXACT or sparsity == "ahead"))
     drafting = made.kinds.count("draft")
     assert not behind or not agreement or behind > drafting / 3, made.kinds  # prompts are read at first
     assert (counters["announced_bytes"] > 0) == (exactness is m.Exactness.APPROXIMATE)
@@ -121,6 +128,21 @@ def test_sessions_come_and_go(seed: int, aborted: set[int], pages: int) -> None:
         if number not in aborted or made.world.ended(name):
             made.world.check_greedy(name)
     made.check_nothing_left()
+
+
+def test_a_step_behind_rounds_reads_what_they_announce(clock: Clock) -> None:
+    """As much in each round as where the host brings it."""
+    reads = []
+    for chains in (True, False):
+        plan = replace(PLAN, budget=0.3, group_size=0)
+        made = turns(clock, 3, FakeModel(ends=True, agreement=3, recent=1), chains, plan=plan)
+        name = made.world.open([3] * 150, 60, exactness=m.Exactness.APPROXIMATE, sparsity="ahead")
+        made.run()
+        made.world.check_greedy(name)
+        reads.append([(each.kv_tokens_read, each.kv_tokens_total) for each in made.world.commits[name] if each.drafted])
+        assert (made.world.verifier.counters["steps_behind_rounds"] > 5) == chains
+    assert reads[0] == reads[1]
+    assert all(0 < read < total for read, total in reads[0][1:])
 
 
 @pytest.mark.slow

@@ -36,11 +36,11 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def budget_of(length: int, drafted: int, dense_layers: tuple[int, ...], drafts: bool = False) -> SparseRead:
-    """A third of all blocks, the first and the last ones, and room for a few more."""
+    """A third of all blocks, the first and the last ones, and room for more."""
     rows, blocks = (LAYERS - len(dense_layers)) * KV_HEADS, -(-(length + drafted) // 16)
     bitmap = np.full((rows, -(-blocks // 64)), 0x9249249249249249, np.uint64)
     memory = ReadMemory(torch.linspace(0.5, 1.5, rows), 0.8)
-    budget = SharedBudget(bitmap, 1, (length - 1) // 16, 5, memory, dense_layers)
+    budget = SharedBudget(bitmap, 1, (length - 1) // 16, rows * blocks // 2, memory, dense_layers)
     return SparseRead(16, budget=budget, group_means=not drafts, emit_weights=True, drafts=drafts)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.inputs import SequenceOutput
 from evaluation.choice import choose_over_all
-from kernels.shared_budget import score_blocks
+from kernels.shared_budget import room_left, score_blocks
 from kernels.shared_top_k import select_top_k_over_all
 from sparsity import announce, in_advance
 from sparsity.announce import LEAST_WINDOW, shared_room, summary_tokens
@@ -178,9 +178,9 @@ def read_of_ahead(plan: Plan, announced: Tensor, memory: Tensor) -> Tensor:
     budget = read.budget
     bitmap = torch.from_numpy(budget.bitmap.view("int64").copy())[None]
     importance, index = budget.memory.importance, torch.zeros(1, dtype=torch.int32)
-    limits = (torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, 50))
+    limits = [torch.tensor([n], dtype=torch.int32) for n in (budget.first, budget.last, 50)]
     forced, scores = score_blocks(bitmap, memory.flatten(0, 1)[None], index, importance, *limits)
-    room = torch.tensor([budget.room], dtype=torch.int32)
+    room = room_left(torch.tensor([budget.room], dtype=torch.int32), forced, *limits)
     lists, counts = select_top_k_over_all(scores, room, forced, "torch", KV_HEADS)
     chosen = torch.zeros(LAYERS, KV_HEADS, 50, dtype=torch.bool)
     for layer in range(LAYERS):

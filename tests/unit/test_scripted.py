@@ -62,14 +62,14 @@ def test_about_a_third_of_a_selection_is_new_in_each_round(drafting: ScriptedRun
 
 
 def test_what_a_budget_reads_is_counted() -> None:
-    """Of ten blocks the first and the last two in every row, what is announced between them, and three more."""
+    """Of ten blocks the first and the last two in every row, and six between them, what is announced among them."""
     runner, kv = ScriptedRunner(errs=False), SequenceKV()
     rows = LAYERS * KV_HEADS
     announced = BlockSelection.from_lists([[0, 4, 5], [4], [], [9]], 10).words
-    budget = SharedBudget(announced, 1, 8, 3, ReadMemory(None, 0.9), ())  # type: ignore[arg-type]
+    budget = SharedBudget(announced, 1, 8, 6, ReadMemory(None, 0.9), ())  # type: ignore[arg-type]
     item = SequenceInput(kv, [1] * 160, "all", SparseRead(16, budget=budget), drafted=Drafted([], [], GREEDY, 159))
     (output,) = runner.forward([item])
-    assert output.blocks_read == rows * 3 + 3 + 3
+    assert output.blocks_read == rows * 3 + 6
 
 
 def test_sampling_is_refused() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.shared_budget import remember_weights, score_blocks
+from kernels.shared_budget import remember_weights, room_left, score_blocks
+from sparsity.selection import BlockSelection
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +55,22 @@ def test_scores(groups: int, rows: int, n: int) -> None:
                     assert scores[group, row, column] == 0
                 else:
                     assert scores[group, row, column] == own[row, column]
+
+
+@pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
+def test_what_is_chosen_already_counts_between_first_and_last(groups: int, rows: int, n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    words = torch.randint(-(2**63), 2**63 - 1, (groups, rows, -(-n // 64)), generator=generator)
+    first, last, blocks = ragged(groups, n, generator)
+    memory, places = torch.zeros(groups, rows, n), torch.arange(groups).int()
+    forced, _ = score_blocks(words, memory, places, torch.ones(rows), first, last, blocks)
+    chosen = [
+        BlockSelection(rows, n, words[group].numpy().view("<u8")).count(int(first[group]), int(last[group]))
+        for group in range(groups)
+    ]
+    room = torch.tensor([count + 5 * (group - 1) for group, count in enumerate(chosen)], dtype=torch.int32)
+    left = room_left(room.to(DEVICE), forced.to(DEVICE), *(each.to(DEVICE) for each in (first, last, blocks)))
+    assert left.dtype == torch.int32 and left.tolist() == [max(0, 5 * (group - 1)) for group in range(groups)]
 
 
 @pytest.mark.parametrize(("groups", "rows", "n"), SHAPES)
