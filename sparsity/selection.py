@@ -33,6 +33,11 @@ class BlockSelection:
         return BlockSelection.from_matrix(chosen)
 
     @staticmethod
+    def of_nothing(num_heads: int, num_blocks: int) -> "BlockSelection":
+        """Return a selection without blocks."""
+        return BlockSelection(num_heads, num_blocks, np.zeros((num_heads, row_words(num_blocks)), dtype="<u8"))
+
+    @staticmethod
     def from_matrix(chosen: np.ndarray) -> "BlockSelection":
         """chosen: bool [heads, blocks]"""
         heads, blocks = chosen.shape

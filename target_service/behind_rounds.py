@@ -46,7 +46,7 @@ def plan_behind_rounds(
             item.input.behind = drafted.place
             if session.reader is not None and drafted.announces:
                 base = len(session.tokens)
-                nothing = BlockSelection.from_lists([[]] * session.reader.announced_rows, plan.num_blocks(base))
+                nothing = BlockSelection.of_nothing(session.reader.announced_rows, plan.num_blocks(base))
                 item.input.read = session.reader.read(nothing, base, base + drafted.gamma)
             step.rounds.append(item)
         elif not waits(session):

@@ -121,7 +121,7 @@ class Verifier:
         reads: list[SparseRead | None] = [None]
         if "ahead" in methods_of(self.plan):
             reader = Reader(METHODS["ahead"], self.plan, self._on_round is not None)
-            nothing = BlockSelection.from_lists([[]] * reader.announced_rows, self.plan.num_blocks(1))
+            nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
             read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
             reads += [] if read is None else [read]
         if self._drafting is not None:

@@ -124,7 +124,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
         read = Reader(method, plan).read(announced, len(texts[i]), len(texts[i]) + GAMMA)
         return SequenceInput(kvs[target][i], [texts[i][-1], *judged[i].tokens], "all", read, judged[i])
 
-    nothing = [BlockSelection.from_lists([[]] * rows, plan.num_blocks(len(text))) for text in texts]
+    nothing = [BlockSelection.of_nothing(rows, plan.num_blocks(len(text))) for text in texts]
     behind = [replace(input_of(i, nothing[i]), behind=i) for i in range(len(texts))]
     given = target.launch(behind).outputs()
     known = []
