@@ -79,7 +79,7 @@ def _is_for(session: TargetSession, at: At) -> bool:
 
 def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     """Return whether the host has a part in what is read or judged."""
-    looked_at = session.logprobs is not None or bool(session.rules) or session.grammar is not None
+    looked_at = session.logprobs is not None or bool(session.rules)
     return looked_at or session.screening is not None or _is_read_by_lists(session, drafted)
 
 

@@ -145,6 +145,32 @@ MUTANTS: list[Mutant] = [
         ("a token is drawn by the last one's number", "session.sampling, len(session.tokens) + 1)", "session.sampling, len(session.tokens))"),
     ),
     *_of(
+        "target_service/behind_rounds.py",
+        "test_draft_in_target",
+        ("a prompt that is not read is judged", "session.unread <= 0 and not", "not"),
+        ("a round that was refused counts", "item.is_void = True\n", "pass\n"),
+        ("rules are left out", "session.logprobs is not None or bool(session.rules)", "session.logprobs is not None"),
+    ),
+    *_of(
+        "engine/passes/behind_rounds.py",
+        "test_behind_rounds",
+        ("a sequence takes what another's round has left", "given[\"behind\"].long().clamp(min=0)", "torch.arange(len(given[\"behind\"]), device=given[\"behind\"].device)"),
+        ("what the host brings is overwritten", "given[\"behind\"] >= 0", "given[\"behind\"] >= -1"),
+        ("tokens come one row late", "row - starts[sequence] - 1  #", "row - starts[sequence] - 2  #"),
+    ),
+    *_of(
+        "kernels/shared_budget.py",
+        "test_shared_budget",
+        ("what is read in any case takes room", "(forced.sum((1, 2)) - outside)", "forced.sum((1, 2))"),
+    ),
+    *_of(
+        "target_service/self_drafting.py",
+        "test_self_drafting",
+        ("what is seen of drafted tokens is never forgotten", "FORGOTTEN * max(0.0, EXPECTED - self.chance)", "0.0"),
+        ("weighing costs nothing", "JUDGING + PASS * gamma", "PASS * gamma"),
+        ("as many tokens as may be are drafted", "best = max(rates, key=rates.__getitem__)", "best = max(rates)"),
+    ),
+    *_of(
         "target_service/screening.py",
         "test_screening",
         ("what gave way is told nevertheless", "        del tokens[self.confirmed :], self.supports[:]\n", "        del self.supports[:]\n"),
