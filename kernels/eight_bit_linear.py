@@ -128,7 +128,7 @@ def _eight_bit_linear_kernel(
 ):
     """One part of COLUMNS outputs; the weights are the left side of the product, which registers may hold."""
     LENGTH: tl.constexpr = inputs // PARTS
-    AHEAD: tl.constexpr = 512  # inputs of an output whose weights are asked for before the wait
+    AHEAD: tl.constexpr = 512 if LENGTH >= 512 else DEPTH  # inputs whose weights are asked for before the wait
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -142,9 +142,9 @@ def _eight_bit_linear_kernel(
     if PDL:
         # At once, before its own wait: what may follow, a norm or a layer like this, reads only constants before its.
         tl.extra.cuda.gdc_launch_dependents()
-        ask_for(values_ptr, known * inputs + part * LENGTH, min(LENGTH, AHEAD))
+        ask_for(values_ptr, known * inputs + part * LENGTH, AHEAD)
         if GATED:
-            ask_for(values_ptr, (known + outputs) * inputs, min(LENGTH, AHEAD))
+            ask_for(values_ptr, (known + outputs) * inputs, AHEAD)
         tl.extra.cuda.gdc_wait()
     for at in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
         x = tl.load(x_at + at, mask=there[None, :], other=0.0).to(tl.float16)

@@ -80,7 +80,10 @@ class StepsByTurns:
             self.verifier.protocol.reject(self._draft, name, error)
 
     def plan_step(self) -> Step | None:
-        """Return the next step, of the one that did not run last if it has something to do; None if neither has."""
+        """Return the next step, of the one that did not run last if it has something to do; None if neither has.
+
+        While rounds run that were launched it is the one behind them.
+        """
         if self._launched is not None:
             return self._plan_behind(*self._launched)
         while True:

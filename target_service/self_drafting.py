@@ -21,8 +21,7 @@ EXPECTED = 0.7  # of the drafted tokens: accepted, before any is tried; and how 
 NEWEST = 1 / 256  # weight of the newest judged token
 FORGOTTEN = 1 / 4096  # of what has been seen, in a round of a session in which nothing is drafted
 MARGIN = 0.05  # by which drafting must be faster than going without
-PASS = 1.3  # times what its bytes take, that a pass over lists takes, where a dense one is near them (H200)
-JUDGING = 0.14  # of a plain step, that judging several tokens and weighing adds to it (H200)
+BEYOND_BYTES = 0.12  # of a plain step on a GPU, that a drafting pass takes beyond what it reads (docs/performance.md)
 LINK = 60  # tokens of KV that a GPU reads from its own memory while one comes from the host's
 
 
@@ -55,8 +54,9 @@ class SelfDrafting:
         away: those of sessions whose KV has partly left the GPU. A plain step brings it from the host as well, and the
         drafting passes find most of what they read still on the GPU, so that they add little to such a step.
         """
-        pass_tokens = self.weight_tokens + self.plan.budget * tokens
-        return JUDGING + PASS * gamma * pass_tokens / (self.weight_tokens + tokens + LINK * away)
+        step_tokens = self.weight_tokens + tokens
+        pass_tokens = self.weight_tokens + self.plan.budget * tokens + BEYOND_BYTES * step_tokens
+        return gamma * pass_tokens / (step_tokens + LINK * away)
 
     def drafted_in_step(self, tokens: int, away: int = 0) -> int:
         """Return how many tokens a step over so many tokens of KV drafts for each session; 0: drafting does not pay."""

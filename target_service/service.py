@@ -70,6 +70,18 @@ async def run(
         await serve(settings, opened.runner, plan, hello, on_ready, on_round, opened.grammars, spans, drafter)
 
 
+def _status(verifier: Verifier, hello: Hello, speculation: SpeculationServicer) -> ServiceStatus:
+    return ServiceStatus(
+        peer=hello.peer,
+        pid=os.getpid(),
+        attached=[draft.name for draft in verifier.protocol.drafts],
+        refusal=speculation.refusal,
+        counters={name: float(value) for name, value in verifier.totals.items()},
+        gauges=verifier.gauges | {"pid": os.getpid()},
+        version=running_version(),
+    )
+
+
 async def serve(
     settings: TargetSettings,
     runner: Runner,
@@ -89,7 +101,8 @@ async def serve(
     """
     verifier = Verifier(runner, plan, settings, on_round, grammars, spans)
     log.info("capturing the steps", extra={"sessions": settings.max_sessions})
-    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)  # of different types of steps
+    # Of different types of steps. Before the steps are captured, since some are launched behind the drafter's rounds.
+    steps: Any = verifier if drafter is None else StepsByTurns(verifier, drafter)
     verifier.warm_up()
     if drafter is not None:
         drafter.warm_up()
@@ -98,19 +111,7 @@ async def serve(
         if compiler is not None:
             compiler.on_compiled = partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
     speculation = SpeculationServicer(verifier, hello, wake)
-
-    def status() -> ServiceStatus:
-        return ServiceStatus(
-            peer=hello.peer,
-            pid=os.getpid(),
-            attached=[draft.name for draft in verifier.protocol.drafts],
-            refusal=speculation.refusal,
-            counters={name: float(value) for name, value in verifier.totals.items()},
-            gauges=verifier.gauges | {"pid": os.getpid()},
-            version=running_version(),
-        )
-
-    control = ControlServicer(verifier, wake, status)
+    control = ControlServicer(verifier, wake, partial(_status, verifier, hello, speculation))
     services = [
         (speculation_pb2_grpc.add_SpeculationServicer_to_server, speculation, "specahead.v1.Speculation"),
         (control_pb2_grpc.add_TargetControlServicer_to_server, control, "specahead.v1.TargetControl"),

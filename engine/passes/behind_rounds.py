@@ -37,7 +37,7 @@ class LeftRounds:
             kept[tuple(slice(size) for size in given.shape)].copy_(given)
 
 
-def take_left_tokens(given: dict[str, Tensor]) -> None:
+def take_left_rounds(given: dict[str, Tensor]) -> None:
     """Put what the rounds have left where a pass takes its drafted tokens from, of the sequences that run behind them.
 
     given: the buffers of the pass. It launches only.

@@ -9,7 +9,7 @@ from engine.kv.cache import KVCache
 from engine.kv.fetch import FetchPlan
 from engine.layer_attention import BlockMemory, Heads, LayerAttention, LayerPages, PromptsOfLayer, Rows, plan_reads
 from engine.modules import ModulesDecoder
-from engine.passes.behind_rounds import take_left_tokens
+from engine.passes.behind_rounds import take_left_rounds
 from engine.passes.drafting import draft_tokens
 from engine.passes.reads import heads_of, listed_layers, listed_reads, slots_of_layers, tables_of_layers
 from engine.passes.shape import PassShape
@@ -36,7 +36,7 @@ def run_pass(
     """
     given = buffers.tensors
     if shape.behind:
-        take_left_tokens(given)
+        take_left_rounds(given)
     if shape.shares_out:
         _share_out(given, shape, kv.kv_heads)
     fetched = None

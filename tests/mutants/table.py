@@ -167,7 +167,7 @@ MUTANTS: list[Mutant] = [
         "target_service/self_drafting.py",
         "test_self_drafting",
         ("what is seen of drafted tokens is never forgotten", "FORGOTTEN * max(0.0, EXPECTED - self.chance)", "0.0"),
-        ("weighing costs nothing", "JUDGING + PASS * gamma", "PASS * gamma"),
+        ("a pass takes no more than its bytes", " + BEYOND_BYTES * step_tokens", ""),
         ("as many tokens as may be are drafted", "best = max(rates, key=rates.__getitem__)", "best = max(rates)"),
     ),
     *_of(

@@ -16,7 +16,7 @@ from engine.kv.pages import SequenceKV
 from engine.loading.model import load_model
 from engine.loading.runner import make_runner
 from engine.model_runner import ModelRunner
-from engine.passes.behind_rounds import LeftRounds, take_left_tokens
+from engine.passes.behind_rounds import LeftRounds, take_left_rounds
 from engine.rounds.requests import Branch, RoundRequest, RoundSettings
 from engine.sampling import USE_DRAFT, Sampling, Support, uniforms
 from sparsity.methods import METHODS
@@ -180,7 +180,7 @@ def test_only_sequences_behind_rounds_take_what_these_have_left() -> None:
         "bitmaps": torch.tensor([[[1, 1]], [[2, 2]], [[3, 3]]]),
     }
     given = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    take_left_tokens(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})
+    take_left_rounds(given | {f"left_{name}": tensor for name, tensor in vars(left).items()})
     assert given["token_ids"].tolist() == [1, 21, 22, 2, 9, 3, 11, 12, 13, 0]
     assert given["draft_tokens"][1].tolist() == [9, 0, 0] and given["draft_tokens"][2].tolist() == [11, 12, 13]
     assert given["support_ids"].sum((1, 2)).tolist() == [42, 0, 42] and given["support_probs"].sum() == 6

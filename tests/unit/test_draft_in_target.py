@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,8 @@ from target_service.draft_in_target import LaunchStep, Result, Step, StepsByTurn
 from target_service.planning import VerifyStep
 from tests.unit.clock import Clock
 from tests.unit.fake_models import VOCAB, FakeModel
-from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
-from tests.unit.world import PLAN, World, changed_logits, prompts, target_probs, totals
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
+from tests.unit.world import PLAN, World, prompts, totals
 from wire import messages as m
 
 
@@ -156,13 +155,7 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     drafted, accepted = totals(made.world)
     assert drafted > 1000 and 0.1 < accepted / drafted < 0.9
     assert (made.world.verifier.counters["steps_behind_rounds"] > 10) == (sampling is RULED["plain"])
-    outcomes = [made.world.ledger.records[name].generated for name in names]
-    (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
-    for start in ((), (first,)):
-        counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
-        tokens = [*PROMPT, *start]
-        logits = changed_logits(model.target(tokens), tokens, len(PROMPT), sampling, STOPS)
-        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+    check_distribution(made.world, names, PROMPT, sampling)
 
 
 def test_a_draft_step_that_fails_costs_no_token(clock: Clock) -> None:

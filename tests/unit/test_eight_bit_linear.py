@@ -1,5 +1,10 @@
 """Linear layers with 8-bit weights: Triton (on a GPU, or interpreted) and torch against float64."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,3 +62,28 @@ def test_what_is_not_built_is_refused() -> None:
         eight_bit_linear(x, weight, 4, backend="triton", tuning=SMALL)
     with pytest.raises(ValueError, match="up to 128 contiguous rows"):
         eight_bit_linear(x.repeat(40, 1), weight, backend="triton", tuning=SMALL)
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.eight_bit_linear import _eight_bit_linear_kernel as kernel
+
+types = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "out_ptr": "*fp32", "rows": "i32"}
+for length in (128, 256, 384, 640):
+    sizes = dict(outputs=64, inputs=2 * length, ROWS=16, COLUMNS=64, DEPTH=128, PARTS=2)
+    fixed = sizes | dict(GATED=False, STAGES=3, PDL=True)
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True})
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+"""
+
+
+def test_it_compiles_for_a_gpu_whatever_the_length_of_a_part(tmp_path: Path) -> None:
+    """Also where the weights that are asked for first are no power of two."""
+    given = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", COMPILED], env=given, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -1,7 +1,6 @@
 """Prompt lookup: what it proposes, and sessions that it proposes for instead of a draft."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +21,8 @@ from target_service.verifier import Verifier
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, TABLE, FakeModel, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
-from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
-from tests.unit.world import World, changed_logits, prompts, target_probs, totals
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
+from tests.unit.world import World, prompts, totals
 from wire import messages as m
 
 # What is proposed
@@ -185,12 +184,7 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     world.run()
     drafted, accepted = totals(world)
     assert drafted == 600 and 0.15 < accepted / drafted < 0.85
-    outcomes = [world.ledger.records[name].generated for name in names]
-    for start in ((), (3,)):
-        counts = Counter(outcome[len(start)] for outcome in outcomes if tuple(outcome[: len(start)]) == start)
-        tokens = [*prompt, *start]
-        logits = changed_logits(model.target(tokens), tokens, len(prompt), sampling, STOPS)
-        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+    check_distribution(world, names, prompt, sampling, first=3)
 
 
 def test_a_grammar_is_followed(clock: Clock) -> None:

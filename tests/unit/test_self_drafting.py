@@ -1,7 +1,6 @@
 """A target that drafts for itself: what it reads, when it pays, and sessions that it drafts for."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,8 @@ from target_service.self_drafting import SelfDrafting, self_drafting
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, FakeModel
 from tests.unit.test_grammar_sessions import END, GRAMMARS, SCHEMA, plain
-from tests.unit.test_sessions import PROMPT, RULED, STOPS, p_value
-from tests.unit.world import World, changed_logits, prompts, target_probs, totals
+from tests.unit.test_sessions import PROMPT, RULED, STOPS, check_distribution
+from tests.unit.world import World, prompts, totals
 from wire import messages as m
 
 LLAMA_8B = uniform_plan(32, 8, 1, 1, budget=0.06)
@@ -27,13 +26,13 @@ WEIGHT_TOKENS = 16.1e9 / 131072
 
 def test_drafting_pays_at_length_and_not_before() -> None:
     drafting = SelfDrafting(LLAMA_8B, 8, WEIGHT_TOKENS, -1)
-    assert drafting.cost(8, 0) > 8, "without KV each drafting pass is a whole step"
-    rounds = {8 * 102_400: 87.4 / 29.0, 8 * 32_768: 58.4 / 12.65, 102_400: 41.8 / 7.2}  # docs/performance.md, γ = 7
-    for tokens, steps in rounds.items():
-        assert 1 + drafting.cost(7, tokens) == pytest.approx(steps, rel=0.12)
-    assert not drafting.drafted_in_step(8 * 4_096) and not drafting.drafted_in_step(32_768)
-    assert drafting.drafted_in_step(8 * 32_768) == drafting.drafted_in_step(8 * 102_400) == 8
-    assert drafting.drafted_in_step(4_096, 4_096) == 8 and drafting.cost(8, 102_400, 102_400) < 0.4, (
+    assert drafting.cost(8, 0) == pytest.approx(8 * 1.12), "without KV each drafting pass is a whole step, and more"
+    rounds = {8 * 102_400: 87.4 / 29.0, 8 * 32_768: 58.4 / 12.65, 102_400: 41.8 / 7.2, 32_768: 38.4 / 5.08}
+    for tokens, steps in rounds.items():  # in plain steps, with γ = 7 (docs/performance.md)
+        assert 1 + drafting.cost(7, tokens) == pytest.approx(steps, rel=0.06)
+    assert not drafting.drafted_in_step(8 * 4_096)
+    assert drafting.drafted_in_step(8 * 16_384) == drafting.drafted_in_step(102_400) == 8
+    assert drafting.drafted_in_step(4_096, 4_096) == 8 and drafting.cost(8, 102_400, 102_400) < 0.2, (
         "each step waits for the host's link"
     )
     forced = replace(drafting, least_tokens=100)
@@ -43,7 +42,7 @@ def test_drafting_pays_at_length_and_not_before() -> None:
 def test_as_many_tokens_are_drafted_as_are_the_fastest_by_what_was_accepted() -> None:
     drafting = SelfDrafting(LLAMA_8B, 7, WEIGHT_TOKENS, -1, adaptive=True)
     assert drafting.gammas == [1, 2, 4, 7]
-    by_chance = {0.05: 0, 0.4: 0, 0.46: 1, 0.65: 2, 0.8: 4, 0.97: 7}
+    by_chance = {0.05: 0, 0.35: 0, 0.45: 1, 0.65: 2, 0.85: 4, 0.97: 7}
     for chance, expected in by_chance.items():
         assert replace(drafting, chance=chance).drafted_in_step(8 * 102_400) == expected
     assert replace(drafting, chance=0.97).drafted_in_step(32_768) == 0, "weights are most of what a pass reads"
@@ -130,15 +129,18 @@ def test_a_session_first_weighs_and_then_drafts_in_every_round(clock: Clock) -> 
     assert len(world.target.lists_drafted_by) == 8
 
 
-def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(clock: Clock) -> None:
-    world = self_drafted(clock, 1, FakeModel(agreement=2), gamma=0)
+@pytest.mark.parametrize(("agreement", "settled"), [(4, {4}), (1, {0, 1})])
+def test_with_gamma_auto_rounds_draft_as_many_tokens_as_are_accepted(
+    clock: Clock, agreement: int, settled: set[int]
+) -> None:
+    world = self_drafted(clock, 1, FakeModel(agreement=agreement), gamma=0)
     names = [world.open(prompt, 150) for prompt in prompts(random.Random(1), 4, 60)]
     world.run_and_check_greedy(names, set())
     drafted = [commit.drafted for name in names for commit in world.commits[name]]
     early, late = drafted[: len(drafted) // 8], [commit.drafted for commit in world.commits[names[0]][-10:]]
-    assert 4 in early and set(late) <= {0, 1, 2}, (early, late)
-    counted = world.verifier.counters
-    assert counted["rounds_gamma_2"] == drafted.count(2) > 20, "what was chosen is told"
+    assert 4 in early and set(late) <= settled, (early, late)
+    counted, most = world.verifier.counters, max(settled)
+    assert counted[f"rounds_gamma_{most}"] == drafted.count(most) > 20, "what was chosen is told"
     world.check_nothing_left()
 
 
@@ -176,13 +178,7 @@ def test_sampled_tokens_have_the_targets_distribution(clock: Clock, sampling: Sa
     world.run()
     drafted, accepted = totals(world)
     assert drafted > 1000 and 0.1 < accepted / drafted < 0.9
-    outcomes = [world.ledger.records[name].generated for name in names]
-    (first, _), *_ = Counter(outcome[0] for outcome in outcomes).most_common()
-    for start in ((), (first,)):
-        counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
-        tokens = [*PROMPT, *start]
-        logits = changed_logits(model.target(tokens), tokens, len(PROMPT), sampling, STOPS)
-        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+    check_distribution(world, names, PROMPT, sampling)
 
 
 def test_a_grammar_is_followed(clock: Clock) -> None:

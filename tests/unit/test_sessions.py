@@ -426,6 +426,22 @@ def test_log_probabilities_are_of_the_targets_own_distribution(clock: Clock) -> 
 LOGPROBS = "prompt_logprobs", "logprobs"
 
 
+def check_distribution(
+    world: World, names: list[str], prompt: list[int], sampling: Sampling, first: int | None = None
+) -> None:
+    """The first tokens have the target's distribution, and the second ones behind one of them: `first`, or the most
+    frequent.
+    """
+    outcomes = [world.ledger.records[name].generated for name in names]
+    if first is None:
+        ((first, _),) = Counter(outcome[0] for outcome in outcomes).most_common(1)
+    for start in ((), (first,)):
+        counts = Counter(o[len(start)] for o in outcomes if tuple(o[: len(start)]) == start and len(o) > len(start))
+        tokens = [*prompt, *start]
+        logits = changed_logits(world.model.target(tokens), tokens, len(prompt), sampling, STOPS)
+        assert p_value(counts, target_probs(logits, sampling)) > 1e-4
+
+
 def p_value(observed: Counter[int], probs: dict[int, float]) -> float:
     """Chi-square; tokens expected fewer than five times are taken together. 0 if an impossible one occurs."""
     if not set(observed) <= set(probs):
